@@ -1,0 +1,38 @@
+"""AxoNN's 4D algorithm, 3D parallel matrix multiplication × data, for any PyTorch model.
+
+Sources: dissertation chapter 5; "Democratizing AI" (the Gordon Bell paper); "A 4D Hybrid Algorithm".
+"""
+
+from axonn_tp.collectives import Collective
+from axonn_tp.embedding import Embedding
+from axonn_tp.gradients import clip_grad_norm_, grad_norm, sync_gradients
+from axonn_tp.layout import Layout, layout_of
+from axonn_tp.linear import Linear, LinearSplit, linear_collectives
+from axonn_tp.loss import CrossEntropyLoss
+from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
+from axonn_tp.norm import LayerNorm
+from axonn_tp.parallelize import KINDS, LayerPlan, Placement, parallelize, place
+
+__all__ = [
+    "AXES",
+    "KINDS",
+    "Collective",
+    "CrossEntropyLoss",
+    "Embedding",
+    "Grid",
+    "LayerNorm",
+    "LayerPlan",
+    "Layout",
+    "Linear",
+    "LinearSplit",
+    "Mesh",
+    "Placement",
+    "clip_grad_norm_",
+    "factorisations",
+    "grad_norm",
+    "layout_of",
+    "linear_collectives",
+    "parallelize",
+    "place",
+    "sync_gradients",
+]

@@ -1,0 +1,136 @@
+"""How a parameter lies on the grid: pure arithmetic on shapes, and the slicing that follows from it.
+
+A parameter of 3D PMM is cut into blocks by x and y, and the block, flattened, is cut once more over z
+(Ŵ in Algorithm 3). Whatever does not divide is padded with zeros: blocks where the layer allows it, the
+flattened block always. Gradient sums, norms and checkpoints read the layout that a parameter carries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonn_tp.mesh import Grid
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of one parameter are.
+
+    Attributes:
+        shape: shape of the serial parameter.
+        split: pairs (dim, axis): this dim is split over this axis.
+        parts: dim 0 is this many equal matrices, one after the other (3 for a fused q, k, v), each split by itself.
+        over_z: the block is stored flat and split over z.
+    """
+
+    shape: tuple[int, ...]
+    split: tuple[tuple[int, str], ...] = ()
+    parts: int = 1
+    over_z: bool = False
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes over which the parameter is split; it is replicated over the others."""
+        return frozenset(axis for _, axis in self.split) | (frozenset({"z"}) if self.over_z else frozenset())
+
+    @property
+    def sum_axis(self) -> str:
+        """Group over which the local gradients remain to be summed: ``"data"``, or ``"batch"`` (z and data)."""
+        return "data" if self.over_z else "batch"
+
+    def padded(self, grid: Grid) -> tuple[int, ...]:
+        """Shape after padding every split dim to a multiple of its axis."""
+        shape = list(self.shape)
+        for dim, axis in self.split:
+            pieces = grid.size(axis) * (self.parts if dim == 0 else 1)
+            shape[dim] = math.ceil(shape[dim] / pieces) * pieces
+        return tuple(shape)
+
+    def block_shape(self, grid: Grid) -> tuple[int, ...]:
+        """Shape of the block of one (x, y)."""
+        shape = list(self.padded(grid))
+        for dim, axis in self.split:
+            shape[dim] //= grid.size(axis)
+        return tuple(shape)
+
+    def local_numel(self, grid: Grid) -> int:
+        """Elements stored on one rank."""
+        numel = math.prod(self.block_shape(grid))
+        return math.ceil(numel / grid.gz) if self.over_z else numel
+
+    def counted_here(self, coordinates: Mapping[str, int]) -> bool:
+        """Whether this rank counts the parameter in a sum over all ranks, so that no replica is counted twice."""
+        return all(coordinates[axis] == 0 for axis in ("x", "y", "z") if axis not in self.axes)
+
+    def block(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
+        """The block of `full` at a position; a view where nothing is padded."""
+        if self.parts > 1:
+            pieces = [Layout((n, *self.shape[1:]), self.split).block(t, grid, coordinates)
+                      for t in full.chunk(self.parts) for n in (t.shape[0],)]
+            return torch.cat(pieces)
+        padding: list[int] = []
+        for have, want in zip(reversed(self.shape), reversed(self.padded(grid)), strict=True):
+            padding += [0, want - have]
+        block = F.pad(full, padding) if any(padding) else full
+        for dim, axis in self.split:
+            block = block.chunk(grid.size(axis), dim=dim)[coordinates[axis]]
+        return block
+
+    def shard(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
+        """A copy of what the rank at a position stores of `full`: the block, or its flat z-shard."""
+        block = self.block(full, grid, coordinates)
+        if not self.over_z:
+            return block.clone(memory_format=torch.contiguous_format)
+        size = self.local_numel(grid)
+        flat = block.reshape(-1)
+        shard = flat[size * coordinates["z"] : size * (coordinates["z"] + 1)]
+        return F.pad(shard, (0, size - shard.numel())).clone()
+
+    def unflatten(self, flat: Tensor, grid: Grid) -> Tensor:
+        """The block from its z-shards laid end to end."""
+        shape = self.block_shape(grid)
+        return flat[: math.prod(shape)].view(shape)
+
+    def assemble(self, shards: list[Tensor], grid: Grid) -> Tensor:
+        """The serial parameter from the tensors of all ranks, in rank order; inverse of `shard`."""
+        full = shards[0].new_zeros(self.padded(grid))
+        for x in range(grid.gx):
+            for y in range(grid.gy):
+                at = {"x": x, "y": y, "z": 0, "data": 0}
+                if self.over_z:
+                    block = self.unflatten(torch.cat([shards[grid.rank(x, y, z)] for z in range(grid.gz)]), grid)
+                else:
+                    block = shards[grid.rank(x, y)]
+                for part, piece in zip(full.chunk(self.parts), block.chunk(self.parts), strict=True):
+                    for dim, axis in self.split:
+                        part = part.chunk(grid.size(axis), dim=dim)[at[axis]]
+                    part.copy_(piece)
+        return full[tuple(slice(n) for n in self.shape)].clone()
+
+
+def layout_of(parameter: Tensor) -> Layout:
+    """The layout a parameter carries; one that carries none is the same on every rank."""
+    return getattr(parameter, "axonn_layout", None) or Layout(tuple(parameter.shape))
+
+
+@torch.no_grad()
+def distribute(parameter: nn.Parameter, layout: Layout, grid: Grid, coordinates: Mapping[str, int]) -> None:
+    """Replace a full parameter's data by this rank's shard, in place, so that optimizers keep hold of it.
+
+    A parameter that two layers share is distributed once.
+
+    Raises:
+        ValueError: two layers share the parameter but lay it out differently.
+    """
+    present = getattr(parameter, "axonn_layout", None)
+    if present is None:
+        parameter.data = layout.shard(parameter.data, grid, coordinates)
+        parameter.axonn_layout = layout  # type: ignore[attr-defined]
+    elif present != layout:
+        raise ValueError(f"two layers share a parameter but split it differently: {present} and {layout}")

@@ -1,0 +1,163 @@
+"""The 4D grid of ranks: who sits where, and which groups communicate.
+
+`Grid` is pure arithmetic and needs no processes. `Mesh` binds a grid to a running process group.
+The axes, innermost first, are ``x``, ``y``, ``z`` and ``data`` (dissertation §5.1.1, Figure 5.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+AXES = ("x", "y", "z", "data")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the four axes; a rank is ``x + gx·(y + gy·(z + gz·data))``.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+
+    gx: int = 1
+    gy: int = 1
+    gz: int = 1
+    gdata: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, f"g{axis}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"g{axis} = {size!r} is not an integer of at least 1; give the number of ranks along {axis}")
+
+    @classmethod
+    def for_world(cls, world: int, gx: int = 1, gy: int = 1, gz: int = 1) -> Grid:
+        """The grid of `world` ranks; the data axis takes what x, y and z leave.
+
+        Raises:
+            ValueError: gx·gy·gz does not divide `world`.
+        """
+        tensor = cls(gx, gy, gz).world
+        if world % tensor:
+            raise ValueError(
+                f"gx*gy*gz = {gx}*{gy}*{gz} = {tensor} does not divide the {world} ranks of this run; "
+                f"choose sizes whose product divides {world}, or start a multiple of {tensor} ranks"
+            )
+        return cls(gx, gy, gz, world // tensor)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.gx * self.gy * self.gz * self.gdata
+
+    @property
+    def batch(self) -> int:
+        """Number of ranks that read different tokens: gz·gdata."""
+        return self.gz * self.gdata
+
+    def size(self, axis: str) -> int:
+        """Size of one axis."""
+        return int(getattr(self, f"g{axis}"))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of `rank` on every axis."""
+        position = {}
+        for axis in AXES:
+            rank, position[axis] = divmod(rank, self.size(axis))
+        return position
+
+    def rank(self, x: int = 0, y: int = 0, z: int = 0, data: int = 0) -> int:
+        """Rank at a position; inverse of `coordinates`."""
+        return x + self.gx * (y + self.gy * (z + self.gz * data))
+
+    def draw(self) -> str:
+        """The grid as text: one x-y plane of ranks for every z and data."""
+        width = len(str(self.world - 1))
+        blocks = []
+        for data in range(self.gdata):
+            planes = []
+            for z in range(self.gz):
+                rows = [f"z={z} data={data}"]
+                for y in range(self.gy):
+                    rows.append(" ".join(f"{self.rank(x, y, z, data):>{width}}" for x in range(self.gx)))
+                planes.append(rows)
+            column = max(len(row) for rows in planes for row in rows)
+            blocks.append("\n".join("   ".join(f"{cell:<{column}}" for cell in line).rstrip() for line in zip(*planes, strict=True)))
+        sizes = " ".join(f"g{axis}={self.size(axis)}" for axis in AXES)
+        return f"{self.world} ranks, {sizes} (x to the right, y down)\n" + "\n".join(blocks)
+
+
+def factorisations(world: int) -> Iterator[Grid]:
+    """Every grid of `world` ranks, in lexicographic order of (gx, gy, gz)."""
+    for gx in range(1, world + 1):
+        for gy in range(1, world // gx + 1):
+            for gz in range(1, world // (gx * gy) + 1):
+                if world % (gx * gy * gz) == 0:
+                    yield Grid(gx, gy, gz, world // (gx * gy * gz))
+
+
+class Mesh:
+    """A grid bound to the running process group.
+
+    Besides the four axes it has two groups that span several: ``"model"`` (x and y: ranks that read the
+    same tokens) and ``"batch"`` (z and data: ranks that read different ones).
+
+    Args:
+        grid: sizes of the axes.
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: the grid does not have as many ranks as the process group.
+    """
+
+    def __init__(self, grid: Grid, device_type: str = "cpu") -> None:
+        if grid.world != dist.get_world_size():
+            raise ValueError(f"the grid {grid} has {grid.world} ranks, but {dist.get_world_size()} run; make them equal")
+        self.grid = grid
+        self.device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        self.coordinates = grid.coordinates(dist.get_rank())
+        shape = (grid.gdata, grid.gz, grid.gy, grid.gx)
+        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(reversed(AXES)))
+        self._groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
+        self._groups["batch"] = self.device_mesh["data", "z"]._flatten("batch").get_group()
+        self._groups["model"] = self.device_mesh["y", "x"]._flatten("model").get_group()
+
+    @classmethod
+    def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str = "cpu") -> Mesh:
+        """The mesh over all running ranks; the data axis takes what x, y and z leave."""
+        return cls(Grid.for_world(dist.get_world_size(), gx, gy, gz), device_type)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group along an axis, or of ``"model"`` or ``"batch"``."""
+        return self._groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks of a group."""
+        return self._groups[axis].size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's place in a group."""
+        return self._groups[axis].rank()
+
+    def axis_names(self) -> dict[str, str]:
+        """Axis by torch's name of its group, for a ledger of what went over which axis."""
+        return {group.group_name: axis for axis, group in self._groups.items()}
+
+    def shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a global batch, split in dim 0 over data and z.
+
+        Raises:
+            ValueError: the batch does not divide by gz·gdata.
+        """
+        parts = self.grid.batch
+        if batch.shape[0] % parts:
+            raise ValueError(
+                f"a batch of {batch.shape[0]} does not divide by gz*gdata = {self.grid.gz}*{self.grid.gdata} = {parts}; "
+                f"use a multiple of {parts}"
+            )
+        return batch.chunk(parts)[self.rank("batch")]

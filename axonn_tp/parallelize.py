@@ -1,0 +1,269 @@
+"""Turn a serial model into a parallel one, in place.
+
+First a plan (`place`, pure: module names and shapes in, placements or an error out), then the change
+(`parallelize`: layer by layer, so that of a model on the meta device no rank holds more than one full layer).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from axonn_tp.collectives import Collective
+from axonn_tp.embedding import Embedding, check_embedding, embedding_collectives
+from axonn_tp.linear import Linear, LinearSplit, linear_collectives
+from axonn_tp.loss import CrossEntropyLoss, check_loss, loss_collectives
+from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.norm import LayerNorm, check_norm, norm_collectives
+
+KINDS: dict[str, str] = {
+    "normal": "linear: contracts over y, output split over x",
+    "transposed": "linear: contracts over x, output split over y, or whole where no embedding starts a split stream",
+    "head": "linear: like normal, its output features padded to a multiple of gx",
+    "self_contained": "linear: whole features in and out, sizes padded where needed; what an unnamed nn.Linear becomes",
+    "embedding": "embedding: vocabulary over x, features over y; from here on features are split over y",
+    "norm": "LayerNorm over features split over y",
+    "loss": "CrossEntropyLoss over a vocabulary split over x",
+    "replicated": "left as it is, the same on every rank of x and y",
+}
+_CLASSES: dict[str, type[nn.Module]] = {
+    "normal": nn.Linear,
+    "transposed": nn.Linear,
+    "head": nn.Linear,
+    "self_contained": nn.Linear,
+    "embedding": nn.Embedding,
+    "norm": nn.LayerNorm,
+    "loss": nn.CrossEntropyLoss,
+    "replicated": nn.Module,
+}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer becomes: a key of `KINDS`, and for linears `parts` and `heads` (see `LinearSplit`)."""
+
+    kind: str
+    parts: int = 1
+    heads: int | None = None
+
+
+@dataclass
+class Placement:
+    """One module's place in the parallel model."""
+
+    name: str
+    module: nn.Module = field(repr=False)
+    kind: str
+    split: LinearSplit | None = None
+
+    def collectives(self, tokens: int, grid: Grid) -> list[Collective]:
+        """What one forward and backward pass over `tokens` rows of this rank communicates."""
+        module = self.module
+        if self.split is not None:
+            return linear_collectives(tokens, module.in_features, module.out_features, grid, self.split)  # type: ignore[arg-type]
+        if self.kind == "embedding":
+            return embedding_collectives(tokens, module.num_embeddings, module.embedding_dim, grid)  # type: ignore[arg-type]
+        if self.kind == "norm":
+            return norm_collectives(tokens, grid)
+        return loss_collectives(tokens, grid) if self.kind == "loss" else []
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A linear whose weight is its own parameter and whose forward is torch's, so that replacing it changes nothing."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
+
+
+def _inside_attention(model: nn.Module) -> set[int]:
+    """Projections of nn.MultiheadAttention: it reads their weights directly and never calls them."""
+    return {id(child) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.modules()}
+
+
+def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, LayerPlan]:
+    """The plan by module name. The first pattern that matches a module wins.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a module of the wrong class.
+    """
+    modules = dict(model.named_modules())
+    named: dict[str, LayerPlan] = {}
+    for pattern, layer in plan.items():
+        if layer.kind not in KINDS:
+            raise ValueError(f"plan {pattern!r}: {layer.kind!r} is not a kind; choose one of {', '.join(KINDS)}")
+        matches = [name for name in modules if name and fnmatchcase(name, pattern)]
+        if not matches:
+            near = difflib.get_close_matches(pattern.replace("*", "0"), [name for name in modules if name], n=1, cutoff=0.0)
+            raise ValueError(f"plan {pattern!r} matches no layer of {type(model).__name__}; the nearest name is {near[0] if near else 'none'!r}")
+        for name in matches:
+            if not isinstance(modules[name], _CLASSES[layer.kind]):
+                raise ValueError(
+                    f"plan {pattern!r}: layer {name} is a {type(modules[name]).__name__}, and {layer.kind} takes "
+                    f"a {_CLASSES[layer.kind].__name__}; narrow the pattern"
+                )
+            named.setdefault(name, layer)
+    return named
+
+
+def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = None) -> list[Placement]:
+    """Decide what every layer becomes; touches nothing.
+
+    Args:
+        model: the serial model, on any device including meta.
+        grid: the grid.
+        plan: `LayerPlan` by name pattern (``*`` matches anything); linears it does not name become self-contained.
+
+    Returns:
+        Placements of all modules that change, in the order of `named_modules`.
+
+    Raises:
+        ValueError: names the layer or the pattern, what is wrong and what to do.
+    """
+    named = _named_plan(model, plan or {})
+    kinds = {layer.kind for layer in named.values()}
+    stream_split = "embedding" in kinds
+    if "norm" in kinds and not stream_split:
+        raise ValueError("plan: norm needs features split over y, which an embedding layer starts; name the embedding, or leave norms out")
+    if "loss" in kinds and "head" not in kinds:
+        raise ValueError("plan: loss needs logits split over x, which a head layer makes; name the head, or leave the loss out")
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    attention = _inside_attention(model)
+    placements = []
+    for name, module in model.named_modules():
+        layer = named.get(name)
+        if layer is None:
+            free = _is_linear(module) and id(module) not in attention and holders[id(module.weight)] == 1  # type: ignore[arg-type]
+            if not free:
+                continue
+            layer = LayerPlan("self_contained")
+        if layer.kind == "replicated":
+            continue
+        split = None
+        if _CLASSES[layer.kind] is nn.Linear:
+            split = _linear_split(layer, stream_split, "loss" in kinds)
+            split.check(module.out_features, module.in_features, grid, name)  # type: ignore[arg-type]
+        elif layer.kind == "embedding":
+            check_embedding(module, grid, name)  # type: ignore[arg-type]
+        elif layer.kind == "norm":
+            check_norm(module, grid, name)  # type: ignore[arg-type]
+        elif layer.kind == "loss":
+            check_loss(module, name)  # type: ignore[arg-type]
+        placements.append(Placement(name, module, layer.kind, split))
+    _check_shared(placements, model)
+    return placements
+
+
+def _linear_split(layer: LayerPlan, stream_split: bool, loss_split: bool) -> LinearSplit:
+    transposed, whole = layer.kind == "transposed", layer.kind == "self_contained"
+    return LinearSplit(
+        transposed=transposed,
+        parts=layer.parts,
+        heads=layer.heads,
+        split_input=whole or (not transposed and not stream_split),
+        gather_output=whole or (transposed and not stream_split) or (layer.kind == "head" and not loss_split),
+        pad=whole,
+        pad_vocabulary=layer.kind == "head",
+    )
+
+
+def _check_shared(placements: list[Placement], model: nn.Module) -> None:
+    """A weight shared by several layers is split only where an embedding and a head share it."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(name)
+    kinds = {placement.name: placement.kind for placement in placements}
+    for names in users.values():
+        found = {kinds.get(name, "replicated") for name in set(names)}
+        if len(found) > 1 and not found <= {"embedding", "head"}:
+            raise ValueError(
+                f"plan: layers {' and '.join(sorted(set(names)))} share a weight but become {' and '.join(sorted(found))}; "
+                "name them embedding and head, or leave both out of the plan"
+            )
+
+
+def _materialise(module: nn.Module, device: torch.device, made: dict[int, nn.Parameter]) -> None:
+    """Give a module's own meta tensors memory and initial values.
+
+    Raises:
+        ValueError: the module cannot initialise itself.
+    """
+    own = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+    buffers = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+    if not own and not buffers:
+        return
+    for name, parameter in own.items():
+        module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    for name, buffer in buffers.items():
+        module._buffers[name] = torch.empty_like(buffer, device=device)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise ValueError(
+            f"{type(module).__name__} is on the meta device and has no reset_parameters() to initialise "
+            f"{', '.join([*own, *buffers])}; add one, or build the model on a real device"
+        )
+    reset()
+    for name, parameter in own.items():
+        module._parameters[name] = made.setdefault(id(parameter), module._parameters[name])
+
+
+def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | None = None) -> nn.Module:
+    """Turn a serial model into a parallel one, in place; every rank calls it.
+
+    Rank 0's weights are what is split. A model on the meta device is built layer by layer, each module by its own
+    `reset_parameters()` in the order of `named_modules`, so the same seed gives the serial model's weights.
+
+    Args:
+        model: the serial model; optimizers that already hold its parameters keep holding them.
+        mesh: the mesh.
+        plan: see `place`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: see `place`.
+    """
+    placements = {placement.name: placement for placement in place(model, mesh.grid, plan)}
+    made: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        _materialise(module, mesh.device, made)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                _broadcast(parameter)
+        if name in placements:
+            _convert(placements[name], mesh)
+    return model
+
+
+def _broadcast(parameter: nn.Parameter) -> None:
+    if dist.get_world_size() > 1 and parameter.numel():
+        whole = parameter.data.contiguous()
+        dist.broadcast(whole, src=0)
+        parameter.data = whole
+
+
+def _convert(placement: Placement, mesh: Mesh) -> None:
+    module = placement.module
+    if placement.split is not None:
+        Linear.convert(module, mesh, placement.split)  # type: ignore[arg-type]
+    elif placement.kind == "embedding":
+        Embedding.convert(module, mesh)  # type: ignore[arg-type]
+    elif placement.kind == "norm":
+        LayerNorm.convert(module, mesh)  # type: ignore[arg-type]
+    else:
+        CrossEntropyLoss.convert(module, mesh)  # type: ignore[arg-type]
+    # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
+    module.register_forward_pre_hook(_keep_slow_path)
+
+
+def _keep_slow_path(module: nn.Module, inputs: tuple) -> None:
+    return None

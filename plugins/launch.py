@@ -1,0 +1,137 @@
+"""Start ranks on this machine: fork, watch, forward signals, and never leave one waiting for a dead one."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankFailed(RuntimeError):
+    """A rank ended with an error.
+
+    Attributes:
+        rank: which one.
+        error: the exception it raised, when it could be sent, else None.
+        details: its traceback, or its exit code in words.
+    """
+
+    def __init__(self, rank: int, error: BaseException | None, details: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{details}")
+        self.rank, self.error, self.details = rank, error, details
+
+
+def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float | None = None) -> list[Any]:
+    """Run `function(*arguments)` on `ranks` forked processes with torchrun's environment variables set.
+
+    SIGINT and SIGTERM are passed on to the ranks, which may finish in their own way. When one rank fails the others are
+    killed. A rank whose parent dies is killed by the kernel (Linux).
+
+    Args:
+        function: what each rank runs; it finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in os.environ.
+        ranks: how many.
+        arguments: passed on.
+        timeout: seconds after which all ranks are killed.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailed: the first rank that failed.
+        TimeoutError: the ranks did not finish in time.
+    """
+    fork = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    readers: dict[Connection, int] = {}
+    processes = []
+    sys.stdout.flush()
+    for rank in range(ranks):
+        reader, writer = fork.Pipe(duplex=False)
+        process = fork.Process(target=_rank, args=(function, arguments, rank, ranks, port, os.getpid(), writer), daemon=False)
+        process.start()
+        writer.close()
+        readers[reader] = rank
+        processes.append(process)
+
+    def forward(number: int, frame: Any) -> None:
+        for process in processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _collect(readers, processes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _collect(readers: dict[Connection, int], processes: list[Any], timeout: float | None) -> list[Any]:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    results: list[Any] = [None] * len(processes)
+    waiting = dict(readers)
+    while waiting:
+        ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s")
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = waiting.pop(reader)
+            try:
+                succeeded, value, details = reader.recv()
+            except EOFError:
+                processes[rank].join()
+                raise RankFailed(rank, None, _exit_in_words(processes[rank].exitcode)) from None
+            if not succeeded:
+                raise RankFailed(rank, value, details)
+            results[rank] = value
+    for process in processes:
+        process.join()
+    return results
+
+
+def _exit_in_words(code: int) -> str:
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+
+def _rank(function: Callable[..., Any], arguments: tuple, rank: int, ranks: int, port: int, parent: int, writer: Connection) -> None:
+    if sys.platform == "linux":
+        die_with_parent = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        message = (True, function(*arguments), "")
+    except BaseException as error:
+        message = (False, error, traceback.format_exc())
+    try:
+        writer.send(message)
+    except Exception:
+        writer.send((message[0], None, message[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(Exception):
+        import torch.distributed as dist
+
+        if dist.is_initialized() and message[0]:
+            dist.destroy_process_group()
+    os._exit(0 if message[0] else 1)

@@ -1,0 +1,1 @@
+"""Serial models in plain PyTorch."""

@@ -1,0 +1,22 @@
+"""Run a function on gloo ranks: forked after torch is imported, watched, with the failing rank's traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plugins.launch import launch
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 300) -> list[Any]:
+    """What `function(*arguments)` returned on each rank of a gloo process group."""
+    return launch(_with_group, ranks, function, arguments, timeout=timeout)
+
+
+def _with_group(function: Callable[..., Any], arguments: tuple) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return function(*arguments)
