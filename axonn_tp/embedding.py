@@ -28,7 +28,9 @@ def check_embedding(module: nn.Embedding, grid: Grid, name: str) -> None:
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
-            raise ValueError(f"layer {name}: {option} cannot be split over x; leave it out or name the layer replicated in the plan")
+            raise ValueError(
+                f"layer {name}: {option} cannot be split over x; leave it out or name the layer replicated in the plan"
+            )
 
 
 def embedding_collectives(tokens: int, vocabulary: int, features: int, grid: Grid) -> list[Collective]:

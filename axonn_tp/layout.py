@@ -8,7 +8,7 @@ flattened block always. Gradient sums, norms and checkpoints read the layout tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,15 +64,18 @@ class Layout:
         numel = math.prod(self.block_shape(grid))
         return math.ceil(numel / grid.gz) if self.over_z else numel
 
-    def counted_here(self, coordinates: Mapping[str, int]) -> bool:
-        """Whether this rank counts the parameter in a sum over all ranks, so that no replica is counted twice."""
-        return all(coordinates[axis] == 0 for axis in ("x", "y", "z") if axis not in self.axes)
+    def counted_here(self, coordinates: Mapping[str, int], axes: Iterable[str] = ("x", "y", "z")) -> bool:
+        """Whether this rank counts the parameter in a sum over `axes`, so that no replica is counted twice."""
+        return all(coordinates[axis] == 0 for axis in axes if axis not in self.axes)
 
     def block(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
         """The block of `full` at a position; a view where nothing is padded."""
         if self.parts > 1:
-            pieces = [Layout((n, *self.shape[1:]), self.split).block(t, grid, coordinates)
-                      for t in full.chunk(self.parts) for n in (t.shape[0],)]
+            pieces = [
+                Layout((n, *self.shape[1:]), self.split).block(t, grid, coordinates)
+                for t in full.chunk(self.parts)
+                for n in (t.shape[0],)
+            ]
             return torch.cat(pieces)
         padding: list[int] = []
         for have, want in zip(reversed(self.shape), reversed(self.padded(grid)), strict=True):

@@ -65,7 +65,9 @@ class LinearSplit:
             ValueError: names the layer, the size and the axis.
         """
         if n % self.parts:
-            raise ValueError(f"layer {name}: {n} output features are not {self.parts} equal parts; correct parts in the plan")
+            raise ValueError(
+                f"layer {name}: {n} output features are not {self.parts} equal parts; correct parts in the plan"
+            )
         if self.heads and (n // self.parts) % self.heads:
             raise ValueError(
                 f"layer {name}: {n // self.parts} output features are not {self.heads} equal heads; correct heads in the plan"

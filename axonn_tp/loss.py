@@ -19,7 +19,9 @@ def check_loss(module: nn.CrossEntropyLoss, name: str) -> None:
     """
     for option, plain in (("weight", None), ("label_smoothing", 0.0)):
         if getattr(module, option) != plain:
-            raise ValueError(f"layer {name}: {option} is not supported over a split vocabulary; leave it out or name the layer replicated in the plan")
+            raise ValueError(
+                f"layer {name}: {option} is not supported over a split vocabulary; leave it out or name the layer replicated in the plan"
+            )
 
 
 def loss_collectives(tokens: int, grid: Grid) -> list[Collective]:
@@ -72,7 +74,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if self.mesh.size("x") == 1:
             return super().forward(input, target)
         if input.dim() != 2 or target.dim() != 1:
-            raise ValueError(f"split cross-entropy takes logits (rows, classes) and targets (rows), not {tuple(input.shape)} and {tuple(target.shape)}")
+            raise ValueError(
+                f"split cross-entropy takes logits (rows, classes) and targets (rows), not {tuple(input.shape)} and {tuple(target.shape)}"
+            )
         losses = _SplitCrossEntropy.apply(input, target, self.mesh)
         counted = target != self.ignore_index
         losses = losses.masked_fill(~counted, 0)

@@ -33,7 +33,9 @@ class Grid:
         for axis in AXES:
             size = getattr(self, f"g{axis}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"g{axis} = {size!r} is not an integer of at least 1; give the number of ranks along {axis}")
+                raise ValueError(
+                    f"g{axis} = {size!r} is not an integer of at least 1; give the number of ranks along {axis}"
+                )
 
     @classmethod
     def for_world(cls, world: int, gx: int = 1, gy: int = 1, gz: int = 1) -> Grid:
@@ -87,7 +89,11 @@ class Grid:
                     rows.append(" ".join(f"{self.rank(x, y, z, data):>{width}}" for x in range(self.gx)))
                 planes.append(rows)
             column = max(len(row) for rows in planes for row in rows)
-            blocks.append("\n".join("   ".join(f"{cell:<{column}}" for cell in line).rstrip() for line in zip(*planes, strict=True)))
+            blocks.append(
+                "\n".join(
+                    "   ".join(f"{cell:<{column}}" for cell in line).rstrip() for line in zip(*planes, strict=True)
+                )
+            )
         sizes = " ".join(f"g{axis}={self.size(axis)}" for axis in AXES)
         return f"{self.world} ranks, {sizes} (x to the right, y down)\n" + "\n".join(blocks)
 
@@ -117,7 +123,9 @@ class Mesh:
 
     def __init__(self, grid: Grid, device_type: str = "cpu") -> None:
         if grid.world != dist.get_world_size():
-            raise ValueError(f"the grid {grid} has {grid.world} ranks, but {dist.get_world_size()} run; make them equal")
+            raise ValueError(
+                f"the grid {grid} has {grid.world} ranks, but {dist.get_world_size()} run; make them equal"
+            )
         self.grid = grid
         self.device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
         self.coordinates = grid.coordinates(dist.get_rank())

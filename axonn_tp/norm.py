@@ -23,7 +23,9 @@ def check_norm(module: nn.LayerNorm, grid: Grid, name: str) -> None:
         ValueError: names the layer and the reason.
     """
     if len(module.normalized_shape) != 1:
-        raise ValueError(f"layer {name}: a LayerNorm over {len(module.normalized_shape)} dims cannot be split; name it replicated in the plan")
+        raise ValueError(
+            f"layer {name}: a LayerNorm over {len(module.normalized_shape)} dims cannot be split; name it replicated in the plan"
+        )
     if module.normalized_shape[0] % grid.gy:
         raise ValueError(
             f"layer {name}: {module.normalized_shape[0]} features do not divide by gy = {grid.gy}, the axis that splits them; "
@@ -86,7 +88,9 @@ class LayerNorm(nn.LayerNorm):
         if self.mesh.size("y") == 1:
             return super().forward(input)
         if input.shape[-1] * self.mesh.size("y") != self.normalized_shape[0]:
-            raise ValueError(f"{self}: the input has {input.shape[-1]} features, expected {self.normalized_shape[0]} / gy = {self.mesh.size('y')}")
+            raise ValueError(
+                f"{self}: the input has {input.shape[-1]} features, expected {self.normalized_shape[0]} / gy = {self.mesh.size('y')}"
+            )
         output = _Normalise.apply(input, self.eps, self.mesh)
         if self.weight is not None:
             output = output * self.weight

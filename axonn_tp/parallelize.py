@@ -77,12 +77,19 @@ class Placement:
 
 def _is_linear(module: nn.Module) -> bool:
     """A linear whose weight is its own parameter and whose forward is torch's, so that replacing it changes nothing."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
+    return (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
+    )
 
 
 def _inside_attention(model: nn.Module) -> set[int]:
     """Projections of nn.MultiheadAttention: it reads their weights directly and never calls them."""
-    return {id(child) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.modules()}
+    return {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.modules()
+    }
 
 
 def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, LayerPlan]:
@@ -98,8 +105,12 @@ def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, La
             raise ValueError(f"plan {pattern!r}: {layer.kind!r} is not a kind; choose one of {', '.join(KINDS)}")
         matches = [name for name in modules if name and fnmatchcase(name, pattern)]
         if not matches:
-            near = difflib.get_close_matches(pattern.replace("*", "0"), [name for name in modules if name], n=1, cutoff=0.0)
-            raise ValueError(f"plan {pattern!r} matches no layer of {type(model).__name__}; the nearest name is {near[0] if near else 'none'!r}")
+            near = difflib.get_close_matches(
+                pattern.replace("*", "0"), [name for name in modules if name], n=1, cutoff=0.0
+            )
+            raise ValueError(
+                f"plan {pattern!r} matches no layer of {type(model).__name__}; the nearest name is {near[0] if near else 'none'!r}"
+            )
         for name in matches:
             if not isinstance(modules[name], _CLASSES[layer.kind]):
                 raise ValueError(
@@ -128,9 +139,13 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds
     if "norm" in kinds and not stream_split:
-        raise ValueError("plan: norm needs features split over y, which an embedding layer starts; name the embedding, or leave norms out")
+        raise ValueError(
+            "plan: norm needs features split over y, which an embedding layer starts; name the embedding, or leave norms out"
+        )
     if "loss" in kinds and "head" not in kinds:
-        raise ValueError("plan: loss needs logits split over x, which a head layer makes; name the head, or leave the loss out")
+        raise ValueError(
+            "plan: loss needs logits split over x, which a head layer makes; name the head, or leave the loss out"
+        )
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     attention = _inside_attention(model)
     placements = []

@@ -58,7 +58,9 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: f
     sys.stdout.flush()
     for rank in range(ranks):
         reader, writer = fork.Pipe(duplex=False)
-        process = fork.Process(target=_rank, args=(function, arguments, rank, ranks, port, os.getpid(), writer), daemon=False)
+        process = fork.Process(
+            target=_rank, args=(function, arguments, rank, ranks, port, os.getpid(), writer), daemon=False
+        )
         process.start()
         writer.close()
         readers[reader] = rank
@@ -108,14 +110,21 @@ def _exit_in_words(code: int) -> str:
     return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
-def _rank(function: Callable[..., Any], arguments: tuple, rank: int, ranks: int, port: int, parent: int, writer: Connection) -> None:
+def _rank(
+    function: Callable[..., Any], arguments: tuple, rank: int, ranks: int, port: int, parent: int, writer: Connection
+) -> None:
     if sys.platform == "linux":
         die_with_parent = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -41,7 +41,9 @@ def whole(parameter: torch.Tensor, value: torch.Tensor, mesh: Mesh) -> torch.Ten
     return layout_of(parameter).assemble(shares, mesh.grid)
 
 
-def largest_error(serial: nn.Module, parallel: nn.Module, mesh: Mesh, of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
+def largest_error(
+    serial: nn.Module, parallel: nn.Module, mesh: Mesh, of: Callable[[nn.Parameter], torch.Tensor | None]
+) -> float:
     error = 0.0
     ours = dict(parallel.named_parameters())
     for name, parameter in serial.named_parameters():
@@ -52,7 +54,9 @@ def largest_error(serial: nn.Module, parallel: nn.Module, mesh: Mesh, of: Callab
     return error
 
 
-def train_one_step(build: Callable[[], nn.Module], plan: dict[str, LayerPlan], run: Callable, batch: tuple, mesh: Mesh) -> dict[str, float]:
+def train_one_step(
+    build: Callable[[], nn.Module], plan: dict[str, LayerPlan], run: Callable, batch: tuple, mesh: Mesh
+) -> dict[str, float]:
     """Errors of output loss, gradients, norm and the weights after one AdamW step against the serial model."""
     torch.manual_seed(7)
     serial = build().double()
@@ -84,7 +88,9 @@ def gpt_on_grids(config: GPTConfig) -> dict[str, dict[str, float]]:
     for grid in factorisations(dist.get_world_size()):
         mesh = Mesh(grid)
         plan = gpt_plan(config.heads)
-        found[str(grid)] = train_one_step(lambda: GPT(config), plan, lambda model, ids: model(ids[:, :-1], ids[:, 1:]), (ids,), mesh)
+        found[str(grid)] = train_one_step(
+            lambda: GPT(config), plan, lambda model, ids: model(ids[:, :-1], ids[:, 1:]), (ids,), mesh
+        )
     return found
 
 

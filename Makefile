@@ -1,0 +1,53 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# DeepSpeed compiles its kernels when they are first used, so setting up needs no compiler. Building its sdist in
+# isolation (PEP 517, whatever pip's age) never asks for a second torch.
+export DS_BUILD_OPS := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_USE_PEP517 := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo "  PYTHON=python3.12 picks the interpreter. The packages come from pip's own configuration:"
+	@echo "  set PIP_INDEX_URL or PIP_FIND_LINKS to choose another build of torch."
+
+setup: $(READY) ## create .venv with everything in it
+
+train: $(READY) ## train the quickstart recipe; make train ARGS="--steps 50"
+	$(BIN)/axonn train quickstart $(ARGS)
+
+test: lint ## lint, then run the tests; make test ARGS="-k mesh"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove .venv and what the tools leave behind (never runs/)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): setup.cfg constraints.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.10 or newer, or name one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python %d.%d is too old: axonn-plugins needs 3.10 or newer; name one with make PYTHON=..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { $(INSTALL_VENV); }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Debian ships ensurepip apart from Python, in a package named after the version.
+define INSTALL_VENV
+sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+if ! command -v apt-get >/dev/null || ! command -v $${sudo:-true} >/dev/null; then \
+  echo "$(PYTHON) cannot create virtual environments: install its venv module (on Debian: apt-get install python3-venv) and try again." >&2; exit 1; \
+fi; \
+package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$package
+endef

@@ -1,0 +1,176 @@
+"""The ``"axonn"`` block of ds_config.json: strict, every key documented, wrong input refused in one sentence.
+
+Each system has its own class and sub-block; a new one is a class below and a field of `Axonn`.
+The JSON schema beside this file is written by ``axonn schema``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from plugins import __version__
+
+LayerKind = Literal["normal", "transposed", "head", "self_contained", "embedding", "norm", "loss", "replicated"]
+LATER_SYSTEMS = {"ted": "TED", "samo": "SAMO", "pccl": "PCCL", "pipeline": "the message-driven pipeline"}
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, in one sentence: the key, its value, what is allowed and what to do."""
+
+
+class Block(BaseModel):
+    """Base of all blocks: unknown keys and loose types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class Layer(Block):
+    """What the layers that match a pattern become."""
+
+    kind: LayerKind = Field(
+        description="normal: linear that contracts over y and splits its output over x. transposed: the other way round. "
+        "head: like normal, output padded to a multiple of gx. self_contained: linear with whole features in and out. "
+        "embedding: vocabulary over x, features over y, which all layers after it then find split. "
+        "norm: LayerNorm over split features. loss: CrossEntropyLoss over a split vocabulary. replicated: left alone."
+    )
+    parts: Size = Field(1, description="The output is this many equal matrices side by side, 3 for a fused q, k, v.")
+    heads: Size | None = Field(None, description="Attention heads in each part; they are never cut.")
+
+
+def _layers(value: Any) -> Any:
+    if value == "auto":
+        return {}
+    if isinstance(value, Mapping):
+        return {pattern: {"kind": layer} if isinstance(layer, str) else layer for pattern, layer in value.items()}
+    return value
+
+
+Plan = Annotated[
+    dict[str, Layer],
+    BeforeValidator(_layers, json_schema_input_type=Literal["auto"] | dict[str, LayerKind | Layer]),
+]
+
+
+class TensorParallel(Block):
+    """AxoNN's 3D parallel matrix multiplication (dissertation chapter 5)."""
+
+    impl: Literal["axonn3d"] = Field("axonn3d", description="The implementation.")
+    gx: Size = Field(1, description="Ranks along x: splits the output features of normal layers, and attention heads.")
+    gy: Size = Field(
+        1, description="Ranks along y: splits the input features of normal layers, and the residual stream."
+    )
+    gz: Size = Field(
+        1,
+        description="Ranks along z: splits every weight and the batch; alone it is FSDP (ZeRO-3). data = world/(gx*gy*gz).",
+    )
+    plan: Plan = Field(
+        default_factory=dict,
+        description='Layers by name pattern (* matches anything, the first match wins), or "auto". '
+        "Linear layers that no pattern names become self_contained.",
+    )
+    broadcast_inputs: bool = Field(
+        True,
+        description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
+        "Turn off when the data loader already does.",
+    )
+
+
+class Axonn(Block):
+    """The whole block."""
+
+    requires: str | None = Field(
+        None, description='The lowest version of axonn-plugins that this block needs, such as "0.1".'
+    )
+    tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
+
+
+def parse(block: Any) -> Axonn:
+    """The block, checked as far as it can be without knowing the run.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    if isinstance(block, Mapping):
+        _check_version(block)
+        for key, system in LATER_SYSTEMS.items():
+            if key in block:
+                raise ConfigError(
+                    f"axonn.{key}: this version of axonn-plugins ({__version__}) is too old for {system}; "
+                    "remove the key, or install a newer axonn-plugins"
+                )
+    try:
+        return Axonn.model_validate(block)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors(include_url=False)[0])) from None
+
+
+def _check_version(block: Mapping[str, Any]) -> None:
+    wanted = block.get("requires")
+    if not isinstance(wanted, str):
+        return
+    try:
+        numbers = [int(part) for part in wanted.split(".")]
+    except ValueError:
+        raise ConfigError(f'axonn.requires = "{wanted}" is not a version; write it as "0.1" or "0.1.0"') from None
+    have = [int(part) for part in __version__.split(".")]
+    if numbers > have:
+        raise ConfigError(
+            f'axonn.requires = "{wanted}", but axonn-plugins {__version__} is installed, too old for this block\'s keys; '
+            f'run pip install "axonn-plugins>={wanted}"'
+        )
+
+
+def _block_at(location: tuple[str | int, ...]) -> tuple[type[Block], str]:
+    """The class of the block at a location, and its documented path."""
+    block: type[Block] = Axonn
+    for part in location:
+        block = {"tensor_parallel": TensorParallel, "plan": Layer}.get(str(part), block)  # type: ignore[assignment]
+    return block, ".".join(["axonn", *(str(part) for part in location)])
+
+
+def _sentence(error: Any) -> str:
+    """One of pydantic's errors as one sentence."""
+    location, kind, value = tuple(error["loc"]), error["type"], error["input"]
+    block, path = _block_at(location)
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    if kind == "extra_forbidden":
+        parent, _ = _block_at(location[:-1])
+        known = sorted(parent.model_fields)
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)[0]
+        return f'{path} is not a key; did you mean "{near}"? Allowed are {", ".join(known)}'
+    if kind == "missing":
+        return f"{path} is missing; add it to {path.rsplit('.', 1)[0]}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        what = 'an object of name patterns, or "auto"' if location and location[-1] == "plan" else "an object"
+        return f"{path} = {shown} is not {what}; write it in braces"
+    if kind == "literal_error":
+        allowed = [str(choice) for choice in get_args(block.model_fields[str(location[-1])].annotation)]
+        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
+        return f'{path} = {shown} is not known; did you mean "{near}"? Allowed: {", ".join(allowed)}'
+    allowed_text = {
+        "int_type": "an integer of at least 1",
+        "greater_than_equal": "an integer of at least 1",
+        "bool_type": "true or false",
+        "string_type": "a string",
+    }.get(kind, error["msg"])
+    return f"{path} = {shown} is not {allowed_text}; correct its value"
+
+
+def schema() -> str:
+    """The block's JSON schema as text."""
+    return json.dumps(Axonn.model_json_schema(), indent=2) + "\n"
+
+
+def shipped_schema() -> str:
+    """The schema that is installed with the package."""
+    return files("plugins").joinpath("axonn.schema.json").read_text()

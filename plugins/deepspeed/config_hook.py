@@ -1,0 +1,261 @@
+"""What happens when DeepSpeed parses a configuration that holds the ``"axonn"`` block.
+
+The block is checked against itself, against the rest of the configuration and against the number of ranks, before
+any group is made; DeepSpeed's batch arithmetic is given the gz·gdata ranks that read different data; and
+`deepspeed.initialize` is led to `AxonnEngine`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from axonn_tp import Grid
+from plugins import config
+
+NOT_ELEMENTWISE = (
+    "lamb",
+    "lars",
+    "muon",
+    "muadam",
+    "muadamw",
+    "musgd",
+    "shampoo",
+    "soap",
+    "adafactor",
+    "onebitadam",
+    "onebitlamb",
+    "zerooneadam",
+)
+
+
+class BatchRanks:
+    """Stands in for an mpu while the configuration is parsed: only the number of ranks that read different data."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of ranks that read different data."""
+        return self.grid.batch
+
+
+def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
+    """Check the block of `raw` and get ready for the engine that obeys it.
+
+    Args:
+        parsed_config: the DeepSpeedConfig under construction; gets the attribute ``axonn``.
+        raw: the whole configuration.
+        mpu: the user's model parallel unit.
+
+    Returns:
+        The mpu with which DeepSpeed should do its batch arithmetic.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    _one_sentence_for_mistakes()
+    block = config.parse(raw["axonn"])
+    if block.tensor_parallel is None:
+        step_aside()
+        return mpu
+    grid = grid_for(block.tensor_parallel, world_size())
+    if mpu is not None:
+        raise config.ConfigError(
+            "axonn.tensor_parallel makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
+        )
+    check(raw, grid)
+    parsed_config.axonn = block
+    from plugins.deepspeed.engine import AxonnEngine
+
+    deepspeed.DeepSpeedEngine = AxonnEngine
+    deepspeed.PipelineEngine = _refuse_pipeline
+    return BatchRanks(grid)
+
+
+def step_aside() -> None:
+    """Let DeepSpeed be itself: the configuration now parsed has no block."""
+    from deepspeed.utils import groups
+
+    deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = DeepSpeedEngine, PipelineEngine
+    if getattr(groups.mpu, "axonn", False):
+        groups.mpu = None
+
+
+def world_size() -> int:
+    """Ranks of this run, known before any group exists."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def grid_for(block: config.TensorParallel, world: int) -> Grid:
+    """The grid that the block asks for.
+
+    Raises:
+        ConfigError: its sizes do not divide the ranks.
+    """
+    try:
+        return Grid.for_world(world, block.gx, block.gy, block.gz)
+    except ValueError as error:
+        raise config.ConfigError(f"axonn.tensor_parallel: {error}") from None
+
+
+def check(raw: Mapping[str, Any], grid: Grid) -> None:
+    """Refuse DeepSpeed settings that the block cannot go with, with the reason.
+
+    Raises:
+        ConfigError: the first.
+    """
+    zero = _section(raw, "zero_optimization")
+    stage = zero.get("stage", 0)
+    refusals = [
+        (
+            stage == 3,
+            "zero_optimization.stage = 3 does not go with axonn.tensor_parallel, whose z axis splits the weights in the same way; "
+            "use stage 0, 1 or 2 and make gz larger",
+        ),
+        (_enabled(raw, "fp16") and _enabled(raw, "bf16"), "fp16.enabled and bf16.enabled are both true; turn one off"),
+        *[
+            (
+                _enabled(raw, half) and not supported(),
+                f"{half}.enabled = true, but DeepSpeed finds no {half} on this device ({get_accelerator().device_name()}); use another precision",
+            )
+            for half, supported in (
+                ("fp16", get_accelerator().is_fp16_supported),
+                ("bf16", get_accelerator().is_bf16_supported),
+            )
+        ],
+        (
+            _on(zero, "offload_optimizer"),
+            "zero_optimization.offload_optimizer is not supported with axonn.tensor_parallel; remove it",
+        ),
+        (
+            _on(zero, "offload_param"),
+            "zero_optimization.offload_param belongs to ZeRO-3, which axonn.tensor_parallel replaces; remove it",
+        ),
+        (bool(zero.get("zenflow")), "zero_optimization.zenflow is not supported with axonn.tensor_parallel; remove it"),
+        (
+            bool(zero.get("zero_quantized_gradients")) or bool(zero.get("zero_quantized_weights")),
+            "zero_optimization.zero_quantized_* would change results under axonn.tensor_parallel; remove it",
+        ),
+        (
+            zero.get("reduce_scatter") is False and stage in (1, 2) and grid.gz > 1,
+            "zero_optimization.reduce_scatter = false cannot keep weights split over z apart; remove it",
+        ),
+        (
+            zero.get("contiguous_gradients") is False and stage == 2 and grid.gz > 1,
+            "zero_optimization.contiguous_gradients = false cannot keep weights split over z apart; remove it",
+        ),
+        (
+            _section(raw, "tensor_parallel").get("autotp_size", 0) > 1,
+            "tensor_parallel.autotp_size is DeepSpeed's own tensor parallelism; remove it, or the axonn block",
+        ),
+        (
+            _enabled(raw, "expert_parallel"),
+            "expert_parallel does not go with axonn.tensor_parallel yet; remove one of them",
+        ),
+        (
+            raw.get("sequence_parallel_size", 1) != 1,
+            "sequence_parallel_size does not go with axonn.tensor_parallel, which splits tokens over z; remove it",
+        ),
+        (_enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or the axonn block"),
+        (
+            _section(raw, "checkpoint").get("load_universal", False) is True,
+            "checkpoint.load_universal cannot be read into weights split over x, y and z; remove it",
+        ),
+        (
+            _section(raw, "compile").get("deepcompile", False) is True,
+            "compile.deepcompile does not go with axonn.tensor_parallel; remove it",
+        ),
+        (
+            _enabled(raw, "elasticity"),
+            "elasticity changes the number of ranks, which axonn.tensor_parallel fixes; remove it",
+        ),
+        (
+            _enabled(raw, "torch_autocast")
+            and _section(raw, "torch_autocast").get("dtype") in ("float16", "fp16", "half"),
+            "torch_autocast.dtype = float16 scales the loss on each rank by itself; use bfloat16, or the fp16 section",
+        ),
+        (
+            _enabled(raw, "bf16") and _section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
+            "data_types.grad_accum_dtype = fp32 with bf16 is not supported with axonn.tensor_parallel; remove it",
+        ),
+        (
+            str(_section(raw, "optimizer").get("type", "")).lower() in NOT_ELEMENTWISE,
+            f"optimizer.type = {_section(raw, 'optimizer').get('type')} needs whole weight matrices, which axonn.tensor_parallel splits; "
+            "use an element-wise one such as AdamW",
+        ),
+    ]
+    for refused, reason in refusals:
+        if refused:
+            raise config.ConfigError(reason)
+    _check_batch(raw, grid)
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = raw.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _enabled(raw: Mapping[str, Any], key: str) -> bool:
+    return _section(raw, key).get("enabled", False) is True
+
+
+def _on(zero: Mapping[str, Any], key: str) -> bool:
+    return _section(zero, key).get("device", "none") != "none"
+
+
+def _check_batch(raw: Mapping[str, Any], grid: Grid) -> None:
+    """DeepSpeed's batch arithmetic over the ranks that read different data, as sentences instead of assertions."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (raw.get(key) for key in keys)
+    for key, value in zip(keys, (total, micro, steps), strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise config.ConfigError(f"{key} = {value!r} is not an integer of at least 1; correct its value")
+    if total is None and micro is None:
+        raise config.ConfigError(
+            "train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them"
+        )
+    if total is None:
+        return
+    ranks = f"gz*gdata = {grid.gz}*{grid.gdata} = {grid.batch} ranks that read different data"
+    given = (micro or 1) * (steps or 1)
+    if micro and steps and total != given * grid.batch:
+        raise config.ConfigError(
+            f"train_batch_size = {total} is not {micro} (train_micro_batch_size_per_gpu) * {steps} (gradient_accumulation_steps) * {ranks}; "
+            "leave one of the three out"
+        )
+    if total % (given * grid.batch):
+        wanted = f"{given} * " if given > 1 else ""
+        raise config.ConfigError(
+            f"train_batch_size = {total} does not divide by {wanted}{ranks}; use a multiple of {given * grid.batch}"
+        )
+
+
+def _refuse_pipeline(*args: Any, **kwargs: Any) -> None:
+    raise config.ConfigError(
+        "axonn.tensor_parallel does not go with a PipelineModule yet; leave the block out, or pass a plain torch.nn.Module"
+    )
+
+
+def _one_sentence_for_mistakes() -> None:
+    """An uncaught ConfigError ends the script with its sentence instead of a traceback."""
+    previous = sys.excepthook
+    if getattr(previous, "axonn", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, config.ConfigError):
+            print(f"axonn: error: {error}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    hook.axonn = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

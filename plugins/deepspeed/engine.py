@@ -1,0 +1,331 @@
+"""DeepSpeed's engine on the 4D grid: the model is split before DeepSpeed sees it, and rides on its own machinery.
+
+Ranks that differ in z or data are DeepSpeed's data-parallel ranks; those of one x-y plane its model-parallel ones.
+A weight split over z takes the path DeepSpeed keeps for experts: reduced over data only, divided by gz·gdata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.utils import groups
+from torch import nn
+
+from axonn_tp import LayerPlan, Mesh, clip_grad_norm_, grad_norm, layout_of, parallelize, place
+from plugins import __version__
+from plugins.config import Axonn, ConfigError, TensorParallel
+from plugins.deepspeed import replicas
+from plugins.deepspeed.config_hook import NOT_ELEMENTWISE, grid_for
+from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
+from plugins.deepspeed.param_groups import extend_scheduler, split_groups
+
+
+class GridUnit:
+    """The mesh as the model parallel unit (mpu) that DeepSpeed asks."""
+
+    axonn = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def get_model_parallel_rank(self) -> int:  # noqa: D102
+        return self.mesh.rank("model")
+
+    def get_model_parallel_world_size(self) -> int:  # noqa: D102
+        return self.mesh.size("model")
+
+    def get_model_parallel_group(self) -> Any:  # noqa: D102
+        return self.mesh.group("model")
+
+    def get_data_parallel_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return self.mesh.rank("batch")
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of ranks that read different data: gz·gdata."""
+        return self.mesh.size("batch")
+
+    def get_data_parallel_group(self) -> Any:  # noqa: D102
+        return self.mesh.group("batch")
+
+    def get_data_parallel_group_ranks(self) -> list[int]:  # noqa: D102
+        return dist.get_process_group_ranks(self.mesh.group("batch"))
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+
+def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
+    """The block's plan as axonn_tp takes it."""
+    return {pattern: LayerPlan(layer.kind, layer.parts, layer.heads) for pattern, layer in block.plan.items()}
+
+
+def _agree(problem: str | None, fingerprint: str) -> None:
+    """Go on only if all ranks can, and with the same thing.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    mine = (problem, fingerprint)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(everyone, mine)
+    except RuntimeError:
+        raise ConfigError("another rank ended before the model was split; its own message says why") from None
+    for rank, (trouble, _) in enumerate(everyone):
+        if trouble is not None:
+            alone = not all(other for other, _ in everyone)
+            raise ConfigError(f"rank {rank}: {trouble}" if alone else trouble)
+    different = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    if different:
+        raise ConfigError(
+            f"rank {different[0]} has another axonn block or model than rank 0; start all ranks with the same configuration and script"
+        )
+
+
+def _fingerprint(model: nn.Module, block: Axonn) -> str:
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return hashlib.sha256(json.dumps([block.model_dump(), shapes]).encode()).hexdigest()
+
+
+class AxonnEngine(DeepSpeedEngine):
+    """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
+
+    def __init__(
+        self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
+    ) -> None:
+        block: Axonn = config_class.axonn
+        assert block.tensor_parallel is not None
+        self._axonn = block.tensor_parallel
+        plan = layer_plans(self._axonn)
+        grid = grid_for(self._axonn, dist.get_world_size())
+        problem, placements = None, []
+        try:
+            placements = place(model, grid, plan)
+            _check_model(model, optimizer)
+        except ValueError as error:
+            problem = f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}"
+        _agree(problem, _fingerprint(model, block))
+        self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0])
+        replicas.align_random_state(self.mesh)
+        parallelize(model, self.mesh, plan)
+        replicas.share_samplers(self.mesh)
+        self._z_split = grid.gz > 1 and any(layout_of(p).over_z for p in model.parameters() if p.requires_grad)
+        self._mark_z_split(model)
+        self._double = any(p.dtype == torch.float64 for p in model.parameters())
+        if dist.get_rank() == 0:
+            kinds = ", ".join(
+                f"{sum(p.kind == k for p in placements)} {k}" for k in sorted({p.kind for p in placements})
+            )
+            sizes = f"gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
+            print(
+                f"axonn {__version__}: 3D PMM on {grid.world} ranks, {sizes}; layers: {kinds or 'none to split'}",
+                file=sys.stderr,
+                flush=True,
+            )
+        keywords["mpu"] = GridUnit(self.mesh)
+        super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+
+    @property
+    def _group_name(self) -> str:
+        grid = self.mesh.grid
+        # DeepSpeed reads the third word as a size.
+        return f"ep_size_{grid.gz}_axonn_{grid.gx}x{grid.gy}x{grid.gdata}"
+
+    def _mark_z_split(self, model: nn.Module) -> None:
+        """Put weights split over z on DeepSpeed's expert path."""
+        if not self._z_split:
+            return
+        name = self._group_name
+        for table, ranks, axis in (
+            (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS, "z"),
+            (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS, "data"),
+        ):
+            table[name] = self.mesh.group(axis)
+            ranks[name] = dist.get_process_group_ranks(self.mesh.group(axis))
+        for parameter in model.parameters():
+            if layout_of(parameter).over_z:
+                parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        self.has_moe_layers = self.has_moe_layers or self._z_split
+        # One checkpoint file for each (x, y, z); the replicas along data need none.
+        at, grid = self.mesh.coordinates, self.mesh.grid
+        self.checkpoint_mp_rank = at["x"] + grid.gx * (at["y"] + grid.gy * at["z"])
+        self.mp_world_size = grid.gx * grid.gy * grid.gz
+
+    def _broadcast_model(self) -> None:
+        """Nothing to do: `parallelize` split rank 0's weights."""
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """DeepSpeed's, except that float64 gradients are summed in float64."""
+        return torch.float64 if self._double else super().communication_data_type
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        self._config.communication_data_type = value
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if self._z_split:
+            if client_optimizer is None:
+                model_parameters = split_groups(model_parameters)
+            elif isinstance(client_optimizer, torch.optim.Optimizer):
+                before = len(client_optimizer.param_groups)
+                client_optimizer.param_groups[:] = split_groups(client_optimizer.param_groups)
+                extend_scheduler(self.client_lr_scheduler, client_optimizer.param_groups, before)
+            else:
+                model_parameters = split_groups(model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        return LayoutZeroOptimizer.adopt(super()._configure_zero_optimizer(optimizer), self.mesh)
+
+    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> MixedPrecisionOptimizer:
+        scaler = CreateLossScaler(
+            dtype=low_precision_dtype,
+            static_loss_scale=self.loss_scale(),
+            dynamic_scaling=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args(),
+        )
+        return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping())
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """The model's forward; replicas get the same arguments."""
+        if self._axonn.broadcast_inputs and self.mesh.size("model") > 1:
+            inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
+        return super().forward(*inputs, **keywords)
+
+    def backward(self, loss: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
+        """DeepSpeed's backward; in the first step replicas must have computed the same loss."""
+        if self.global_steps == 0 and self.mesh.size("model") > 1:
+            replicas.check_same_loss(loss, self.mesh)
+        return super().backward(loss, *rest, **keywords)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the whole model's norm."""
+        self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.mesh, self.gradient_clipping()).item()
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        plain = isinstance(self.optimizer, torch.optim.Optimizer)
+        if plain and not self.gradient_clipping():
+            self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
+        super()._take_model_step(lr_kwargs)
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        self.save_non_zero_checkpoint = self.mesh.rank("data") == 0
+
+    @contextmanager
+    def _without_experts(self) -> Iterator[None]:
+        """Checkpoints are written as for a model without experts: every file already holds its own shard."""
+        before, self.has_moe_layers = self.has_moe_layers, False
+        try:
+            yield
+        finally:
+            self.has_moe_layers = before
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        **keywords: Any,
+    ) -> bool:
+        """DeepSpeed's files, complete or absent: written aside, then renamed; the name in ``latest`` changes last."""
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        aside = f"{tag}.incomplete"
+        folder = Path(save_dir)
+        first = dist.get_rank() == 0
+        if first:
+            shutil.rmtree(folder / aside, ignore_errors=True)
+        dist.barrier()
+        with self._without_experts():
+            super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
+        if first:
+            replaced = folder / f"{tag}.replaced"
+            for file in (folder / aside).iterdir():
+                _flush(file)
+            if (folder / tag).exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                (folder / tag).rename(replaced)
+            (folder / aside).rename(folder / tag)
+            _flush(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if save_latest:
+                note = folder / "latest.incomplete"
+                note.write_text(tag)
+                _flush(note)
+                note.replace(folder / "latest")
+                _flush(folder)
+        dist.barrier()
+        return True
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
+        """Load what `save_checkpoint` wrote on the same grid.
+
+        Raises:
+            ConfigError: it was written on another grid.
+        """
+        latest = Path(load_dir) / "latest"
+        if tag is None and latest.is_file():
+            tag = latest.read_text().strip()
+        if tag is not None:
+            folder = Path(load_dir) / str(tag)
+            if not folder.exists() and folder.with_name(f"{tag}.replaced").exists():
+                tag = f"{tag}.replaced"
+                folder = Path(load_dir) / tag
+            files = len(list(folder.glob("mp_rank_*_model_states.pt")))
+            if files and files != self.mp_world_size:
+                raise ConfigError(
+                    f"{folder} was written by {files} ranks of x, y and z, and this run has {self.mp_world_size}; "
+                    "use the same gx, gy and gz"
+                )
+        with self._without_experts():
+            return super().load_checkpoint(load_dir, tag, *rest, **keywords)
+
+    def destroy(self) -> None:
+        """DeepSpeed's clean-up, and ours."""
+        super().destroy()
+        replicas.stop_sharing_samplers()
+        if groups.mpu is self.mpu:
+            groups.mpu = None
+
+
+def _flush(path: Path) -> None:
+    """Make a file or a folder's entries survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_model(model: nn.Module, optimizer: Any) -> None:
+    from deepspeed.moe.layer import MoE
+
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            raise ValueError(
+                f"layer {name} is a DeepSpeed MoE, which does not go with tensor_parallel yet; leave the axonn block out"
+            )
+    if type(optimizer).__name__.lower() in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
+        )

@@ -1,0 +1,47 @@
+"""Parameter groups in which weights split over z stand apart, as DeepSpeed wants its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_PER_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+
+
+def _over_z(parameter: Any) -> bool:
+    return getattr(parameter, "allreduce", True) is False
+
+
+def split_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups with the z-split weights of each group in a group of their own behind all others, same settings.
+
+    Args:
+        parameters: parameters, or an optimizer's groups; marked by `AxonnEngine`.
+    """
+    given = list(parameters)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    dense, apart = [], []
+    for source, group in enumerate(groups):
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        names = {p.group_name for p in members if _over_z(p)}
+        group["params"] = [p for p in members if not _over_z(p)]
+        group.setdefault("moe", False)
+        group["axonn_source"] = source
+        dense.append(group)
+        for name in sorted(names):
+            apart.append({**group, "params": [p for p in members if _over_z(p)], "moe": True, "name": name})
+    return [group for group in dense + apart if group["params"]]
+
+
+def extend_scheduler(scheduler: Any, groups: list[dict[str, Any]], before: int) -> None:
+    """Give a scheduler that was made for `before` groups one entry for each group that `split_groups` made of them."""
+    if not isinstance(scheduler, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
+        return
+    for inner in getattr(scheduler, "_schedulers", []):
+        extend_scheduler(inner, groups, before)
+    for name in _PER_GROUP_LISTS:
+        entries = getattr(scheduler, name, None)
+        if isinstance(entries, list) and len(entries) == before:
+            setattr(scheduler, name, [entries[group["axonn_source"]] for group in groups])

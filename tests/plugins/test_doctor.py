@@ -1,0 +1,171 @@
+import configparser
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plugins import doctor
+from plugins.doctor import Check
+
+ROOT = Path(doctor.__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("AXONN_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "MEGATRON_LM_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Distributions as the doctor sees them; a test edits the versions."""
+    versions = {"axonn-plugins": "0.1.0", "torch": "2.13.0+cpu", "deepspeed": "0.19.8", "pydantic": "2.14.3"}
+    entry = importlib.metadata.EntryPoint("axonn", "axonn_autoload:arm", "torch.backends")
+    monkeypatch.setattr(doctor, "_installed_version", versions.get)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [entry])
+    return versions
+
+
+def named(checks, name):
+    return next(check for check in checks if check.name == name)
+
+
+def printed(capsys, checks, monkeypatch):
+    monkeypatch.setattr(doctor, "report", lambda: checks)
+    return doctor.main(), capsys.readouterr().out
+
+
+def test_a_ready_environment(installed, capsys):
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert "a group of one rank works" in out and out.endswith("The core is ready.\n")
+
+
+def test_it_runs_as_a_program_without_a_traceback():
+    program = [sys.executable, "-m", "plugins.doctor"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT)
+    # Run from a checkout, the suite need not be installed: then the exit code says so.
+    installed = importlib.metadata.entry_points(group="torch.backends", name="axonn")
+    assert done.returncode == (0 if installed else 1), done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["axonn-plugins", "torch", "deepspeed", "pydantic"])
+def test_a_missing_package_is_reported(installed, monkeypatch, capsys, name):
+    del installed[name]
+    checks = list(doctor._versions())
+    missing = named(checks, name)
+    assert missing.state == "missing" and "install" in missing.remedy
+    code, out = printed(capsys, checks, monkeypatch)
+    assert code == 1 and f"The core is not ready: {name}." in out
+
+
+def test_an_old_package_is_a_problem(installed):
+    installed["torch"] = "2.7.1+cu126"
+    old = named(doctor._versions(), "torch")
+    assert (old.state, old.remedy) == ("problem", "install torch 2.8 or newer")
+
+
+def test_the_bounds_are_those_of_setup_cfg():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    required = config["options"]["install_requires"].split()
+    for name, least in doctor.REQUIRED.items():
+        assert f"{name}>={doctor._dotted(least)}" in required
+    bounds = f">={doctor._dotted(doctor.MEGATRON_FROM)},<{doctor._dotted(doctor.MEGATRON_BELOW)}"
+    assert config["options.extras_require"]["megatron"].split() == [f"megatron-core{bounds}"]
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [(None, "optional-missing"), ("0.16.1", "ok"), ("0.15.0", "problem"), ("0.21.0", "problem")]
+)
+def test_megatron_core_never_breaks_the_core(installed, version, state):
+    if version:
+        installed["megatron-core"] = version
+    (check,) = doctor._megatron_core()
+    assert check.state == state and not check.core
+
+
+@pytest.mark.parametrize("variable", ["AXONN_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_a_switched_off_activation_is_named(installed, monkeypatch, variable):
+    assert [check.state for check in doctor._entry_point()] == ["ok"]
+    monkeypatch.setenv(variable, "0")
+    (check,) = doctor._entry_point()
+    assert check.state == "problem" and variable in check.detail
+
+
+def test_without_the_entry_point_the_block_would_be_ignored(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
+    (check,) = doctor._entry_point()
+    assert check.state == "problem" and "plugins.activate()" in check.remedy
+
+
+@pytest.mark.parametrize("other", ["plugins/__init__.py", "plugins.py"])
+def test_another_package_of_the_name_is_found(tmp_path, monkeypatch, other):
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    (tmp_path / other).touch()
+    monkeypatch.chdir(tmp_path)
+    (check,) = doctor._package_found()
+    assert check.state == "problem" and str(tmp_path / other) in check.detail
+
+
+def test_a_distribution_of_the_name_is_found(monkeypatch):
+    owners = {"plugins": ["axonn-plugins", "other-plugins"]}
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+    (check,) = doctor._package_found()
+    assert check.state == "problem" and check.detail.startswith("other-plugins installs")
+
+
+@pytest.mark.parametrize(
+    ("module", "state", "words"),
+    [("optimizers/fused_adam.py", "ok", "FusedAdam"), ("lib/libapex.py", "problem", "PyPI's apex is another project")],
+)
+def test_the_two_apexes_are_told_apart(tmp_path, monkeypatch, module, state, words):
+    file = tmp_path / "apex" / module
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('must not be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = doctor._apex()
+    assert check.state == state and words in check.detail and not check.core
+
+
+def test_a_backend_that_fails_is_quoted(monkeypatch):
+    monkeypatch.setattr(doctor, "_GLOO_PROBE", "raise RuntimeError('no interface')")
+    (check,) = doctor._gloo()
+    assert (check.state, check.detail) == ("problem", "RuntimeError: no interface")
+
+
+def test_a_backend_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(doctor, "_GLOO_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.2)
+    (check,) = doctor._gloo()
+    assert check.state == "problem" and "GLOO_SOCKET_IFNAME" in check.remedy
+
+
+def test_megatron_checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    assert next(iter(doctor._megatron_checkout())).state == "problem"
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert next(iter(doctor._megatron_checkout())).state == "ok"
+
+
+@pytest.mark.parametrize(("core", "code"), [(True, 1), (False, 0)])
+def test_a_check_that_fails_is_a_row(monkeypatch, capsys, core, code):
+    def _broken_part():
+        yield Check("first", "ok", "seen")
+        raise OSError("first line\nlast line")
+
+    checks = doctor._guarded(_broken_part, core)
+    assert [(check.name, check.detail) for check in checks] == [("broken part", "OSError: last line")]
+    assert printed(capsys, checks, monkeypatch)[0] == code
+
+
+def test_a_broken_torch_is_a_row(installed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    checks = doctor.report()
+    assert named(checks, "devices").state == "problem"
+    assert all(isinstance(check, Check) for check in checks)
