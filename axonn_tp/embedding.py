@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Collective, gather_weight, reduce_from
-from axonn_tp.layout import Layout, distribute
+from axonn_tp.layout import Layout, become, distribute
 from axonn_tp.mesh import Grid, Mesh
 
 
@@ -47,12 +47,15 @@ def embedding_collectives(tokens: int, vocabulary: int, features: int, grid: Gri
 class Embedding(nn.Embedding):
     """`nn.Embedding` over a mesh: ids (…) → (…, features/gy), the same on every rank of x."""
 
+    weight: nn.Parameter
+    mesh: Mesh
+
     @classmethod
     def convert(cls, module: nn.Embedding, mesh: Mesh) -> None:
         """Turn an `nn.Embedding` that holds its full table into this class, in place."""
-        kind = type(module)
-        module.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (cls, kind), {})
-        module._distribute(mesh)  # type: ignore[attr-defined]
+        become(module, cls, nn.Embedding)
+        assert isinstance(module, cls)
+        module._distribute(mesh)
 
     def _distribute(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -66,7 +69,8 @@ class Embedding(nn.Embedding):
         first = size * self.mesh.rank("x")
         local = input - first
         elsewhere = (local < 0) | (local >= size)
-        held = self.padding_idx is not None and first <= self.padding_idx < first + size
-        padding = self.padding_idx - first if held else None
+        padding = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + size:
+            padding = self.padding_idx - first
         rows = F.embedding(local.masked_fill(elsewhere, 0), block, padding)
         return reduce_from(rows.masked_fill(elsewhere[..., None], 0), self.mesh, "x")

@@ -117,6 +117,12 @@ class Layout:
         return full[tuple(slice(n) for n in self.shape)].clone()
 
 
+def become(module: nn.Module, target: type[nn.Module], plain: type[nn.Module]) -> None:
+    """Change a module's class in place: `plain` becomes `target`, a subclass of `plain` keeps its own methods besides."""
+    kind = type(module)
+    module.__class__ = target if kind is plain else type(kind.__name__, (target, kind), {})
+
+
 def layout_of(parameter: Tensor) -> Layout:
     """The layout a parameter carries; one that carries none is the same on every rank."""
     return getattr(parameter, "axonn_layout", None) or Layout(tuple(parameter.shape))

@@ -8,13 +8,14 @@ dI = all-reduce_x(dO·Wᵀ), dŴ = reduce-scatter_z(Iᵀ·dO).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Collective, copy_to, gather_from, gather_weight, reduce_from, split_to
-from axonn_tp.layout import Layout, distribute
+from axonn_tp.layout import Layout, become, distribute
 from axonn_tp.mesh import Grid, Mesh
 
 
@@ -136,6 +137,11 @@ class Linear(nn.Linear):
         ValueError: features or heads do not divide by the axis that splits them.
     """
 
+    weight: nn.Parameter
+    bias: Any
+    mesh: Mesh
+    split: LinearSplit
+
     def __init__(
         self,
         in_features: int,
@@ -157,9 +163,9 @@ class Linear(nn.Linear):
     @classmethod
     def convert(cls, module: nn.Linear, mesh: Mesh, split: LinearSplit) -> None:
         """Turn an `nn.Linear` that holds its full weight into this class, in place."""
-        kind = type(module)
-        module.__class__ = cls if kind is nn.Linear else type(kind.__name__, (cls, kind), {})
-        module._distribute(mesh, split)  # type: ignore[attr-defined]
+        become(module, cls, nn.Linear)
+        assert isinstance(module, cls)
+        module._distribute(mesh, split)
 
     def _distribute(self, mesh: Mesh, split: LinearSplit) -> None:
         self.mesh, self.split = mesh, split
@@ -170,7 +176,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, k or k/g) → (…, n or n/g), whole or split as `self.split` says."""
-        mesh, split, weight = self.mesh, self.split, self.weight
+        mesh, split = self.mesh, self.split
+        weight: Tensor = self.weight
         padded_n, padded_k = self.weight_layout.padded(mesh.grid)
         self._check_width(input)
         if torch.is_autocast_enabled(input.device.type) and input.is_floating_point():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Collective, all_reduce
+from axonn_tp.layout import become
 from axonn_tp.mesh import Grid, Mesh
 
 
@@ -62,12 +63,14 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Logits of padding are −∞. The loss is computed in float32 at least, and is that of this rank's rows.
     """
 
+    mesh: Mesh
+
     @classmethod
     def convert(cls, module: nn.CrossEntropyLoss, mesh: Mesh) -> None:
         """Turn an `nn.CrossEntropyLoss` into this class, in place."""
-        kind = type(module)
-        module.__class__ = cls if kind is nn.CrossEntropyLoss else type(kind.__name__, (cls, kind), {})
-        module.mesh = mesh  # type: ignore[attr-defined]
+        become(module, cls, nn.CrossEntropyLoss)
+        assert isinstance(module, cls)
+        module.mesh = mesh
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Loss of this rank's rows, reduced as `self.reduction` says; rows with `ignore_index` do not count."""

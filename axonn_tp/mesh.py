@@ -127,7 +127,9 @@ class Mesh:
                 f"the grid {grid} has {grid.world} ranks, but {dist.get_world_size()} run; make them equal"
             )
         self.grid = grid
-        self.device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        self.device = torch.device(device_type)
+        if device_type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.coordinates = grid.coordinates(dist.get_rank())
         shape = (grid.gdata, grid.gz, grid.gy, grid.gx)
         self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(reversed(AXES)))
@@ -154,7 +156,8 @@ class Mesh:
 
     def axis_names(self) -> dict[str, str]:
         """Axis by torch's name of its group, for a ledger of what went over which axis."""
-        return {group.group_name: axis for axis, group in self._groups.items()}
+        # A group that spans several axes may be that of one of them, where the others have size 1: the axis names it.
+        return {self._groups[axis].group_name: axis for axis in ("model", "batch", *AXES)}
 
     def shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
         """This rank's part of a global batch, split in dim 0 over data and z.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Collective, all_gather, all_reduce
-from axonn_tp.layout import Layout, distribute
+from axonn_tp.layout import Layout, become, distribute
 from axonn_tp.mesh import Grid, Mesh
 
 
@@ -31,6 +31,11 @@ def check_norm(module: nn.LayerNorm, grid: Grid, name: str) -> None:
             f"layer {name}: {module.normalized_shape[0]} features do not divide by gy = {grid.gy}, the axis that splits them; "
             f"choose gy from the divisors of {module.normalized_shape[0]}"
         )
+
+
+def norm_layout(shape: tuple[int, ...]) -> Layout:
+    """Layout of a weight or bias: split like the features."""
+    return Layout(shape, ((0, "y"),))
 
 
 def norm_collectives(tokens: int, grid: Grid) -> list[Collective]:
@@ -70,18 +75,20 @@ class _Normalise(torch.autograd.Function):
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` over a mesh: (…, features/gy) → the same, weight and bias split over y."""
 
+    mesh: Mesh
+
     @classmethod
     def convert(cls, module: nn.LayerNorm, mesh: Mesh) -> None:
         """Turn an `nn.LayerNorm` that holds its full weight into this class, in place."""
-        kind = type(module)
-        module.__class__ = cls if kind is nn.LayerNorm else type(kind.__name__, (cls, kind), {})
-        module._distribute(mesh)  # type: ignore[attr-defined]
+        become(module, cls, nn.LayerNorm)
+        assert isinstance(module, cls)
+        module._distribute(mesh)
 
     def _distribute(self, mesh: Mesh) -> None:
         self.mesh = mesh
         for parameter in (self.weight, self.bias):
             if parameter is not None:
-                distribute(parameter, Layout(tuple(parameter.shape), ((0, "y"),)), mesh.grid, mesh.coordinates)
+                distribute(parameter, norm_layout(tuple(parameter.shape)), mesh.grid, mesh.coordinates)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise whole rows of which this rank holds 1/gy."""

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from axonn_tp.collectives import Collective
-from axonn_tp.embedding import Embedding, check_embedding, embedding_collectives
+from axonn_tp.embedding import Embedding, check_embedding, embedding_collectives, embedding_layout
+from axonn_tp.layout import Layout, layout_of
 from axonn_tp.linear import Linear, LinearSplit, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss, check_loss, loss_collectives
 from axonn_tp.mesh import Grid, Mesh
-from axonn_tp.norm import LayerNorm, check_norm, norm_collectives
+from axonn_tp.norm import LayerNorm, check_norm, norm_collectives, norm_layout
 
 KINDS: dict[str, str] = {
     "normal": "linear: contracts over y, output split over x",
@@ -62,6 +63,17 @@ class Placement:
     module: nn.Module = field(repr=False)
     kind: str
     split: LinearSplit | None = None
+
+    def layouts(self) -> dict[str, Layout]:
+        """Layouts of the module's own parameters, by name."""
+        module = self.module
+        own = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+        if self.split is not None:
+            bias = {"bias": self.split.bias_layout(own["weight"][0])} if "bias" in own else {}
+            return {"weight": self.split.weight_layout(*own["weight"]), **bias}
+        if self.kind == "embedding":
+            return {"weight": embedding_layout(*own["weight"])}
+        return {name: norm_layout(shape) for name, shape in own.items()}
 
     def collectives(self, tokens: int, grid: Grid) -> list[Collective]:
         """What one forward and backward pass over `tokens` rows of this rank communicates."""
@@ -203,18 +215,26 @@ def _check_shared(placements: list[Placement], model: nn.Module) -> None:
             )
 
 
-def _materialise(module: nn.Module, device: torch.device, made: dict[int, nn.Parameter]) -> None:
-    """Give a module's own meta tensors memory and initial values.
+def _materialise(module: nn.Module, device: torch.device, made: set[int]) -> None:
+    """Give a module's own meta tensors memory and initial values; parameters stay the same objects.
+
+    A parameter that an earlier module owns keeps its values, but the initialisation runs all the same, on something
+    else: the serial model drew those random numbers too, before its weights were tied.
 
     Raises:
         ValueError: the module cannot initialise itself.
     """
-    own = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+    own = {name: p for name, p in module._parameters.items() if p is not None and (p.is_meta or id(p) in made)}
     buffers = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     if not own and not buffers:
         return
     for name, parameter in own.items():
-        module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        fresh = nn.Parameter(torch.empty(layout_of(parameter).shape, dtype=parameter.dtype, device=device))
+        if parameter.is_meta:
+            fresh.requires_grad_(parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, fresh)
+        else:
+            module._parameters[name] = fresh
     for name, buffer in buffers.items():
         module._buffers[name] = torch.empty_like(buffer, device=device)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -224,8 +244,8 @@ def _materialise(module: nn.Module, device: torch.device, made: dict[int, nn.Par
             f"{', '.join([*own, *buffers])}; add one, or build the model on a real device"
         )
     reset()
-    for name, parameter in own.items():
-        module._parameters[name] = made.setdefault(id(parameter), module._parameters[name])
+    module._parameters.update(own)
+    made.update(id(parameter) for parameter in own.values())
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | None = None) -> nn.Module:
@@ -246,7 +266,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
         ValueError: see `place`.
     """
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan)}
-    made: dict[int, nn.Parameter] = {}
+    made: set[int] = set()
     seen: set[int] = set()
     for name, module in model.named_modules():
         _materialise(module, mesh.device, made)

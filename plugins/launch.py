@@ -93,17 +93,35 @@ def _collect(readers: dict[Connection, int], processes: list[Any], timeout: floa
         for reader in ready:
             assert isinstance(reader, Connection)
             rank = waiting.pop(reader)
-            try:
-                succeeded, value, details = reader.recv()
-            except EOFError:
-                processes[rank].join()
-                raise RankFailed(rank, None, _exit_in_words(processes[rank].exitcode)) from None
+            succeeded, value, details = _receive(reader, processes[rank])
             if not succeeded:
-                raise RankFailed(rank, value, details)
+                raise _cause(RankFailed(rank, value, details), waiting, processes)
             results[rank] = value
     for process in processes:
         process.join()
     return results
+
+
+def _receive(reader: Connection, process: Any) -> tuple[bool, Any, str]:
+    try:
+        return reader.recv()
+    except EOFError:
+        process.join()
+        return False, None, _exit_in_words(process.exitcode)
+
+
+def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[Any]) -> RankFailed:
+    """The failure to report: a lost connection, a RuntimeError, is often but the echo of what another rank says."""
+    if not isinstance(first.error, RuntimeError):
+        return first
+    echo_time = 1.0
+    for reader in wait(list(waiting), echo_time):
+        assert isinstance(reader, Connection)
+        rank = waiting[reader]
+        succeeded, value, details = _receive(reader, processes[rank])
+        if not succeeded and not isinstance(value, RuntimeError):
+            return RankFailed(rank, value, details)
+    return first
 
 
 def _exit_in_words(code: int) -> str:

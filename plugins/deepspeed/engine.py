@@ -105,6 +105,8 @@ def _fingerprint(model: nn.Module, block: Axonn) -> str:
 class AxonnEngine(DeepSpeedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
+    has_moe_layers: bool
+
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
     ) -> None:

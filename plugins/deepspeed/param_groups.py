@@ -24,7 +24,7 @@ def split_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     dense, apart = [], []
     for source, group in enumerate(groups):
-        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        members: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         names = {p.group_name for p in members if _over_z(p)}
         group["params"] = [p for p in members if not _over_z(p)]
         group.setdefault("moe", False)

@@ -22,7 +22,7 @@ def align_random_state(mesh: Mesh) -> None:
     if mesh.size("model") == 1:
         return
     on_cuda = mesh.device.type == "cuda"
-    state = [
+    state: list[Any] = [
         torch.get_rng_state(),
         torch.cuda.get_rng_state(mesh.device) if on_cuda else None,
         random.getstate(),

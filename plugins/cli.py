@@ -1,0 +1,76 @@
+"""The command ``axonn``: train a recipe, look at the machine, write the schema."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from plugins import __version__
+from plugins.config import ConfigError, schema
+from plugins.launch import RankFailed
+
+
+def recipes() -> list[str]:
+    """Names of the installed recipes."""
+    return sorted(folder.name for folder in files("recipes").iterdir() if folder.joinpath("recipe.py").is_file())
+
+
+def _recipe(name: str) -> str:
+    if name not in recipes():
+        near = difflib.get_close_matches(name, recipes(), n=1, cutoff=0.0)
+        raise ConfigError(f'"{name}" is not a recipe; did you mean "{near[0]}"? There are: {", ".join(recipes())}')
+    return f"recipes.{name}.recipe"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code. A user's mistake is one sentence and 2."""
+    parser = argparse.ArgumentParser(
+        prog="axonn", description="AxoNN, TED, SAMO and PCCL for DeepSpeed and Megatron-core."
+    )
+    parser.add_argument("--version", action="version", version=f"axonn-plugins {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a recipe: axonn train quickstart", add_help=False)
+    train.add_argument("recipe", nargs="?")
+    train.add_argument("options", nargs=argparse.REMAINDER)
+    commands.add_parser("doctor", help="say what is installed, what works here and what is missing")
+    write = commands.add_parser("schema", help='print the JSON schema of the "axonn" block')
+    write.add_argument("--write", type=Path, metavar="FILE", help="write it to a file instead")
+    parsed = parser.parse_args(arguments)
+    try:
+        if parsed.command == "doctor":
+            from plugins.doctor import main as doctor
+
+            return doctor()
+        if parsed.command == "schema":
+            if parsed.write is None:
+                print(schema(), end="")
+            else:
+                parsed.write.write_text(schema())
+            return 0
+        if parsed.recipe is None or parsed.recipe in ("-h", "--help"):
+            print(f"usage: axonn train RECIPE [--help] [OPTIONS]\nrecipes: {', '.join(recipes())}")
+            return 0 if parsed.recipe else 2
+        return importlib.import_module(_recipe(parsed.recipe)).main(parsed.options)
+    except ConfigError as error:
+        return _mistake(error)
+    except RankFailed as failure:
+        if isinstance(failure.error, ConfigError):
+            return _mistake(failure.error)
+        print(f"axonn: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _mistake(error: ConfigError) -> int:
+    print(f"axonn: error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""``axonn train quickstart``: a byte-level GPT in 3D PMM under DeepSpeed, on four ranks of one machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import plugins
+from axonn_tp import Grid
+from plugins.config import ConfigError
+from plugins.deepspeed.config_hook import check, grid_for
+from plugins.deepspeed.engine import layer_plans
+from plugins.launch import launch
+from recipes.data import Corpus, load
+from recipes.quickstart import report
+from recipes.quickstart.loop import Outcome, train
+from recipes.quickstart.settings import Settings, add_arguments, find_run, resolve, store, stored_settings
+from recipes.quickstart.sides import Parallel, Serial
+
+# Largest difference of two loss curves that is rounding and not a mistake.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    parser = argparse.ArgumentParser(prog="axonn train quickstart", description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    run = find_run(options.runs, options.name, options.resume)
+    stored = stored_settings(run) if options.resume else None
+    settings = resolve(options, stored[0] if stored else None)
+    if options.save_every < 1:
+        raise ConfigError(f"--save-every {options.save_every} is not at least 1; give a positive number of steps")
+    grid = _grid(settings)
+    counted = _plan(settings, grid)
+    print(report.text(settings, counted, "one process" if settings.serial else _where(settings)), flush=True)
+    if options.dry_run:
+        print("\n" + report.resolved(settings))
+        return 0
+    corpus = load(settings.data, settings.context)
+    if stored and stored[1] != corpus.digest:
+        raise ConfigError(f"{run} was trained on another text than {corpus.source} holds now; give the same --data")
+    print(
+        f"\n{corpus.files} files of {corpus.source}: {len(corpus.training):,} bytes to learn from, {len(corpus.validation):,} held out\n",
+        flush=True,
+    )
+    if options.check:
+        return _check(settings, corpus, run, options, counted.matmul)
+    store(settings, corpus.digest, run)
+    outcome = _train(settings, corpus, run, options, counted.matmul)
+    return _farewell(outcome, run)
+
+
+def _grid(settings: Settings) -> Grid:
+    if settings.serial:
+        return Grid()
+    grid = grid_for(report.block_of(settings), settings.ranks)
+    check(settings.ds_config(), grid)
+    return grid
+
+
+def _plan(settings: Settings, grid: Grid) -> report.Plan:
+    try:
+        return report.plan(settings, grid, layer_plans(report.block_of(settings)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _where(settings: Settings) -> str:
+    stage = settings.ds_config()["zero_optimization"]["stage"]
+    device = f"{settings.ranks} ranks on {'CUDA with NCCL' if _on_cuda(settings) else 'CPU with gloo'}"
+    return f"{device}, ZeRO-{stage}"
+
+
+def _on_cuda(settings: Settings) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
+
+
+def _train(settings: Settings, corpus: Corpus, run: Path, options: argparse.Namespace, matmul: int) -> Outcome:
+    how = (options.resume, options.save_every, matmul)
+    if settings.serial:
+        return launch(_serial, 1, settings, corpus, run, *how)[0]
+    if not _on_cuda(settings):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    return launch(_rank, settings.ranks, settings, corpus, run, *how)[0]
+
+
+def _serial(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome:
+    torch.set_num_threads(os.cpu_count() or 1)
+    return train(Serial(settings, corpus, run), settings, run, *how)
+
+
+def _rank(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome:
+    plugins.activate()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    return train(Parallel(settings, corpus, run), settings, run, *how)
+
+
+def _farewell(outcome: Outcome, run: Path) -> int:
+    if outcome.stopped_by is not None:
+        print(
+            f"\nstopped after step {outcome.step}, everything is saved in {run}; go on with\n  axonn train quickstart --resume --name {run.name}"
+        )
+        return 128 + outcome.stopped_by
+    print(f"\nvalidation loss {outcome.validation:.4f} nats a byte")
+    for what in ("metrics.jsonl", "tensorboard/", "loss.png", "checkpoints/"):
+        print(f"  {run / what}")
+    return 0
+
+
+def _check(settings: Settings, corpus: Corpus, run: Path, options: argparse.Namespace, matmul: int) -> int:
+    """Train both ways and compare the losses step by step."""
+    curves = {}
+    for side, serial in (("serial", True), ("parallel", False)):
+        print(f"{side}:", flush=True)
+        one = replace(settings, serial=serial)
+        folder = run / side
+        store(one, corpus.digest, folder)
+        outcome = _train(one, corpus, folder, options, matmul)
+        if outcome.stopped_by is not None:
+            return 128 + outcome.stopped_by
+        curves[side] = outcome.losses
+    differences = {step: abs(loss - curves["parallel"][step]) for step, loss in curves["serial"].items()}
+    worst = max(differences, key=lambda step: differences[step])
+    early = max(difference for step, difference in differences.items() if step <= 10)
+    allowed = TOLERANCES[settings.precision]
+    good = differences[worst] <= allowed
+    print(
+        f"\nlargest difference of the losses: {differences[worst]:.3g} nats at step {worst} of {settings.steps} "
+        f"(first 10 steps: {early:.3g}); {'within' if good else 'BEYOND'} the {allowed:g} that {settings.precision} rounding explains"
+    )
+    return 0 if good else 1

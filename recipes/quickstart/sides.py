@@ -1,0 +1,189 @@
+"""The two ways to train the quickstart: in 3D PMM under DeepSpeed, and serially in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recipes.data import Corpus
+from recipes.models.gpt import GPT
+from recipes.quickstart.settings import Settings
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+VALIDATION_BATCHES = 8
+_KEPT = 2
+
+
+class Side(Protocol):
+    """What the training loop needs."""
+
+    first: bool
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Train on the batch of step `number`; returns its loss and gradient norm over all ranks."""
+
+    def validate(self) -> float:
+        """Loss on the held-out text."""
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+
+    def save(self, number: int) -> Path:
+        """Write a checkpoint of the state after step `number`; complete or absent."""
+
+    def load(self) -> int:
+        """Restore the last complete checkpoint; returns its step, 0 where there is none."""
+
+    def close(self) -> None:
+        """Let go of the ranks."""
+
+
+def _batch(settings: Settings, corpus: Corpus, part: str, number: int) -> tuple[Tensor, Tensor]:
+    return corpus.batch(part, settings.batch, settings.context, seed=settings.seed * 1_000_003 + number)
+
+
+def _drop_old(folder: Path) -> None:
+    """Keep the newest checkpoints."""
+    for old in sorted(folder.glob("step_*"))[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+class Parallel:
+    """3D PMM through `deepspeed.initialize`, as any DeepSpeed script would call it."""
+
+    def __init__(self, settings: Settings, corpus: Corpus, run: Path) -> None:
+        import deepspeed
+
+        self.settings, self.corpus, self.folder = settings, corpus, run / "checkpoints"
+        torch.manual_seed(settings.seed)
+        model = GPT(settings.model)
+        if settings.precision == "fp64":
+            model.double()
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=settings.ds_config()
+        )
+        self.first = dist.get_rank() == 0
+
+    def _share(self, part: str, number: int) -> list[Tensor]:
+        mesh = self.engine.mesh
+        return [mesh.shard_batch(t).to(mesh.device) for t in _batch(self.settings, self.corpus, part, number)]
+
+    def _mean(self, value: Tensor) -> float:
+        """Mean over all ranks; those of one x-y plane hold the same value."""
+        total = value.detach().double()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    def step(self, number: int) -> tuple[float, float]:  # noqa: D102
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = self.settings.lr_at(number)
+        loss = self.engine(*self._share("training", number))
+        self.engine.backward(loss)
+        self.engine.step()
+        return self._mean(loss), float(self.engine.get_global_grad_norm() or math.nan)
+
+    @torch.no_grad()
+    def validate(self) -> float:  # noqa: D102
+        self.engine.eval()
+        losses = [self._mean(self.engine(*self._share("validation", n))) for n in range(VALIDATION_BATCHES)]
+        self.engine.train()
+        return sum(losses) / len(losses)
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: D102
+        flags = torch.tensor([float(flag)], device=self.engine.mesh.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def save(self, number: int) -> Path:  # noqa: D102
+        tag = f"step_{number:06d}"
+        random_states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(random_states, torch.get_rng_state())
+        self.engine.save_checkpoint(
+            str(self.folder), tag, client_state={"step": number, "random_states": random_states}
+        )
+        if self.first:
+            _drop_old(self.folder)
+        return self.folder / tag
+
+    def load(self) -> int:  # noqa: D102
+        _, state = self.engine.load_checkpoint(str(self.folder))
+        if not state:
+            return 0
+        torch.set_rng_state(state["random_states"][dist.get_rank()])
+        return state["step"]
+
+    def close(self) -> None:  # noqa: D102
+        self.engine.destroy()
+        dist.destroy_process_group()
+
+
+class Serial:
+    """One process, plain PyTorch; in bf16 with float32 masters, as DeepSpeed trains."""
+
+    first = True
+
+    def __init__(self, settings: Settings, corpus: Corpus, run: Path) -> None:
+        self.settings, self.corpus, self.folder = settings, corpus, run / "checkpoints"
+        torch.manual_seed(settings.seed)
+        random.seed(settings.seed)
+        np.random.seed(settings.seed)  # noqa: NPY002
+        self.model = GPT(settings.model)
+        self.dtype = DTYPES[settings.precision]
+        if settings.precision == "fp64":
+            self.model.double()
+        config = settings.ds_config()
+        self.clip = config["gradient_clipping"]
+        chosen = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **chosen)
+
+    def _loss(self, part: str, number: int) -> Tensor:
+        weights = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, weights, _batch(self.settings, self.corpus, part, number))
+
+    def step(self, number: int) -> tuple[float, float]:  # noqa: D102
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr_at(number)
+        loss = self._loss("training", number)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), norm.item()
+
+    @torch.no_grad()
+    def validate(self) -> float:  # noqa: D102
+        return sum(self._loss("validation", n).item() for n in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: D102
+        return flag
+
+    def save(self, number: int) -> Path:  # noqa: D102
+        final, aside = self.folder / f"step_{number:06d}", self.folder / "incomplete"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        state = {"step": number, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(state, aside / "state.pt")
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        _drop_old(self.folder)
+        return final
+
+    def load(self) -> int:  # noqa: D102
+        found = sorted(self.folder.glob("step_*/state.pt"))
+        if not found:
+            return 0
+        state = torch.load(found[-1])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return state["step"]
+
+    def close(self) -> None:  # noqa: D102
+        pass

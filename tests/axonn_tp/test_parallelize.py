@@ -1,0 +1,196 @@
+"""Plans, meta models, memory, and layers against their serial references."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import axonn_tp
+from axonn_tp import Grid, LayerPlan, Mesh, layout_of, place
+from recipes.models.gpt import GPT, GPTConfig
+from tests.axonn_tp.test_grids import gpt_plan, whole
+from tests.distributed import run_ranks
+
+SMALL = GPTConfig(vocabulary=50, context=6, layers=2, heads=4, hidden=24)
+
+
+def meta_equals_serial(tied: bool) -> tuple[float, float]:
+    """Largest difference of the weights, and the most full-size elements a rank held at once over one layer."""
+    config = GPTConfig(50, 6, 2, 4, 24, tied)
+    torch.manual_seed(9)
+    serial = GPT(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    mesh = Mesh.create(2, 1, 2)
+    held = []
+    largest_layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in serial.modules())
+
+    def watch(module: nn.Module) -> None:
+        original = module.reset_parameters
+
+        def reset() -> None:
+            real = {id(p): p for p in model.parameters() if not p.is_meta}
+            held.append(sum(p.numel() for p in real.values() if not hasattr(p, "axonn_layout")))
+            original()
+
+        module.reset_parameters = reset
+
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            watch(module)
+    before = [id(p) for p in model.parameters()]
+    torch.manual_seed(9)
+    axonn_tp.parallelize(model, mesh, gpt_plan(config.heads))
+    assert [id(p) for p in model.parameters()] == before
+    pairs = zip(serial.parameters(), model.parameters(), strict=True)
+    difference = max((whole(p, p.data, mesh) - expected).abs().max().item() for expected, p in pairs)
+    return difference, max(held) / largest_layer
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_meta_model_is_built_layer_by_layer(tied: bool) -> None:
+    for difference, held in run_ranks(meta_equals_serial, 4, tied):
+        assert difference == 0
+        assert held <= 1
+
+
+def memory_is_shared() -> int:
+    mesh = Mesh.create(2, 2, 2)
+    model = axonn_tp.parallelize(GPT(SMALL), mesh, gpt_plan(4))
+    for parameter in model.parameters():
+        assert (
+            parameter.numel()
+            == layout_of(parameter).local_numel(mesh.grid)
+            == parameter.untyped_storage().nbytes() // 4
+        )
+    return sum(p.numel() for p in model.parameters() if p.dim() == 1 and layout_of(p).over_z)
+
+
+def test_a_rank_stores_an_eighth() -> None:
+    matrices = sum(p.numel() for p in GPT(SMALL).parameters() if p.dim() == 2)
+    assert set(run_ranks(memory_is_shared, 8)) == {matrices // 8}
+
+
+def losses_and_norms() -> dict[str, float]:
+    """Each layer against its serial reference, on gx=2, gy=2, with padding, ignored targets and large offsets."""
+    mesh = Mesh.create(2, 2, 1)
+    x, y = mesh.coordinates["x"], mesh.coordinates["y"]
+    found = {}
+    torch.manual_seed(4)
+    rows = (torch.randn(5, 12, dtype=torch.float64) * 3 + 1e4).requires_grad_()
+    serial = nn.LayerNorm(12, dtype=torch.float64)
+    nn.init.normal_(serial.weight)
+    nn.init.normal_(serial.bias)
+    ours = copy.deepcopy(serial)
+    axonn_tp.LayerNorm.convert(ours, mesh)
+    mine = rows.detach().chunk(2, -1)[y].clone().requires_grad_()
+    outward = torch.randn(5, 12, dtype=torch.float64)
+    expected, got = serial(rows), ours(mine)
+    (expected * outward).sum().backward()
+    (got * outward.chunk(2, -1)[y]).sum().backward()
+    found["norm"] = (got - expected.chunk(2, -1)[y]).abs().max().item()
+    found["norm gradient"] = (mine.grad - rows.grad.chunk(2, -1)[y]).abs().max().item()
+    found["norm weight"] = (ours.weight.grad - serial.weight.grad.chunk(2)[y]).abs().max().item()
+    for reduction in ("mean", "sum", "none"):
+        logits = torch.randn(7, 9, dtype=torch.float64).requires_grad_()
+        targets = torch.tensor([0, 8, -100, 4, 5, -100, 3])
+        serial_loss = nn.CrossEntropyLoss(reduction=reduction)
+        split_loss = nn.CrossEntropyLoss(reduction=reduction)
+        axonn_tp.CrossEntropyLoss.convert(split_loss, mesh)
+        padded = F.pad(logits.detach(), (0, 1), value=float("-inf")).chunk(2, -1)[x].clone().requires_grad_()
+        weights = torch.randn(7, dtype=torch.float64)
+        expected, got = serial_loss(logits, targets), split_loss(padded, targets)
+        found[f"loss {reduction}"] = (got - expected).abs().max().item()
+        (expected * weights).sum().backward()
+        (got * weights).sum().backward()
+        gradient = F.pad(logits.grad, (0, 1)).chunk(2, -1)[x]
+        found[f"loss gradient {reduction}"] = (padded.grad - gradient).abs().max().item()
+    table = nn.Embedding(9, 6, padding_idx=7, dtype=torch.float64)
+    ids = torch.randint(9, (4, 5))
+    ids[0, 0] = 7
+    split_table = copy.deepcopy(table)
+    axonn_tp.Embedding.convert(split_table, mesh)
+    outward = torch.randn(4, 5, 6, dtype=torch.float64)
+    (table(ids) * outward).sum().backward()
+    looked_up = split_table(ids)
+    (looked_up * outward.chunk(2, -1)[y]).sum().backward()
+    found["embedding"] = (looked_up - table(ids).chunk(2, -1)[y]).abs().max().item()
+    found["embedding gradient"] = (
+        (whole(split_table.weight, split_table.weight.grad, mesh) - table.weight.grad).abs().max().item()
+    )
+    return found
+
+
+def test_layers_equal_their_serial_references() -> None:
+    for found in run_ranks(losses_and_norms, 4):
+        assert max(found.values()) < 1e-10, found
+
+
+class Mlp(nn.Module):
+    """A residual block over whole features whose pair a plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, 12)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.down(torch.tanh(self.up(self.norm(x))))).square().mean()
+
+
+def named_pair() -> list:
+    from tests.axonn_tp.test_grids import train_one_step
+
+    plan = {"up": LayerPlan("normal"), "down": LayerPlan("transposed")}
+    batch = torch.randn(4, 5, 12, dtype=torch.float64)
+    return [
+        train_one_step(Mlp, plan, lambda model, x: model(x), (batch,), Mesh(grid))
+        for grid in axonn_tp.factorisations(dist.get_world_size())
+    ]
+
+
+def test_a_named_pair_in_a_model_with_whole_features() -> None:
+    torch.manual_seed(2)
+    for found in run_ranks(named_pair, 4):
+        assert max(max(errors.values()) for errors in found) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("plan", "grid", "words"),
+    [
+        ({"blocks.*.qvk": LayerPlan("normal")}, Grid(), "matches no layer"),
+        ({"blocks.0": LayerPlan("normal")}, Grid(), "blocks.0 is a Block, and normal takes a Linear"),
+        ({"head": LayerPlan("heads")}, Grid(), "'heads' is not a kind"),
+        ({"*.ln1": LayerPlan("norm")}, Grid(), "norm needs features split over y"),
+        ({"loss": LayerPlan("loss")}, Grid(), "loss needs logits split over x"),
+        (
+            {"*.qkv": LayerPlan("normal", 3, 4)},
+            Grid(gx=3),
+            "layer blocks.0.attention.qkv: 4 heads do not divide by gx = 3",
+        ),
+        ({"*.fc1": LayerPlan("normal")}, Grid(gy=5), "layer blocks.0.fc1: 24 input features do not divide by gy = 5"),
+        ({"tokens": LayerPlan("embedding")}, Grid(gy=5), "layer tokens: 24 features do not divide by gy = 5"),
+    ],
+)
+def test_plans_that_cannot_be(plan: dict, grid: Grid, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        place(GPT(SMALL), grid, plan)
+
+
+def test_a_shared_weight_is_left_alone_or_split_with_both() -> None:
+    tied = GPT(GPTConfig(50, 6, 1, 4, 24, tied=True))
+    assert "head" not in [placement.name for placement in place(tied, Grid(gx=2), {})]
+    with pytest.raises(ValueError, match="head and tokens share a weight"):
+        place(tied, Grid(gx=2), {"head": LayerPlan("head")})
+    kinds = {p.name: p.kind for p in place(tied, Grid(gx=2), gpt_plan(4))}
+    assert (kinds["tokens"], kinds["head"]) == ("embedding", "head")
+
+
+def test_attention_of_torch_keeps_its_projection() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    assert [placement.name for placement in place(model, Grid(gx=2), {})] == ["linear1", "linear2"]
