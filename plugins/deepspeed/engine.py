@@ -24,7 +24,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.utils import groups
 from torch import nn
 
-from axonn_tp import LayerPlan, Mesh, clip_grad_norm_, grad_norm, layout_of, parallelize, place
+from axonn_tp import LayerPlan, Mesh, clip_grad_norm_, grad_norm, layout_of, parallelize, place, sync_gradients
 from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
 from plugins.deepspeed import replicas
@@ -174,14 +174,12 @@ class AxonnEngine(DeepSpeedEngine):
     def _broadcast_model(self) -> None:
         """Nothing to do: `parallelize` split rank 0's weights."""
 
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """DeepSpeed's, except that float64 gradients are summed in float64."""
-        return torch.float64 if self._double else super().communication_data_type
-
-    @communication_data_type.setter
-    def communication_data_type(self, value: torch.dtype) -> None:
-        self._config.communication_data_type = value
+    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        """DeepSpeed's gradient sum at stage 0, which knows no float64; that we sum ourselves."""
+        if self._double and grads is None:
+            sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
+        else:
+            super().buffered_allreduce_fallback(grads, elements_per_buffer)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if self._z_split:

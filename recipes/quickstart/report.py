@@ -106,9 +106,11 @@ def _local_parameters(model: GPT, placements: list[Placement], grid: Grid) -> tu
 def _optimizer_collectives(split: int, whole: int, grid: Grid, stage: int) -> list[Collective]:
     """Gradients are summed over data, or z and data; ZeRO-1 then gathers each rank's part of the updated weights."""
     made = []
-    for axis, size, elements in (("data", grid.gdata, split), ("batch", grid.batch, whole)):
-        if grid.gz == 1:
-            axis, size = "batch", grid.batch
+    apart = grid.gz > 1
+    sums = (
+        [("data", grid.gdata, split), ("batch", grid.batch, whole)] if apart else [("batch", grid.batch, split + whole)]
+    )
+    for axis, size, elements in sums:
         made.append(Collective("all_reduce", axis, size, elements))
         if stage:
             made.append(Collective("all_gather", axis, size, -(-elements // size)))

@@ -1,0 +1,208 @@
+"""The quickstart as a user runs it: parallel equals serial, the plan is what happens, nothing is lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import plugins
+from plugins.cli import main
+from plugins.config import ConfigError
+from plugins.deepspeed.config_hook import grid_for
+from plugins.deepspeed.engine import layer_plans
+from plugins.launch import launch
+from plugins.ledger import Ledger
+from recipes.data import load
+from recipes.quickstart import report
+from recipes.quickstart.settings import Settings, add_arguments, find_run, resolve
+from recipes.quickstart.sides import Parallel, Serial
+
+SMALL = {"layers": 2, "heads": 4, "hidden": 48, "context": 16, "batch": 8}
+COMMAND = [
+    *["axonn", "train", "quickstart", "--save-every", "3", "--precision", "fp32"],
+    *[word for name, value in SMALL.items() for word in (f"--{name}", str(value))],
+]
+pytestmark = pytest.mark.usefixtures("cpu")
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def losses(parallel: bool, settings: Settings, folder: Path) -> list[float]:
+    torch.set_num_threads(1)
+    plugins.activate()
+    corpus = load(None, settings.context)
+    side = (Parallel if parallel else Serial)(settings, corpus, folder)
+    return [side.step(number)[0] for number in range(1, settings.steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "grid", "steps", "allowed"),
+    [("fp64", (2, 1, 2), 50, 1e-9), ("fp32", (2, 1, 2), 10, 1e-5), ("bf16", (1, 2, 2), 20, 2e-2)],
+)
+def test_losses_equal_serial(precision: str, grid: tuple, steps: int, allowed: float, tmp_path: Path) -> None:
+    gx, gy, gz = grid
+    settings = Settings(steps=steps, precision=precision, gx=gx, gy=gy, gz=gz, **SMALL)
+    serial = launch(losses, 1, False, settings, tmp_path)[0]
+    parallel = launch(losses, 4, True, settings, tmp_path)
+    assert all(curve == parallel[0] for curve in parallel)
+    assert max(abs(a - b) for a, b in zip(serial, parallel[0], strict=True)) < allowed
+    assert serial[-1] < serial[0] - 0.5
+
+
+def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Counter, Counter, Counter, int, int]:
+    torch.set_num_threads(1)
+    plugins.activate()
+    side = Parallel(settings, load(None, settings.context), folder)
+    side.step(1)
+    with Ledger(side.engine.mesh.axis_names()) as ledger:
+        side.step(2)
+    block = report.block_of(settings)
+    plan = report.plan(settings, grid_for(block, settings.ranks), layer_plans(block))
+    held = sum(p.numel() for p in side.engine.module.parameters())
+    counted = [c for c in ledger.collectives if c.elements > 1]
+    passes = Counter(map(str, plan.model))
+    sums = Counter((c.op, c.size, c.elements) for c in plan.optimizer)
+    rest = [c for c in counted if not passes[str(c)]]
+    return (
+        passes,
+        Counter(map(str, counted)),
+        sums,
+        Counter((c.op, c.size, c.elements) for c in rest),
+        held,
+        sum(plan.local),
+    )
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)])
+def test_the_printed_plan_is_what_happens(grid: tuple[int, int, int], tmp_path: Path) -> None:
+    gx, gy, gz = grid
+    settings = Settings(steps=3, gx=gx, gy=gy, gz=gz, **SMALL)
+    passes, counted, sums, rest, held, planned = launch(planned_and_counted, 4, settings, tmp_path)[0]
+    assert held == planned
+    assert all(counted[collective] == times for collective, times in passes.items())
+    assert rest == sums
+
+
+def start(run: str, folder: Path, *options: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "plugins.cli", *COMMAND[1:], "--runs", str(folder), *options]
+    command += ["--resume", "--name", run] if "--resume" in options else ["--name", run]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def curve(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(process.communicate()[0])
+
+
+def test_killed_stopped_and_resumed_runs_go_on_exactly(tmp_path: Path) -> None:
+    whole = start("whole", tmp_path, "--steps", "14")
+    text = whole.communicate(timeout=300)[0]
+    assert whole.returncode == 0, text
+    assert "validation loss" in text
+    for what in ("metrics.jsonl", "tensorboard", "loss.png", "checkpoints"):
+        assert (tmp_path / "whole" / what).exists()
+    for seconds, after in ((0.0, 4), (0.15, 7)):
+        name = f"killed-{after}"
+        killed = start(name, tmp_path, "--steps", "14")
+        wait_for_step(tmp_path / name, after, killed)
+        time.sleep(seconds)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        again = start(name, tmp_path, "--resume")
+        wait_for_step(tmp_path / name, after + 2, again)
+        again.send_signal(signal.SIGTERM)
+        text = again.communicate(timeout=300)[0]
+        assert again.returncode in (0, 143), text
+        last = start(name, tmp_path, "--resume")
+        text = last.communicate(timeout=300)[0]
+        assert last.returncode == 0, text
+        assert curve(tmp_path / name) == curve(tmp_path / "whole")
+
+
+def test_check_compares_both_ways(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND[1:], "--steps", "6", "--check", "--runs", str(tmp_path)]) == 0
+    assert "largest difference of the losses" in capfd.readouterr().out
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", "--dry-run", "--runs", str(tmp_path), "--gz", "4", "--gx", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "gx=1 gy=1 gz=4 gdata=1" in text and '"axonn3d"' in text and "collectives" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gx", "3"], "gx*gy*gz = 3*1*2 = 6 does not divide the 4 ranks"),
+        (["--gx", "4", "--gz", "1", "--heads", "2"], "2 heads do not divide by gx = 4"),
+        (["--batch", "31"], "train_batch_size = 31 does not divide"),
+        (["--hidden", "250"], "--hidden 250 does not divide into --heads 8"),
+        (["--steps", "0"], "--steps 0 is not at least 1"),
+        (["--data", "nowhere"], "--data nowhere does not exist"),
+        (["--resume"], "--resume finds no run"),
+        (["--gy", "3", "--gz", "1", "--gx", "1", "--ranks", "3"], "256 features do not divide by gy = 3"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    options: list, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "quickstart", "--runs", str(tmp_path), *options]) == 2
+    error = capfd.readouterr().err
+    assert words in error and error.startswith("axonn: error: ") and error.count("\n") == 1
+
+
+def test_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstrat"]) == 2
+    assert 'did you mean "quickstart"' in capsys.readouterr().err
+
+
+def test_resume_keeps_the_settings(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    stored = Settings(steps=7, hidden=64)
+    assert resolve(parser.parse_args(["--resume"]), stored) == stored
+    with pytest.raises(ConfigError, match="--steps 9 contradicts"):
+        resolve(parser.parse_args(["--resume", "--steps", "9"]), stored)
+    (tmp_path / "quickstart").mkdir()
+    assert find_run(tmp_path, None, resume=False).name == "quickstart-2"
+    with pytest.raises(ConfigError, match="exists"):
+        find_run(tmp_path, "quickstart", resume=False)
+
+
+def test_corpus_is_deterministic_and_held_out_text_is_apart(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number:02d}.txt").write_text(f"text number {number} " * 20)
+    first, second = load(str(tmp_path), 16), load(str(tmp_path), 16)
+    assert first.digest == second.digest and first.files == 60
+    training, validation = (bytes(part.numpy()) for part in (first.training, first.validation))
+    assert all((f"number {n} ".encode() in training) != (f"number {n} ".encode() in validation) for n in range(60))
+    ids, targets = first.batch("training", 4, 16, seed=3)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+    assert torch.equal(ids, second.batch("training", 4, 16, seed=3)[0])
+    assert not torch.equal(ids, first.batch("training", 4, 16, seed=4)[0])
+    single = load(str(tmp_path / "00.txt"), 16)
+    assert bytes(single.training.numpy()) + bytes(single.validation.numpy()) == (tmp_path / "00.txt").read_bytes()
