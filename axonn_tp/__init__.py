@@ -3,6 +3,7 @@
 Sources: dissertation chapter 5; "Democratizing AI" (the Gordon Bell paper); "A 4D Hybrid Algorithm".
 """
 
+from axonn_tp.checkpoint import full_state_dict
 from axonn_tp.collectives import Collective
 from axonn_tp.embedding import Embedding
 from axonn_tp.gradients import clip_grad_norm_, grad_norm, sync_gradients
@@ -29,6 +30,7 @@ __all__ = [
     "Placement",
     "clip_grad_norm_",
     "factorisations",
+    "full_state_dict",
     "grad_norm",
     "layout_of",
     "linear_collectives",

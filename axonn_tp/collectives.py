@@ -15,6 +15,7 @@ import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the operators below
 from torch import Tensor
 
+from axonn_tp.layout import Layout
 from axonn_tp.mesh import Mesh
 
 _ops = torch.ops._c10d_functional
@@ -78,28 +79,29 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce(grad, ctx.mesh, ctx.axis), None, None
+        return reduce_from(grad, ctx.mesh, ctx.axis), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
+        ctx.mesh, ctx.axis = mesh, axis
         return all_reduce(tensor, mesh, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+        return copy_to(grad, ctx.mesh, ctx.axis), None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
         ctx.mesh, ctx.axis, ctx.dim = mesh, axis, dim
-        return _part(tensor, mesh, axis, dim).contiguous()
+        return tensor.chunk(mesh.size(axis), dim=dim)[mesh.rank(axis)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_gather(grad, ctx.mesh, ctx.axis, ctx.dim), None, None, None
+        return gather_from(grad, ctx.mesh, ctx.axis, ctx.dim), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -110,18 +112,32 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _part(grad, ctx.mesh, ctx.axis, ctx.dim), None, None, None
+        return split_to(grad, ctx.mesh, ctx.axis, ctx.dim), None, None, None
 
 
 class _GatherSummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, mesh: Mesh, axis: str) -> Tensor:
-        ctx.mesh, ctx.axis = mesh, axis
-        return all_gather(shard, mesh, axis)
+    def forward(ctx: Any, shard: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return all_gather(shard, mesh, "z")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.mesh, ctx.axis), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ReduceScatter.apply(grad, ctx.mesh), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return reduce_scatter(tensor, mesh, "z")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherSummed.apply(grad, ctx.mesh), None
+
+
+# Each backward below is made of the function that mirrors it, so gradients of gradients are right too.
 
 
 def copy_to(tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -146,4 +162,16 @@ def gather_from(tensor: Tensor, mesh: Mesh, axis: str, dim: int = -1) -> Tensor:
 
 def gather_weight(shard: Tensor, mesh: Mesh) -> Tensor:
     """A flat weight block from its z-shards (Algorithm 3, line 2); the gradient is reduce-scattered (line 14)."""
-    return shard if mesh.size("z") == 1 else _GatherSummed.apply(shard, mesh, "z")
+    return shard if mesh.size("z") == 1 else _GatherSummed.apply(shard, mesh)
+
+
+def whole_parameter(parameter: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """The serial parameter from everyone's shards, for a use that is the same on all ranks of x and y; differentiable."""
+    block = layout.unflatten(gather_weight(parameter, mesh), mesh.grid) if layout.over_z else parameter
+    for dim, axis in layout.split:
+        if layout.parts > 1 and dim == 0:
+            pieces = [gather_from(piece, mesh, axis, dim) for piece in block.chunk(layout.parts)]
+            block = torch.cat(pieces)
+        else:
+            block = gather_from(block, mesh, axis, dim)
+    return block[tuple(slice(size) for size in layout.shape)]

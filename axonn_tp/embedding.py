@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import Collective, gather_weight, reduce_from
-from axonn_tp.layout import Layout, become, distribute
+from axonn_tp.collectives import Collective, reduce_from
+from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.weight import SplitWeight
 
 
 def embedding_layout(vocabulary: int, features: int) -> Layout:
@@ -44,11 +45,8 @@ def embedding_collectives(tokens: int, vocabulary: int, features: int, grid: Gri
     return [collective for collective in made if collective.size > 1]
 
 
-class Embedding(nn.Embedding):
+class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
     """`nn.Embedding` over a mesh: ids (…) → (…, features/gy), the same on every rank of x."""
-
-    weight: nn.Parameter
-    mesh: Mesh
 
     @classmethod
     def convert(cls, module: nn.Embedding, mesh: Mesh) -> None:
@@ -58,13 +56,11 @@ class Embedding(nn.Embedding):
         module._distribute(mesh)
 
     def _distribute(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.weight_layout = embedding_layout(self.num_embeddings, self.embedding_dim)
-        distribute(self.weight, self.weight_layout, mesh.grid, mesh.coordinates)
+        self._split_weight(mesh, embedding_layout(self.num_embeddings, self.embedding_dim))
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""
-        block = self.weight_layout.unflatten(gather_weight(self.weight, self.mesh), self.mesh.grid)
+        block = self._block(self._shard())
         size = block.shape[0]
         first = size * self.mesh.rank("x")
         local = input - first

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import Collective, copy_to, gather_from, gather_weight, reduce_from, split_to
+from axonn_tp.collectives import Collective, copy_to, gather_from, reduce_from, split_to
 from axonn_tp.layout import Layout, become, distribute
 from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.weight import SplitWeight
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def linear_collectives(tokens: int, k: int, n: int, grid: Grid, split: LinearSpl
     return [collective for collective in made if collective.size > 1]
 
 
-class Linear(nn.Linear):
+class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
     """`nn.Linear` over a mesh: same initialisation, same result, each rank holds 1/(gx·gy·gz) of the weight.
 
     Input (…, k/gy) on every rank of x, output (…, n/gx) on every rank of y; for a transposed layer x and y change
@@ -137,9 +138,7 @@ class Linear(nn.Linear):
         ValueError: features or heads do not divide by the axis that splits them.
     """
 
-    weight: nn.Parameter
     bias: Any
-    mesh: Mesh
     split: LinearSplit
 
     def __init__(
@@ -168,24 +167,23 @@ class Linear(nn.Linear):
         module._distribute(mesh, split)
 
     def _distribute(self, mesh: Mesh, split: LinearSplit) -> None:
-        self.mesh, self.split = mesh, split
-        self.weight_layout = split.weight_layout(self.out_features, self.in_features)
-        distribute(self.weight, self.weight_layout, mesh.grid, mesh.coordinates)
+        self.split = split
+        self._split_weight(mesh, split.weight_layout(self.out_features, self.in_features))
         if self.bias is not None:
             distribute(self.bias, split.bias_layout(self.out_features), mesh.grid, mesh.coordinates)
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, k or k/g) → (…, n or n/g), whole or split as `self.split` says."""
         mesh, split = self.mesh, self.split
-        weight: Tensor = self.weight
+        shard: Tensor = self._shard()
         padded_n, padded_k = self.weight_layout.padded(mesh.grid)
         self._check_width(input)
         if torch.is_autocast_enabled(input.device.type) and input.is_floating_point():
             dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)
+            input, shard = input.to(dtype), shard.to(dtype)
         if split.split_input:
             input = split_to(F.pad(input, (0, padded_k - self.in_features)), mesh, split.contracted)
-        block = self.weight_layout.unflatten(gather_weight(weight, mesh), mesh.grid)
+        block = self._block(shard)
         bias = None if self.bias is None else self.bias.to(block.dtype)
         fused = mesh.size(split.contracted) == 1 and not split.gather_output
         output = F.linear(copy_to(input, mesh, split.output), block, bias if fused else None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from axonn_tp.collectives import Collective, all_reduce
 from axonn_tp.layout import become
@@ -50,6 +51,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return total.log() - target
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         probabilities, local, elsewhere = ctx.saved_tensors
         hit = (~elsewhere).to(probabilities.dtype)[..., None]

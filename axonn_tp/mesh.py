@@ -136,11 +136,16 @@ class Mesh:
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
         self._groups["batch"] = self.device_mesh["data", "z"]._flatten("batch").get_group()
         self._groups["model"] = self.device_mesh["y", "x"]._flatten("model").get_group()
+        self._forwards = 0
 
     @classmethod
     def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str = "cpu") -> Mesh:
         """The mesh over all running ranks; the data axis takes what x, y and z leave."""
         return cls(Grid.for_world(dist.get_world_size(), gx, gy, gz), device_type)
+
+    def __deepcopy__(self, memo: dict) -> Mesh:
+        """Copies of a model, as for an average of its weights, share the mesh: groups cannot be copied."""
+        return self
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group along an axis, or of ``"model"`` or ``"batch"``."""
@@ -158,6 +163,19 @@ class Mesh:
         """Axis by torch's name of its group, for a ledger of what went over which axis."""
         # A group that spans several axes may be that of one of them, where the others have size 1: the axis names it.
         return {self._groups[axis].group_name: axis for axis in ("model", "batch", *AXES)}
+
+    def enter_forward(self) -> None:
+        """A model's forward begins; forwards of models inside models nest."""
+        self._forwards += 1
+
+    def leave_forward(self) -> None:
+        """A model's forward ends."""
+        self._forwards -= 1
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a model's forward is running, and so all ranks are in the same place."""
+        return self._forwards > 0
 
     def shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
         """This rank's part of a global batch, split in dim 0 over data and z.

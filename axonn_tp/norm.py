@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from axonn_tp.collectives import Collective, all_gather, all_reduce
 from axonn_tp.layout import Layout, become, distribute
@@ -63,6 +64,7 @@ class _Normalise(torch.autograd.Function):
         return normal.to(input.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         normal, scale = ctx.saved_tensors
         wide, normal = grad.to(scale.dtype), normal.to(scale.dtype)

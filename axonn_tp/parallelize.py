@@ -162,6 +162,9 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
     attention = _inside_attention(model)
     placements = []
     for name, module in model.named_modules():
+        if isinstance(module, (Linear, Embedding, LayerNorm, CrossEntropyLoss)):
+            _check_present(module, grid, name)
+            continue
         layer = named.get(name)
         if layer is None:
             free = _is_linear(module) and id(module) not in attention and holders[id(module.weight)] == 1  # type: ignore[arg-type]
@@ -183,6 +186,19 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
         placements.append(Placement(name, module, layer.kind, split))
     _check_shared(placements, model)
     return placements
+
+
+def _check_present(module: nn.Module, grid: Grid, name: str) -> None:
+    """A layer that is split already, as when a model is initialised twice, stays as it is.
+
+    Raises:
+        ValueError: it was split on another grid.
+    """
+    present = module.mesh.grid  # type: ignore[union-attr]
+    if present != grid:
+        raise ValueError(
+            f"layer {name} is split over {present} already, and cannot be over {grid}; use the same sizes, or a fresh model"
+        )
 
 
 def _linear_split(layer: LayerPlan, stream_split: bool, loss_split: bool) -> LinearSplit:
@@ -271,12 +287,22 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
     for name, module in model.named_modules():
         _materialise(module, mesh.device, made)
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in seen:
+            if parameter is not None and id(parameter) not in seen and not hasattr(parameter, "axonn_layout"):
                 seen.add(id(parameter))
                 _broadcast(parameter)
         if name in placements:
             _convert(placements[name], mesh)
+        if isinstance(module, nn.TransformerEncoder):
+            # Nested tensors are only for the layers' fast path, which is off.
+            module.use_nested_tensor = False
+    _watch_forward(model, mesh)
     return model
+
+
+def _watch_forward(model: nn.Module, mesh: Mesh) -> None:
+    """While the model's forward runs, code that reads a split layer's weight finds it whole (`whole_weight`)."""
+    model.register_forward_pre_hook(lambda *_: mesh.enter_forward(), prepend=True)
+    model.register_forward_hook(lambda *_: mesh.leave_forward(), always_call=True)
 
 
 def _broadcast(parameter: nn.Parameter) -> None:

@@ -21,20 +21,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from axonn_tp import Grid
 from plugins import config
 
+# Words in the names of optimizers that look at a whole weight matrix or layer at once.
 NOT_ELEMENTWISE = (
-    "lamb",
-    "lars",
-    "muon",
-    "muadam",
-    "muadamw",
-    "musgd",
-    "shampoo",
-    "soap",
-    "adafactor",
-    "onebitadam",
-    "onebitlamb",
-    "zerooneadam",
+    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
+    *("dadapt", "onebit", "zerooneadam"),
 )
+
+
+def needs_whole_matrices(name: str) -> bool:
+    """Whether an optimizer of this name would compute something else on shards."""
+    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
 
 
 class BatchRanks:
@@ -188,7 +184,7 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             "data_types.grad_accum_dtype = fp32 with bf16 is not supported with axonn.tensor_parallel; remove it",
         ),
         (
-            str(_section(raw, "optimizer").get("type", "")).lower() in NOT_ELEMENTWISE,
+            needs_whole_matrices(str(_section(raw, "optimizer").get("type", ""))),
             f"optimizer.type = {_section(raw, 'optimizer').get('type')} needs whole weight matrices, which axonn.tensor_parallel splits; "
             "use an element-wise one such as AdamW",
         ),

@@ -23,14 +23,27 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.utils import groups
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from axonn_tp import LayerPlan, Mesh, clip_grad_norm_, grad_norm, layout_of, parallelize, place, sync_gradients
+from axonn_tp import (
+    LayerPlan,
+    Mesh,
+    clip_grad_norm_,
+    full_state_dict,
+    grad_norm,
+    layout_of,
+    parallelize,
+    place,
+    sync_gradients,
+)
 from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
 from plugins.deepspeed import replicas
-from plugins.deepspeed.config_hook import NOT_ELEMENTWISE, grid_for
+from plugins.deepspeed.config_hook import grid_for, needs_whole_matrices
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
+
+_WATCHED_STEPS = 3
 
 
 class GridUnit:
@@ -106,6 +119,7 @@ class AxonnEngine(DeepSpeedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     has_moe_layers: bool
+    client_lr_scheduler: Any
 
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
@@ -115,6 +129,11 @@ class AxonnEngine(DeepSpeedEngine):
         self._axonn = block.tensor_parallel
         plan = layer_plans(self._axonn)
         grid = grid_for(self._axonn, dist.get_world_size())
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+            # A function that sorts parameters by their shapes must see them before they are split.
+            given = keywords.pop("model_parameters", None)
+            keywords["model_parameters"] = list(model.parameters() if given is None else given)
+            optimizer = optimizer(keywords["model_parameters"])
         problem, placements = None, []
         try:
             placements = place(model, grid, plan)
@@ -182,15 +201,15 @@ class AxonnEngine(DeepSpeedEngine):
             super().buffered_allreduce_fallback(grads, elements_per_buffer)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if isinstance(client_optimizer, torch.optim.Optimizer) and callable(self.client_lr_scheduler):
+            self.client_lr_scheduler = self.client_lr_scheduler(client_optimizer)
         if self._z_split:
             if client_optimizer is None:
                 model_parameters = split_groups(model_parameters)
-            elif isinstance(client_optimizer, torch.optim.Optimizer):
+            else:
                 before = len(client_optimizer.param_groups)
                 client_optimizer.param_groups[:] = split_groups(client_optimizer.param_groups)
                 extend_scheduler(self.client_lr_scheduler, client_optimizer.param_groups, before)
-            else:
-                model_parameters = split_groups(model_parameters)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
@@ -206,16 +225,41 @@ class AxonnEngine(DeepSpeedEngine):
         return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping())
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's forward; replicas get the same arguments."""
-        if self._axonn.broadcast_inputs and self.mesh.size("model") > 1:
+        """The model's forward; replicas get the same arguments, and in the first steps must give the same outputs."""
+        if self.mesh.size("model") == 1:
+            return super().forward(*inputs, **keywords)
+        if self._axonn.broadcast_inputs:
             inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
-        return super().forward(*inputs, **keywords)
+        outputs = super().forward(*inputs, **keywords)
+        if self._watched:
+            for output in tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.is_floating_point():
+                    replicas.check_same(output, self.mesh, "model's outputs")
+        return outputs
 
-    def backward(self, loss: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
-        """DeepSpeed's backward; in the first step replicas must have computed the same loss."""
-        if self.global_steps == 0 and self.mesh.size("model") > 1:
-            replicas.check_same_loss(loss, self.mesh)
-        return super().backward(loss, *rest, **keywords)
+    @property
+    def _watched(self) -> bool:
+        return self.mesh.size("model") > 1 and self.global_steps < _WATCHED_STEPS
+
+    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
+        """Called with the gradient of each of the model's outputs, however backward was started."""
+        if grad is not None and self._watched:
+            replicas.check_same(grad, self.mesh, "gradients of the model's outputs")
+        return super()._backward_prologue_per_tensor(grad)
+
+    @contextmanager
+    def _own_groups(self) -> Iterator[None]:
+        """DeepSpeed looks its groups up anew at every step; another engine of the process may have put its own there."""
+        before, groups.mpu = groups.mpu, self.mpu
+        try:
+            yield
+        finally:
+            groups.mpu = before
+
+    def allreduce_gradients(self, *rest: Any, **keywords: Any) -> None:
+        """DeepSpeed's, over this engine's groups."""
+        with self._own_groups():
+            super().allreduce_gradients(*rest, **keywords)
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the whole model's norm."""
@@ -225,7 +269,8 @@ class AxonnEngine(DeepSpeedEngine):
         plain = isinstance(self.optimizer, torch.optim.Optimizer)
         if plain and not self.gradient_clipping():
             self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
-        super()._take_model_step(lr_kwargs)
+        with self._own_groups():
+            super()._take_model_step(lr_kwargs)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -236,7 +281,8 @@ class AxonnEngine(DeepSpeedEngine):
         """Checkpoints are written as for a model without experts: every file already holds its own shard."""
         before, self.has_moe_layers = self.has_moe_layers, False
         try:
-            yield
+            with self._own_groups():
+                yield
         finally:
             self.has_moe_layers = before
 
@@ -300,10 +346,25 @@ class AxonnEngine(DeepSpeedEngine):
         with self._without_experts():
             return super().load_checkpoint(load_dir, tag, *rest, **keywords)
 
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's weights, as the serial model names and shapes them."""
+        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
+        full = full_state_dict(self.module, self.mesh, dtype)
+        if exclude_frozen_parameters:
+            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+            full = {name: value for name, value in full.items() if name not in frozen}
+        if dist.get_rank() == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(full, Path(save_dir) / save_filename)
+        dist.barrier()
+        return True
+
     def destroy(self) -> None:
         """DeepSpeed's clean-up, and ours."""
         super().destroy()
-        replicas.stop_sharing_samplers()
+        replicas.stop_sharing_samplers(self.mesh)
         if groups.mpu is self.mpu:
             groups.mpu = None
 
@@ -325,7 +386,7 @@ def _check_model(model: nn.Module, optimizer: Any) -> None:
             raise ValueError(
                 f"layer {name} is a DeepSpeed MoE, which does not go with tensor_parallel yet; leave the axonn block out"
             )
-    if type(optimizer).__name__.lower() in NOT_ELEMENTWISE:
+    if optimizer is not None and needs_whole_matrices(type(optimizer).__name__):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
         )

@@ -49,42 +49,64 @@ def broadcast_inputs(inputs: tuple, keywords: dict[str, Any], mesh: Mesh) -> tup
     """
     leaves, tree = tree_flatten((inputs, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    mine = (str(tree), [(tuple(t.shape), t.dtype) for t in tensors])
+    mine = (str(tree), [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
     heard = [mine]
     _broadcast_object(heard, mesh)
-    if heard[0][0] != mine[0]:
+    if (heard[0][0], [t[1:] for t in heard[0][1]]) != (mine[0], [t[1:] for t in mine[1]]):
         raise ConfigError(
             "ranks of one x-y plane call the model with differently built arguments; feed them the same batch, "
             "for example from a sampler over engine.mpu.get_data_parallel_rank()"
         )
     group = mesh.group("model")
     received = []
-    for tensor, (shape, dtype) in zip(tensors, heard[0][1], strict=True):
-        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-            tensor = torch.empty(shape, dtype=dtype, device=tensor.device)
-        elif mesh.rank("model"):
-            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        sent = tensor.detach().to(mesh.device).contiguous()
-        dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
-        received.append(tensor if mesh.rank("model") == 0 else sent)
+    for tensor, (shape, dtype, _) in zip(tensors, heard[0][1], strict=True):
+        first = tensor.detach()
+        if mesh.rank("model"):
+            first = torch.empty(shape, dtype=dtype, device=mesh.device)
+        first = first.to(mesh.device).contiguous()
+        dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
+        if mesh.rank("model") == 0:
+            first = tensor
+        elif tensor.requires_grad and tensor.shape == first.shape:
+            first = _Replace.apply(tensor, first)
+        received.append(first)
     replaced = iter(received)
     return tree_unflatten([next(replaced) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 
-def check_same_loss(loss: Tensor, mesh: Mesh) -> None:
-    """Refuse to train when replicas, which computed the same thing, have different losses.
+class _Replace(torch.autograd.Function):
+    """The first replica's values in the place of one's own, whose gradient they pass on."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, first: Tensor) -> Tensor:
+        return first
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def check_same(values: Tensor, mesh: Mesh, what: str) -> None:
+    """Refuse to train when replicas, which compute the same thing, have different values.
+
+    Args:
+        values: what replicas should agree on.
+        mesh: the mesh.
+        what: its name, for the message.
 
     Raises:
         ConfigError: on all ranks of the x-y plane alike.
     """
-    value = loss.detach().double().mean().reshape(1)
-    values = [torch.empty_like(value) for _ in range(mesh.size("model"))]
-    dist.all_gather(values, value, group=mesh.group("model"))
-    smallest, largest = min(v.item() for v in values), max(v.item() for v in values)
-    if largest - smallest > 1e-3 * abs(largest) + 1e-6:
+    wide = values.detach().double()
+    digest = torch.stack(
+        [wide.sum(), wide.abs().sum(), wide.square().sum(), torch.tensor(float(wide.numel()), device=wide.device)]
+    )
+    digests = [torch.empty_like(digest) for _ in range(mesh.size("model"))]
+    dist.all_gather(digests, digest, group=mesh.group("model"))
+    if any(not torch.allclose(other, digests[0], rtol=1e-3, atol=1e-6, equal_nan=True) for other in digests):
         raise ConfigError(
-            f"ranks of one x-y plane have losses from {smallest:.6g} to {largest:.6g} though they computed the same model; their batches or labels "
-            "differ: pass labels through the model's forward, or read data by engine.mpu.get_data_parallel_rank()"
+            f"the {what} differ between ranks of one x-y plane, which compute the same: their labels or random numbers differ, or the plan leaves "
+            "features split; pass labels through the model's forward, read data by engine.mpu.get_data_parallel_rank(), seed all ranks alike"
         )
 
 
@@ -101,9 +123,10 @@ def share_samplers(mesh: Mesh) -> None:
         setattr(DistributedSampler, name, _adjusted(getattr(DistributedSampler, name)))
 
 
-def stop_sharing_samplers() -> None:
-    """Leave DistributedSampler alone again."""
-    _active.clear()
+def stop_sharing_samplers(mesh: Mesh) -> None:
+    """Leave DistributedSampler alone again, unless another mesh has it now."""
+    if _active and _active[0] is mesh:
+        _active.clear()
 
 
 def _adjusted(original: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,13 @@ def _serial(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome
 
 
 def _rank(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome:
+    import deepspeed
+
     plugins.activate()
+    # On CPU DeepSpeed compiles a kernel for inference when it starts; training needs neither it nor a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It also calls collectives by names that newer torch wants changed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     return train(Parallel(settings, corpus, run), settings, run, *how)
 

@@ -1,0 +1,216 @@
+"""Stock scripts see the block without a new line, and without the block DeepSpeed is itself, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.deepspeed.scripts import environment, last_line, run_script
+from tests.deepspeed.training import Case, attempt, serial, start, train
+from tests.distributed import run_ranks
+
+OURS = "plugins.deepspeed.engine.AxonnEngine"
+STOCK = "deepspeed.runtime.engine.DeepSpeedEngine"
+WAYS = {
+    "dict": "config=config",
+    "path": "config='ds_config.json'",
+    "base64": "config=base64.urlsafe_b64encode(json.dumps(config).encode()).decode()",
+    "config_params": "config_params=config",
+    "args": "args=argparse.Namespace(deepspeed_config='ds_config.json')",
+}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    "zero_optimization": {"stage": 0, "reduce_bucket_size": 100000, "allgather_bucket_size": 100000},
+}
+BLOCK = {"axonn": {"tensor_parallel": {}}}
+HEAD = f"""
+from deepspeed import initialize
+import argparse, base64, json, sys
+import torch
+config = {CONFIG | BLOCK!r}
+json.dump(config, open('ds_config.json', 'w'))
+def start(**how):
+    model = torch.nn.Linear(4, 3)
+    return initialize(model=model, model_parameters=model.parameters(), **how)[0]
+def name(engine):
+    return type(engine).__module__ + '.' + type(engine).__qualname__
+"""
+
+
+def test_stock_script(tmp_path: Path) -> None:
+    """All ways in one process, each followed by a run without the block."""
+    text = HEAD + "stock = {key: value for key, value in config.items() if key != 'axonn'}\nfound = {}\n"
+    for way, how in WAYS.items():
+        text += f"found[{way!r}] = name(start({how})), name(start(config=stock))\n"
+    text += "print(json.dumps(found))"
+    found = json.loads(last_line(run_script(tmp_path, text)[0]))
+    assert found == {way: [OURS, STOCK] for way in WAYS}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_by_hand(before: bool, tmp_path: Path) -> None:
+    lines = ["import plugins; plugins.activate(); plugins.activate()", "import deepspeed"]
+    text = "\n".join(lines if before else lines[::-1]) + HEAD + "print(name(start(config=config)))"
+    result = run_script(tmp_path, text, TORCH_DEVICE_BACKEND_AUTOLOAD="0")[0]
+    assert last_line(result) == OURS
+
+
+TRAINING = """
+import json, torch, deepspeed
+from torch.utils._python_dispatch import TorchDispatchMode
+class Seen(TorchDispatchMode):
+    calls = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        if 'c10d' in name:
+            tensors = [a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+            self.calls.append([name, [[list(t.shape), str(t.dtype)] for t in tensors]])
+        return function(*args, **(kwargs or {}))
+found = {'losses': [], 'weights': [], 'engines': []}
+deepspeed.init_distributed(dist_backend='gloo')
+with Seen():
+    for stage in (0, 1, 2):
+        config = CONFIG
+        config['zero_optimization']['stage'] = stage
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        found['engines'].append(type(engine).__module__)
+        torch.manual_seed(torch.distributed.get_rank())
+        for _ in range(3):
+            loss = engine(torch.randn(2, 6)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            found['losses'].append(loss.item().hex())
+        found['weights'].append([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+found['calls'] = Seen.calls
+print(json.dumps(found))
+"""
+
+
+def stock_run(folder: Path, config: dict[str, Any], **changes: str) -> list[Any]:
+    folder.mkdir()
+    results = run_script(folder, TRAINING.replace("CONFIG", repr(config)), ranks=2, **changes)
+    return [json.loads(last_line(result)) for result in results]
+
+
+def test_without_us_nothing_changes(tmp_path: Path) -> None:
+    """Losses, weights and collectives of all stages, to the last bit."""
+    expected = stock_run(tmp_path / "never", CONFIG, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert len(expected[0]["calls"]) > 20 and set(expected[0]["engines"]) == {"deepspeed.runtime.engine"}
+    assert stock_run(tmp_path / "no-block", CONFIG) == expected
+    assert stock_run(tmp_path / "off", CONFIG | BLOCK, AXONN_PLUGINS="0") == expected
+
+
+def _case(**changes: Any) -> Case:
+    def build() -> torch.nn.Module:
+        from tests.deepspeed.test_engine import mlp
+
+        return mlp()
+
+    return Case(build, lambda: (torch.randn(8, 16), torch.randn(8, 8)), **changes)
+
+
+def _block_then_stock(stage: int) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.utils import groups
+
+    case = _case(grid=(2, 1, 1), stage=stage)
+    ours = start(case)
+    found = {"ours": train(ours, case.batches())}
+    from tests.deepspeed.training import config_of
+
+    config = {key: value for key, value in config_of(case).items() if key != "axonn"}
+    model = case.model()
+    stock = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    found["classes"] = [type(ours).__name__, type(stock).__name__]
+    found["mpu"] = groups.mpu
+    found["ranks"] = [ours.dp_world_size, stock.dp_world_size]
+    rank, losses = torch.distributed.get_rank(), []
+    for step in case.batches():
+        total = 0.0
+        for micro in step:
+            loss = stock(*(t.chunk(2)[rank] for t in micro))
+            stock.backward(loss)
+            stock.step()
+            value = loss.detach().clone()
+            torch.distributed.all_reduce(value)
+            total += value.item() / 4
+        losses.append(total)
+    found["stock"] = {"losses": losses}
+    again = start(case)
+    found["again"] = train(again, case.batches())
+    return found
+
+
+def _all_stages() -> dict[int, Any]:
+    return {stage: attempt(_block_then_stock, stage) for stage in (0, 1, 2)}
+
+
+def test_an_engine_with_the_block_then_one_without() -> None:
+    expected = serial(_case())
+    for rank in run_ranks(_all_stages, 2):
+        for found in rank.values():
+            assert not isinstance(found, str), found
+            assert found["classes"] == ["AxonnEngine", "DeepSpeedEngine"]
+            assert found["mpu"] is None and found["ranks"] == [1, 2]
+            for run in ("ours", "stock", "again"):
+                assert found[run]["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+                if run != "stock":  # which knows no norm at stage 0
+                    assert found[run]["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+
+
+def test_arming_is_cheap() -> None:
+    code = "import torch, time, axonn_autoload as a; t = time.perf_counter(); a.arm(); print(time.perf_counter() - t)"
+    seconds = []
+    for _ in range(5):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seconds.append(float(run.stdout))
+    print(f"arm: median {1e3 * statistics.median(seconds):.2f} ms")
+    assert statistics.median(seconds) < 0.02
+
+
+BROKEN = {
+    "another package": ({"plugins/__init__.py": "raise SystemExit('theirs ran')"}, "leads to"),
+    "a folder without __init__": ({"plugins/data.txt": ""}, "leads to"),
+    "a module": ({"plugins.py": "raise SystemExit('theirs ran')"}, "leads to"),
+    "activate raises": (
+        {
+            "sitecustomize.py": "import plugins.autoload as p\ndef broken(): raise RuntimeError('boom')\np.activate = broken"
+        },
+        "boom",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_whatever_goes_wrong_torch_imports(what: str, tmp_path: Path) -> None:
+    files, said = BROKEN[what]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = "import torch; print(torch.ones(2).sum().item())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0 and run.stdout.strip() == "2.0", run.stderr
+    assert "axonn" in run.stderr and said in run.stderr and "Traceback" not in run.stderr

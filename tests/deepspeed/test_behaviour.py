@@ -1,0 +1,257 @@
+"""What the engine does beside the arithmetic: overflows, samplers, inputs and labels that differ, odd modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tests.deepspeed.scripts import one_sentence
+from tests.deepspeed.training import Case, attempt, config_of, serial, start, train
+from tests.distributed import run_ranks
+
+GRIDS = {"gx2gz2": (2, 1, 2), "gx2gdata2": (2, 1, 1), "gz2gdata2": (1, 1, 2), "gx2gy2": (2, 2, 1)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.fc2(torch.tanh(self.fc1(x))), y)
+
+
+def case(grid: str, **changes: Any) -> Case:
+    return Case(Net, lambda: (torch.randn(8, 16), torch.randn(8, 8)), GRIDS[grid], **changes)
+
+
+def own(engine: Any) -> list[list[float]]:
+    return [p.detach().double().flatten().tolist() for p in engine.module.parameters()]
+
+
+def overflow(grid: str, stage: int) -> dict[str, Any]:
+    """The third step overflows on the last rank alone."""
+    scaling = {"enabled": True, "initial_scale_power": 7, "hysteresis": 1, "loss_scale_window": 1000}
+    run = case(grid, stage=stage, dtype="fp16", extra={"fp16": scaling}, clip=0.3)
+    engine = start(run)
+    scale = lambda: float(engine.optimizer.cur_scale)  # noqa: E731
+    found: dict[str, Any] = {"before": train(engine, run.batches()[:2]), "scales": [scale()]}
+    weights = own(engine)
+    for micro in run.batches()[2]:
+        loss = engine(*(engine.mesh.shard_batch(t) for t in micro))
+        engine.backward(loss * float("inf") if engine.mesh.rank("batch") == engine.mesh.size("batch") - 1 else loss)
+        engine.step()
+    found["kept"] = own(engine) == weights
+    found["scales"].append(scale())
+    found["skipped"] = engine.skipped_steps
+    found["after"] = train(engine, run.batches()[3:])
+    found["scales"].append(scale())
+    return found
+
+
+def all_overflows() -> dict[str, Any]:
+    return {
+        f"{grid}-{stage}": attempt(overflow, grid, stage)
+        for grid in ("gx2gz2", "gx2gdata2", "gz2gdata2")
+        for stage in (0, 1, 2)
+    }
+
+
+def sampled(grid: str, drop: bool, length: int) -> dict[str, Any]:
+    """What each rank reads in two epochs through loaders built before and after initialize, and through DeepSpeed's own."""
+    data = TensorDataset(torch.arange(float(length)))
+    before = DistributedSampler(data, shuffle=True, drop_last=drop)
+    loader = DataLoader(data, batch_size=2, sampler=before)
+    engine = start(case(grid))
+    after = DistributedSampler(data, shuffle=False, drop_last=drop)
+    found: dict[str, Any] = {"before": [], "lengths": (len(before), len(loader)), "at": engine.mesh.coordinates}
+    for epoch in range(2):
+        before.set_epoch(epoch)
+        found["before"].append([value for (batch,) in loader for value in batch.tolist()])
+    found["after"] = [data[i][0].item() for i in after]
+    found["deepspeed"] = [value for (batch,) in engine.deepspeed_io(data, batch_size=1) for value in batch.tolist()]
+    engine.destroy()
+    return found
+
+
+def all_sampled() -> dict[str, Any]:
+    return {
+        f"{grid}-{drop}-{length}": attempt(sampled, grid, drop, length)
+        for grid in GRIDS
+        for drop in (False, True)
+        for length in (24, 23)
+    }
+
+
+def inputs_differ(grid: str) -> dict[str, Any]:
+    """Ranks of x and y bring other random inputs, with other shapes; those of the first must be used."""
+    run = case(grid)
+    engine = start(run)
+    steps = []
+    first = engine.mesh.rank("model") == 0
+    for step in run.batches():
+        steps.append(
+            [micro if first else tuple(torch.randn(t.shape[0] + 4, t.shape[1]) for t in micro) for micro in step]
+        )
+    return train(engine, steps)
+
+
+def labels_differ(grid: str) -> str:
+    engine = start(case(grid))
+    x, y = (engine.mesh.shard_batch(t) for t in case(grid).batches()[0][0])
+    loss = engine(x, y) + engine.mesh.rank("x")
+    try:
+        engine.backward(loss)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def all_inputs() -> dict[str, Any]:
+    return {grid: (attempt(inputs_differ, grid), attempt(labels_differ, grid)) for grid in ("gx2gz2", "gx2gy2")}
+
+
+def lazy(ready: bool) -> Any:
+    run = case("gx2gz2")
+    model = run.model()
+    torch.manual_seed(2)
+    model.fc1 = nn.LazyLinear(12)
+    if ready:
+        model.fc1(torch.randn(2, 16))
+    reference = copy.deepcopy(model)
+    engine = start(run, model)
+    got = train(engine, run.batches())
+    run.build = lambda: reference
+    return got, serial(run)
+
+
+def dropout() -> list[float]:
+    """Replicas of x and y must draw the same masks, whatever their seeds were."""
+    model = nn.Sequential(nn.Linear(16, 12), nn.Dropout(0.5), nn.Linear(12, 8))
+    torch.manual_seed(dist.get_rank())
+    engine = start(case("gx2gz2"), model)
+    return engine(torch.ones(2, 16)).flatten().tolist()
+
+
+def schedulers(stage: int) -> Any:
+    """DeepSpeed's own scheduler on groups that were split for z."""
+    extra = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}}}
+    run = case("gx2gz2", stage=stage, extra=extra)
+    engine = start(run)
+    rates = []
+    for step in run.batches():
+        train(engine, [step])
+        rates.append([group["lr"] for group in engine.optimizer.param_groups])
+    return rates, config_of(run)["optimizer"]["params"]["lr"]
+
+
+def odd_things() -> dict[str, Any]:
+    found = {f"lazy-{ready}": attempt(lazy, ready) for ready in (False, True)}
+    found["dropout"] = attempt(dropout)
+    for stage in (0, 2):
+        found[f"scheduler-{stage}"] = attempt(schedulers, stage)
+    return found
+
+
+def everything() -> dict[str, Any]:
+    return {"overflow": all_overflows(), "sampler": all_sampled(), "inputs": all_inputs(), "odd": odd_things()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 4)
+
+
+def of(ranks: list[dict[str, Any]], what: str) -> dict[str, list[Any]]:
+    found = {name: [rank[what][name] for rank in ranks] for name in ranks[0][what]}
+    for name, values in found.items():
+        for value in values:
+            assert not isinstance(value, str), f"{name}: {value}"
+    return found
+
+
+def test_an_overflow_is_skipped_everywhere(ranks: list[dict[str, Any]]) -> None:
+    run = case("gx2gz2", dtype="fp16", clip=0.3, scale=64.0)
+    kept = [step for number, step in enumerate(run.batches()) if number != 2]
+    run.batches = lambda: kept  # type: ignore[method-assign]
+    expected = serial(run)
+    for name, found in of(ranks, "overflow").items():
+        for rank in found:
+            assert rank["kept"] and rank["skipped"] == 1, name
+            assert rank["scales"] == [128.0, 64.0, 64.0], (name, rank["scales"])
+            assert rank["after"] == found[0]["after"]
+            assert rank["before"]["losses"] + rank["after"]["losses"] == pytest.approx(expected["losses"], rel=4e-3)
+            assert rank["before"]["norms"] + rank["after"]["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+
+
+def test_samplers_cover_the_data(ranks: list[dict[str, Any]]) -> None:
+    for name, found in of(ranks, "sampler").items():
+        _, drop, length = name.split("-")
+        readers: dict[tuple[int, int], Any] = {}
+        for rank in found:
+            place = rank["at"]["z"], rank["at"]["data"]
+            read = {key: rank[key] for key in ("before", "after", "deepspeed", "lengths")}
+            assert readers.setdefault(place, read) == read, f"{name}: ranks of one x-y plane read other data"
+        number = len(readers)
+        kept = int(length) // number * number if drop == "True" else int(length)
+        lists = [[r["before"][0] for r in readers.values()], [r["before"][1] for r in readers.values()]]
+        lists += [[r["after"] for r in readers.values()]]
+        for parts in lists:
+            assert len({len(part) for part in parts}) == 1
+            seen = [value for part in parts for value in part]
+            assert len(set(seen)) >= kept and len(seen) == -(-kept // number) * number, name
+        assert lists[0] != lists[1]
+        seen = [value for r in readers.values() for value in r["deepspeed"]]
+        assert len(set(seen)) >= int(length) - number, name
+        for r in readers.values():
+            assert r["lengths"][0] == len(r["before"][0]) and r["lengths"][1] == -(-r["lengths"][0] // 2)
+
+
+@pytest.mark.parametrize("grid", ["gx2gz2", "gx2gy2"])
+def test_inputs_of_the_first_replica_count(grid: str, ranks: list[dict[str, Any]]) -> None:
+    expected = serial(case(grid))
+    for inputs, _ in of(ranks, "inputs")[grid]:
+        assert not isinstance(inputs, str), inputs
+        assert inputs["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+        assert inputs["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+
+
+def test_labels_that_differ_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for name, found in of(ranks, "inputs").items():
+        for rank, (_, labels) in enumerate(found):
+            assert labels.startswith("ConfigError: ") and "labels" in labels, (name, rank, labels)
+            assert one_sentence(labels)
+
+
+def test_lazy_linear(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        refusal = rank["odd"]["lazy-False"]
+        assert isinstance(refusal, str) and refusal.startswith("ConfigError: "), refusal
+        assert "fc1" in refusal and one_sentence(refusal.splitlines()[0])
+        ready = rank["odd"]["lazy-True"]
+        assert not isinstance(ready, str), ready
+        assert ready[0]["losses"] == pytest.approx(ready[1]["losses"], rel=2e-5)
+
+
+def test_replicas_draw_the_same_masks(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["odd"]["dropout"] for rank in ranks]
+    assert not any(isinstance(value, str) for value in found), found[0]
+    assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_scheduler_of_the_configuration(stage: int, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        value = rank["odd"][f"scheduler-{stage}"]
+        assert not isinstance(value, str), value
+        rates, _ = value
+        assert all(len(set(groups)) == 1 for groups in rates)
+        assert rates[-1] == pytest.approx([0.1] * len(rates[-1])) and rates[0] != rates[-1]

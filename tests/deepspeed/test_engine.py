@@ -1,0 +1,165 @@
+"""The engine trains what a plain loop on one process trains: every ZeRO stage, precision and kind of optimizer."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.models.gpt import GPT, GPTConfig
+from tests.deepspeed.training import Case, difference, run_cases, serial, two_groups, wide
+from tests.distributed import run_ranks
+
+GRIDS = {"gx2gz2": (2, 1, 2), "gy2gz2": (1, 2, 2), "gx2gdata2": (2, 1, 1), "gz2gdata2": (1, 1, 2), "gx2gy2": (2, 2, 1)}
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 4e-3, "fp64": 1e-10}
+GPT_PLAN = {
+    "tokens": "embedding",
+    "positions": "embedding",
+    "*.ln?": "norm",
+    "norm": "norm",
+    "*.qkv": {"kind": "normal", "parts": 3, "heads": 4},
+    "*.proj": "transposed",
+    "*.fc1": "normal",
+    "*.fc2": "transposed",
+    "head": "head",
+    "loss": "loss",
+}
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=51, context=6, layers=1, heads=4, hidden=32, tied=True))
+
+
+def ids() -> tuple[Tensor, ...]:
+    drawn = torch.randint(51, (8, 7))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+class Regression(nn.Module):
+    """Wraps a body of (rows, features) → (rows, outputs) with a squared error."""
+
+    def __init__(self, *body: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*body)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(wide(self.body(x)), wide(y))
+
+
+def rows(inputs: int = 16, outputs: int = 8) -> Any:
+    return lambda: (torch.randn(8, inputs), torch.randn(8, outputs))
+
+
+def mlp(bias: bool = True, inner: int = 12) -> nn.Module:
+    return Regression(nn.Linear(16, inner, bias=bias), nn.Tanh(), nn.LayerNorm(inner), nn.Linear(inner, 8, bias=bias))
+
+
+def frozen() -> nn.Module:
+    model = Regression(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 8))
+    for parameter in (*model.body[2].parameters(), model.body[0].bias):
+        parameter.requires_grad_(False)
+    return model
+
+
+def weight_normed() -> nn.Module:
+    return Regression(
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 12)), nn.Tanh(), nn.Linear(12, 8, bias=False)
+    )
+
+
+def odd() -> nn.Module:
+    return Regression(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the last layer's, no plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle = nn.Embedding(51, 12), nn.Linear(12, 12)
+        self.out = nn.Linear(12, 51, bias=False)
+        self.out.weight = self.tokens.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(torch.tanh(self.middle(self.tokens(x)))).flatten(0, 1).float(), y.flatten())
+
+
+class Encoder(nn.Module):
+    """torch's own attention: its projections are read, never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, norm_first=False)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        x = self.encoder(x)
+        x = self.out(x + self.attention(x, x, x, need_weights=False)[0])
+        return x if y is None else F.mse_loss(x, y)
+
+
+def sequences() -> tuple[Tensor, ...]:
+    return torch.randn(8, 5, 16), torch.randn(8, 5, 8)
+
+
+def evaluate(engine: Any, module: nn.Module) -> list[float]:
+    """Outputs without gradients, for which torch may take its fused path."""
+    torch.manual_seed(9)
+    x = torch.randn(4, 5, 16)
+    module.eval()
+    with torch.no_grad():
+        return engine(x).flatten().tolist()
+
+
+LAMBDAS = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]
+MATRIX = {
+    f"{dtype}-zero{stage}-{name}": Case(gpt, ids, grid, GPT_PLAN, stage, dtype, scale=64.0 if dtype == "fp16" else 1.0)
+    for dtype, stage, (name, grid) in itertools.product(("fp32", "bf16", "fp16"), (0, 1, 2), GRIDS.items())
+}
+OTHERS: dict[str, Case] = {}
+for stage in (0, 1, 2):
+    for where in ("gz2gdata2", "gx2gz2"):
+        base = {"grid": GRIDS[where], "stage": stage, "groups": two_groups}
+        OTHERS[f"client-{stage}-{where}"] = Case(mlp, rows(), optimizer="client", lambdas=LAMBDAS, **base)
+        OTHERS[f"two-groups-{stage}-{where}"] = Case(mlp, rows(), **base)
+    OTHERS[f"callable-{stage}"] = Case(mlp, rows(), GRIDS["gy2gz2"], stage=stage, optimizer="callable")
+    OTHERS[f"frozen-{stage}"] = Case(frozen, rows(), GRIDS["gx2gz2"], stage=stage, clip=0.1)
+    OTHERS[f"frozen-client-{stage}"] = Case(frozen, rows(), GRIDS["gx2gz2"], stage=stage, optimizer="client", clip=0.1)
+    OTHERS[f"no-bias-{stage}"] = Case(lambda: mlp(bias=False), rows(), GRIDS["gx2gy2"], stage=stage)
+    OTHERS[f"weight-norm-{stage}"] = Case(weight_normed, rows(), GRIDS["gx2gz2"], stage=stage)
+    OTHERS[f"tied-{stage}"] = Case(Tied, ids, GRIDS["gy2gz2"], stage=stage)
+    OTHERS[f"encoder-{stage}"] = Case(Encoder, sequences, GRIDS["gx2gz2"], stage=stage, after=evaluate)
+    OTHERS[f"odd-gx2gy2-{stage}"] = Case(odd, rows(7, 3), GRIDS["gx2gy2"], stage=stage)
+    OTHERS[f"odd-gy2gz2-{stage}"] = Case(odd, rows(7, 3), GRIDS["gy2gz2"], stage=stage)
+    OTHERS[f"bf16-client-{stage}"] = Case(
+        mlp, rows(), GRIDS["gx2gz2"], stage=stage, dtype="bf16", groups=two_groups, optimizer="client", lambdas=LAMBDAS
+    )
+for where, grid in GRIDS.items():
+    OTHERS[f"fp64-{where}"] = Case(gpt, ids, grid, GPT_PLAN, dtype="fp64")
+    OTHERS[f"fp64-odd-{where}"] = Case(odd, rows(7, 3), grid, dtype="fp64")
+CASES = MATRIX | OTHERS
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(run_cases, 4, CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_a_plain_loop(name: str, ranks: list[dict[str, Any]]) -> None:
+    case = CASES[name]
+    expected = serial(case)
+    assert min(expected["norms"]) > case.clip, "clipping must bite"
+    for found in ranks:
+        got = found[name]
+        assert not isinstance(got, str), got
+        assert difference(got["losses"], expected["losses"]) < TOLERANCE[case.dtype]
+        assert difference(got["norms"], expected["norms"]) < 4 * TOLERANCE[case.dtype]
+        if case.after is not None:
+            torch.testing.assert_close(torch.tensor(got["after"]), torch.tensor(expected["after"]), rtol=0, atol=1e-4)

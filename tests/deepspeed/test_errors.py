@@ -1,0 +1,220 @@
+"""A mistake ends in one sentence that names the key, its value and what to do, on every rank, within seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401  ranks are forked from here
+import pytest
+import torch
+
+import plugins
+from axonn_tp import Grid
+from plugins.config import ConfigError, parse
+from tests.deepspeed.scripts import fork_script, one_sentence, run_script, sentences
+
+plugins.activate()
+RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
+
+
+def tp(**keys: Any) -> dict[str, Any]:
+    return {"tensor_parallel": keys}
+
+
+# Name: the block, what the sentence must contain.
+BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "unknown key": (tp(gxx=2), ("axonn.tensor_parallel.gxx", '"gx"')),
+    "unknown sub-block": ({"tensor_paralel": {}}, ("axonn.tensor_paralel", '"tensor_parallel"')),
+    "unknown key of a layer": (tp(plan={"a": {"kind": "normal", "head": 2}}), ("plan.a.head", '"heads"')),
+    "string": (tp(gx="2"), ("axonn.tensor_parallel.gx", '"2"', "integer")),
+    "auto size": (tp(gy="auto"), ("axonn.tensor_parallel.gy", '"auto"', "integer")),
+    "bool": (tp(gz=True), ("axonn.tensor_parallel.gz", "true", "integer")),
+    "float": (tp(gx=2.0), ("axonn.tensor_parallel.gx", "2.0", "integer")),
+    "null": (tp(gx=None), ("axonn.tensor_parallel.gx", "null", "integer")),
+    "zero": (tp(gx=0), ("axonn.tensor_parallel.gx", "0", "at least 1")),
+    "negative": (tp(gz=-2), ("axonn.tensor_parallel.gz", "-2", "at least 1")),
+    "list for a size": (tp(gx=[2]), ("axonn.tensor_parallel.gx", "[2]", "integer")),
+    "list for the block": ([tp()], ("axonn = ", "object")),
+    "null for the block": (None, ("axonn = null", "object")),
+    "string for the block": ("tensor_parallel", ('axonn = "tensor_parallel"', "object")),
+    "list for a sub-block": ({"tensor_parallel": [2]}, ("axonn.tensor_parallel = [2]", "object")),
+    "number for a sub-block": ({"tensor_parallel": 4}, ("axonn.tensor_parallel = 4", "object")),
+    "impl": (tp(impl="axon3d"), ("axonn.tensor_parallel.impl", '"axon3d"', '"axonn3d"')),
+    "broadcast_inputs": (tp(broadcast_inputs="yes"), ("broadcast_inputs", '"yes"', "true or false")),
+    "broadcast_inputs number": (tp(broadcast_inputs=1), ("broadcast_inputs", "1", "true or false")),
+    "plan list": (tp(plan=["fc"]), ("axonn.tensor_parallel.plan", "fc", "object")),
+    "plan word": (tp(plan="automatic"), ("axonn.tensor_parallel.plan", '"automatic"', '"auto"')),
+    "wrong kind": (tp(plan={"fc": "normla"}), ("plan.fc", '"normla"', '"normal"')),
+    "layer list": (tp(plan={"fc": ["normal"]}), ("plan.fc", '["normal"]', "object")),
+    "layer without kind": (tp(plan={"fc": {"heads": 2}}), ("plan.fc.kind", "missing")),
+    "heads": (tp(plan={"fc": {"kind": "normal", "heads": 0}}), ("plan.fc.heads", "0", "at least 1")),
+    "parts": (tp(plan={"fc": {"kind": "normal", "parts": "3"}}), ("plan.fc.parts", '"3"', "integer")),
+    "requires newer": ({"requires": "99.1"}, ("axonn.requires", "99.1", "pip install")),
+    "requires nonsense": ({"requires": "new"}, ("axonn.requires", '"new"', "version")),
+    "requires number": ({"requires": 0.1}, ("axonn.requires", "0.1", "string")),
+    "samo": ({"samo": {}}, ("axonn.samo", "SAMO", "remove")),
+    "ted": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted", "TED", "remove")),
+    "pccl": ({"pccl": {}}, ("axonn.pccl", "PCCL", "remove")),
+    "pipeline": ({"pipeline": {}}, ("axonn.pipeline", "pipeline", "remove")),
+}
+ON_FOUR = {"gx2gy3": (tp(gx=2, gy=3), ("gx*gy*gz = 2*3*1 = 6", "4 ranks")), "gx3": (tp(gx=3), ("3", "4 ranks"))}
+# Name: what the rest of the configuration is, on a grid of gx=2, gz=2, and what the sentence must contain.
+REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "stage 3": ({"zero_optimization": {"stage": 3}}, ("zero_optimization.stage = 3", "gz")),
+    "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer",)),
+    "offload param": ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, ("offload_param",)),
+    "reduce_scatter": ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, ("reduce_scatter = false",)),
+    "contiguous": ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, ("contiguous_gradients",)),
+    "quantized": ({"zero_optimization": {"zero_quantized_gradients": True}}, ("zero_quantized",)),
+    "both halves": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
+    "autotp": ({"tensor_parallel": {"autotp_size": 2}}, ("autotp_size", "remove")),
+    "sequence parallel": ({"sequence_parallel_size": 2}, ("sequence_parallel_size", "remove")),
+    "lamb": ({"optimizer": {"type": "Lamb"}}, ("optimizer.type = Lamb", "AdamW")),
+    "onebit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam", "AdamW")),
+    "universal": ({"checkpoint": {"load_universal": True}}, ("load_universal", "remove")),
+    "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
+    "elasticity": ({"elasticity": {"enabled": True}}, ("elasticity", "remove")),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "bfloat16")),
+    "hybrid": ({"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
+    "accumulate": ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, ("grad_accum_dtype",)),
+    "no batch": ({"train_micro_batch_size_per_gpu": None}, ("train_batch_size", "missing")),
+    "batch 7": (
+        {"train_micro_batch_size_per_gpu": None, "train_batch_size": 7},
+        ("train_batch_size = 7", "multiple of 2"),
+    ),
+    "three": ({"train_batch_size": 6, "gradient_accumulation_steps": 1}, ("train_batch_size = 6", "leave one")),
+    "batch string": ({"train_batch_size": "8"}, ("train_batch_size = '8'", "integer")),
+    "micro float": ({"train_micro_batch_size_per_gpu": 2.5}, ("train_micro_batch_size_per_gpu = 2.5", "integer")),
+    "steps zero": ({"gradient_accumulation_steps": 0}, ("gradient_accumulation_steps = 0", "at least 1")),
+}
+
+
+def _sentence(block: Any, raw: dict[str, Any]) -> str:
+    from plugins.deepspeed.config_hook import check, grid_for
+
+    with pytest.raises(ConfigError) as caught:
+        parsed = parse(block).tensor_parallel
+        assert parsed is not None
+        check({"axonn": block} | RAW | raw, grid_for(parsed, 4))
+    return str(caught.value)
+
+
+PURE = {name: (block, {}, said) for name, (block, said) in (BLOCKS | ON_FOUR).items()}
+PURE |= {name: (tp(gx=2, gz=2), raw, said) for name, (raw, said) in REST.items()}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_sentence(name: str) -> None:
+    block, raw, said = PURE[name]
+    sentence = _sentence(block, raw)
+    assert one_sentence(sentence), sentence
+    for part in said:
+        assert part in sentence
+
+
+def test_sentences_differ() -> None:
+    found = [_sentence(block, raw) for block, raw, _ in PURE.values()]
+    assert len(set(found)) == len(found) >= 30
+
+
+def test_good_blocks_pass() -> None:
+    from plugins.deepspeed.config_hook import check
+
+    for block in ({}, tp(), tp(plan="auto"), tp(gx=1, gy=1, gz=1, plan={"a": "replicated"}), {"requires": "0.1"}):
+        parse(block)
+    check(RAW | {"zero_optimization": {"stage": 2}}, Grid(2, 2, 2, 2))
+
+
+SCRIPT = """
+import os, torch, deepspeed
+from torch import nn
+rank = int(os.environ['RANK'])
+class Net(nn.Module):
+    def __init__(self, inner=12):
+        super().__init__()
+        self.fc1, self.fc2, self.norm = nn.Linear(16, inner), nn.Linear(inner, 9), nn.LayerNorm(9)
+    def forward(self, x):
+        return self.norm(self.fc2(torch.tanh(self.fc1(x)))).square().mean()
+net, tp, more, keywords, name = Net(), {'gx': 2}, {}, {}, 'axonn'
+CHANGE
+config = {'train_micro_batch_size_per_gpu': 2, 'optimizer': {'type': 'AdamW', 'params': {'torch_adam': True}},
+          name: {'tensor_parallel': tp}} | more
+keywords = {'model_parameters': net.parameters()} | keywords
+engine = deepspeed.initialize(model=net, config=config, **keywords)[0]
+for _ in range(2):
+    loss = engine(torch.randn(2, 16)) AFTER
+    engine.backward(loss)
+    engine.step()
+"""
+# Name: the line that makes the mistake, on 2 ranks, and what the sentence must contain.
+SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "typo": ("tp = {'gxx': 2}", ("gxx", '"gx"')),
+    "world": ("tp = {'gx': 3}", ("gx*gy*gz", "2 ranks")),
+    "features": ("tp['plan'] = {'fc2': 'normal'}", ("layer fc2", "9 output features", "gx = 2")),
+    "heads": ("tp['plan'] = {'fc1': {'kind': 'normal', 'heads': 3}}", ("layer fc1", "3 heads", "gx = 2")),
+    "unequal heads": ("tp['plan'] = {'fc1': {'kind': 'normal', 'heads': 8}}", ("layer fc1", "12", "8 equal heads")),
+    "parts": ("tp['plan'] = {'fc1': {'kind': 'normal', 'parts': 5}}", ("layer fc1", "12", "5 equal parts")),
+    "no match": ("tp['plan'] = {'*.fc3': 'normal'}", ("*.fc3", "Net", "fc")),
+    "wrong class": ("tp['plan'] = {'norm': 'normal'}", ("layer norm", "LayerNorm", "Linear")),
+    "norm alone": ("tp['plan'] = {'norm': 'norm'}", ("norm", "embedding")),
+    "mpu": ("keywords['mpu'] = type('Mpu', (), {'get_data_parallel_world_size': lambda s: 2})()", ("mpu",)),
+    "pipeline": (
+        "from deepspeed.pipe import PipelineModule; deepspeed.init_distributed('gloo'); "
+        "net = PipelineModule([nn.Linear(4, 4)] * 2, num_stages=2)",
+        ("PipelineModule",),
+    ),
+    "stage 3": ("more = {'zero_optimization': {'stage': 3}}", ("stage = 3", "gz")),
+    "lamb": (
+        "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
+        ("Lamb", "AdamW"),
+    ),
+    "other block": ("tp['broadcast_inputs'] = rank == 0", ("rank 1", "axonn block", "same configuration")),
+    "other grid": ("tp = {'gx': 2} if rank else {'gz': 2}", ("rank 1", "same configuration")),
+    "other model": ("net = Net(12 + rank)", ("rank 1", "model")),
+    "plan fails on one rank": (
+        "tp['plan'] = {'fc1': 'normal'}\nnet = Net(12 + rank)",
+        ("rank 1", "layer fc1", "13 output features"),
+    ),
+    "other arguments": (
+        "forward = Net.forward\nNet.forward = lambda self, x, extra=None: forward(self, x)",
+        ("differently built arguments",),
+    ),
+    "other labels": ("", ("losses from", "labels")),
+    "one rank without a block": ("name = 'axonn' if rank else 'comment'", ("rank", "axonn")),
+}
+AFTER = {
+    "other labels": "+ 3 * rank",
+    "other arguments": "if rank else engine(torch.randn(2, 16), extra=torch.randn(3))",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(name: str, tmp_path: Path) -> None:
+    line, said = SCRIPTS[name]
+    text = SCRIPT.replace("CHANGE", line).replace("AFTER", AFTER.get(name, ""))
+    codes, errors, seconds = fork_script(tmp_path, text, ranks=2)
+    for code, error in zip(codes, errors, strict=True):
+        assert code == 1, (codes, error)
+        assert "Traceback" not in error
+        (sentence,) = sentences(error)
+        assert one_sentence(sentence), sentence
+    assert any(all(part in sentences(error)[0] for part in said) for error in errors), errors
+    assert seconds < 60
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fresh_interpreters(ranks: int, tmp_path: Path) -> None:
+    """As a user starts them: through the installed entry point."""
+    text = SCRIPT.replace("CHANGE", "tp['gz'] = 2").replace("AFTER", "")
+    for run in run_script(tmp_path, text, ranks):
+        assert run.returncode == 1
+        assert "Traceback" not in run.stderr
+        assert "gx*gy*gz = 2*1*2 = 4" in sentences(run.stderr)[0]
+
+
+def test_a_good_script_runs(tmp_path: Path) -> None:
+    """The scripts above fail for their mistake alone."""
+    codes, errors, _ = fork_script(tmp_path, SCRIPT.replace("CHANGE", "").replace("AFTER", ""), ranks=2)
+    assert codes == [0, 0], errors
+    assert torch.distributed.is_initialized() is False
