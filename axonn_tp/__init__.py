@@ -13,6 +13,7 @@ from axonn_tp.loss import CrossEntropyLoss
 from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
 from axonn_tp.norm import LayerNorm
 from axonn_tp.parallelize import KINDS, LayerPlan, Placement, parallelize, place
+from axonn_tp.verify import as_serial, first_difference
 
 __all__ = [
     "AXES",
@@ -28,8 +29,10 @@ __all__ = [
     "LinearSplit",
     "Mesh",
     "Placement",
+    "as_serial",
     "clip_grad_norm_",
     "factorisations",
+    "first_difference",
     "full_state_dict",
     "grad_norm",
     "layout_of",

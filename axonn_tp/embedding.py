@@ -56,7 +56,7 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
         module._distribute(mesh)
 
     def _distribute(self, mesh: Mesh) -> None:
-        self._split_weight(mesh, embedding_layout(self.num_embeddings, self.embedding_dim))
+        self._split(mesh, {"weight": embedding_layout(self.num_embeddings, self.embedding_dim)})
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Collective, copy_to, gather_from, reduce_from, split_to
-from axonn_tp.layout import Layout, become, distribute
+from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.weight import SplitWeight
 
@@ -168,15 +168,14 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
 
     def _distribute(self, mesh: Mesh, split: LinearSplit) -> None:
         self.split = split
-        self._split_weight(mesh, split.weight_layout(self.out_features, self.in_features))
-        if self.bias is not None:
-            distribute(self.bias, split.bias_layout(self.out_features), mesh.grid, mesh.coordinates)
+        n = self.out_features
+        self._split(mesh, {"weight": split.weight_layout(n, self.in_features), "bias": split.bias_layout(n)})
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, k or k/g) → (…, n or n/g), whole or split as `self.split` says."""
         mesh, split = self.mesh, self.split
         shard: Tensor = self._shard()
-        padded_n, padded_k = self.weight_layout.padded(mesh.grid)
+        padded_n, padded_k = self.layouts["weight"].padded(mesh.grid)
         self._check_width(input)
         if torch.is_autocast_enabled(input.device.type) and input.is_floating_point():
             dtype = torch.get_autocast_dtype(input.device.type)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from axonn_tp.collectives import Collective, all_gather, all_reduce
-from axonn_tp.layout import Layout, become, distribute
+from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.weight import Split
 
 
 def check_norm(module: nn.LayerNorm, grid: Grid, name: str) -> None:
@@ -74,10 +75,8 @@ class _Normalise(torch.autograd.Function):
         return result.to(grad.dtype), None, None
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(Split, nn.LayerNorm):
     """`nn.LayerNorm` over a mesh: (…, features/gy) → the same, weight and bias split over y."""
-
-    mesh: Mesh
 
     @classmethod
     def convert(cls, module: nn.LayerNorm, mesh: Mesh) -> None:
@@ -87,10 +86,8 @@ class LayerNorm(nn.LayerNorm):
         module._distribute(mesh)
 
     def _distribute(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                distribute(parameter, norm_layout(tuple(parameter.shape)), mesh.grid, mesh.coordinates)
+        layout = norm_layout(tuple(self.normalized_shape))
+        self._split(mesh, {"weight": layout, "bias": layout})
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise whole rows of which this rank holds 1/gy."""

@@ -23,6 +23,7 @@ from axonn_tp.linear import Linear, LinearSplit, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss, check_loss, loss_collectives
 from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.norm import LayerNorm, check_norm, norm_collectives, norm_layout
+from axonn_tp.weight import Split
 
 KINDS: dict[str, str] = {
     "normal": "linear: contracts over y, output split over x",
@@ -162,7 +163,7 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
     attention = _inside_attention(model)
     placements = []
     for name, module in model.named_modules():
-        if isinstance(module, (Linear, Embedding, LayerNorm, CrossEntropyLoss)):
+        if isinstance(module, (Split, CrossEntropyLoss)):
             _check_present(module, grid, name)
             continue
         layer = named.get(name)
@@ -188,13 +189,13 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
     return placements
 
 
-def _check_present(module: nn.Module, grid: Grid, name: str) -> None:
+def _check_present(module: Split | CrossEntropyLoss, grid: Grid, name: str) -> None:
     """A layer that is split already, as when a model is initialised twice, stays as it is.
 
     Raises:
         ValueError: it was split on another grid.
     """
-    present = module.mesh.grid  # type: ignore[union-attr]
+    present = module.mesh.grid
     if present != grid:
         raise ValueError(
             f"layer {name} is split over {present} already, and cannot be over {grid}; use the same sizes, or a fresh model"
@@ -286,6 +287,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
     seen: set[int] = set()
     for name, module in model.named_modules():
         _materialise(module, mesh.device, made)
+        if isinstance(module, Split):
+            module.remark()
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in seen and not hasattr(parameter, "axonn_layout"):
                 seen.add(id(parameter))

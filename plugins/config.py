@@ -82,6 +82,11 @@ class TensorParallel(Block):
         description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
         "Turn off when the data loader already does.",
     )
+    verify_plan: bool = Field(
+        True,
+        description="Where the plan names layers, run the first batch once more as the serial model and refuse to train if a layer's output "
+        "differs. Turn off for a model whose forward gives other results when it is repeated.",
+    )
 
 
 class Axonn(Block):

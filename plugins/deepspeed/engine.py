@@ -29,6 +29,7 @@ from axonn_tp import (
     LayerPlan,
     Mesh,
     clip_grad_norm_,
+    first_difference,
     full_state_dict,
     grad_norm,
     layout_of,
@@ -134,6 +135,7 @@ class AxonnEngine(DeepSpeedEngine):
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
+        self._verify = self._axonn.verify_plan and bool(plan)
         problem, placements = None, []
         try:
             placements = place(model, grid, plan)
@@ -228,6 +230,9 @@ class AxonnEngine(DeepSpeedEngine):
         """The model's forward; replicas get the same arguments, and in the first steps must give the same outputs."""
         if self.mesh.size("model") == 1:
             return super().forward(*inputs, **keywords)
+        if self._verify and self.module.training and torch.is_grad_enabled():
+            self._verify = False
+            self._verify_plan(inputs, keywords)
         if self._axonn.broadcast_inputs:
             inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
         outputs = super().forward(*inputs, **keywords)
@@ -236,6 +241,20 @@ class AxonnEngine(DeepSpeedEngine):
                 if isinstance(output, torch.Tensor) and output.is_floating_point():
                     replicas.check_same(output, self.mesh, "model's outputs")
         return outputs
+
+    def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
+        if self._axonn.broadcast_inputs:
+            inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
+        half = self.fp16_enabled() or self.bfloat16_enabled() or self.torch_autocast_enabled()
+        # The module itself: DeepSpeed's forward counts passes and hooks the outputs.
+        found = first_difference(
+            self.module, lambda: self.module(*inputs, **keywords), self.mesh, 0.1 if half else 1e-3
+        )
+        if found is not None:
+            raise ConfigError(
+                f"axonn.tensor_parallel.plan: the output of layer {found[0]} differs from the serial model's by {found[1]:.1%}; code before it "
+                "looks across features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
+            )
 
     @property
     def _watched(self) -> bool:

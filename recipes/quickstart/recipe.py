@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import plugins
 from axonn_tp import Grid
@@ -84,15 +85,20 @@ def _where(settings: Settings) -> str:
 
 
 def _on_cuda(settings: Settings) -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
+    if get_accelerator().device_name() != "cuda":
+        return False
+    if torch.cuda.device_count() < settings.ranks:
+        raise ConfigError(
+            f"--ranks {settings.ranks} is more than the {torch.cuda.device_count()} GPUs here; lower it and gx, gy, gz, "
+            "or set DS_ACCELERATOR=cpu"
+        )
+    return True
 
 
 def _train(settings: Settings, corpus: Corpus, run: Path, options: argparse.Namespace, matmul: int) -> Outcome:
     how = (options.resume, options.save_every, matmul)
     if settings.serial:
         return launch(_serial, 1, settings, corpus, run, *how)[0]
-    if not _on_cuda(settings):
-        os.environ["DS_ACCELERATOR"] = "cpu"
     return launch(_rank, settings.ranks, settings, corpus, run, *how)[0]
 
 

@@ -194,3 +194,97 @@ def test_a_shared_weight_is_left_alone_or_split_with_both() -> None:
 def test_attention_of_torch_keeps_its_projection() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16)
     assert [placement.name for placement in place(model, Grid(gx=2), {})] == ["linear1", "linear2"]
+
+
+class Attention(nn.Module):
+    """A fused q, k, v whose heads are read from the tensor's width, so that a plan without parts keeps shapes valid."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between, self.qkv, self.proj = between, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        if self.between == "softmax":
+            attended = attended.softmax(-1)
+        if self.between == "norm":
+            attended = F.rms_norm(attended, attended.shape[-1:])
+        return self.proj(F.dropout(attended, 0.5, self.training))
+
+
+def plans_verified() -> list:
+    mesh = Mesh.create(2, 2, 1)
+    found = []
+    right = {"qkv": LayerPlan("normal", 3, 4), "proj": LayerPlan("transposed")}
+    wrong = {"qkv": LayerPlan("normal"), "proj": LayerPlan("transposed")}
+    for plan, between in ((right, "nothing"), (wrong, "nothing"), (right, "softmax"), (right, "norm")):
+        torch.manual_seed(1)
+        model = axonn_tp.parallelize(Attention(between), mesh, plan)
+        rows = torch.randn(2, 5, 16)
+        before = torch.get_rng_state()
+        found.append(axonn_tp.first_difference(model, lambda model=model, rows=rows: model(rows), mesh, 1e-3))
+        assert torch.equal(torch.get_rng_state(), before) and model.training and isinstance(model.proj, axonn_tp.Linear)
+    torch.manual_seed(2)
+    gpt = axonn_tp.parallelize(GPT(GPTConfig(50, 6, 2, 4, 24)), mesh, gpt_plan(4))
+    ids = torch.randint(50, (2, 6))
+    found.append(axonn_tp.first_difference(gpt, lambda: gpt(ids, ids), mesh, 1e-3))
+    return found
+
+
+def test_a_plan_that_computes_something_else_is_found() -> None:
+    for right, *wrong, gpt in run_ranks(plans_verified, 4):
+        assert right is None and gpt is None
+        assert [name for name, _ in wrong] == ["proj"] * 3
+
+
+def reads_and_double_backward() -> float:
+    """A weight read in forward, tied by hand, and a gradient penalty, against the serial model."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(7, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.a(x))
+            penalty = (self.b.weight @ self.b.weight.t()).square().sum()
+            return self.b(hidden).square().mean() + F.linear(hidden, self.a.weight.t()).square().mean() + 0.1 * penalty
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        value = model(x)
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + slope.square().sum(-1).mean() * x.shape[0]
+
+    from tests.axonn_tp.test_grids import train_one_step
+
+    worst = 0.0
+    for grid in axonn_tp.factorisations(dist.get_world_size()):
+        torch.manual_seed(3)
+        batch = torch.randn(4, 7, dtype=torch.float64)
+        if grid.batch == 1:
+            worst = max(worst, *train_one_step(Reader, {}, loss, (batch,), Mesh(grid)).values())
+        worst = max(worst, *train_one_step(Reader, {}, lambda model, x: model(x), (batch,), Mesh(grid)).values())
+    return worst
+
+
+def test_weights_read_in_forward_and_gradients_of_gradients() -> None:
+    assert max(run_ranks(reads_and_double_backward, 4)) < 1e-10
+
+
+def whole_state() -> bool:
+    mesh = Mesh.create(2, 1, 2)
+    torch.manual_seed(6)
+    serial = GPT(SMALL)
+    model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, gpt_plan(4))
+    again = axonn_tp.parallelize(copy.deepcopy(model), mesh, {})
+    full = axonn_tp.full_state_dict(model, mesh)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(a, b) and layout_of(a) == layout_of(b) for a, b in pairs)
+    same = all(torch.equal(full[name], value) for name, value in serial.state_dict().items()) if full else True
+    return same and (bool(full) == (dist.get_rank() == 0)) and isinstance(again.head, axonn_tp.Linear)
+
+
+def test_the_serial_state_comes_back_whole() -> None:
+    assert all(run_ranks(whole_state, 4))
