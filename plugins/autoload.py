@@ -38,7 +38,9 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.inner.exec_module(module)
-        _patch(module)
+        from plugins.deepspeed.patch import patch
+
+        patch(module)
 
 
 def activate() -> None:
@@ -46,45 +48,8 @@ def activate() -> None:
     if os.environ.get("AXONN_PLUGINS") == "0":
         return
     if _TARGET in sys.modules:
-        _patch(sys.modules[_TARGET])
+        from plugins.deepspeed.patch import patch
+
+        patch(sys.modules[_TARGET])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _patch(module: ModuleType) -> None:
-    config_class = module.DeepSpeedConfig
-    original = config_class.__init__
-    if getattr(original, "axonn", False):
-        return
-
-    def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
-        parsed = _read(config)
-        if not isinstance(parsed, dict) or "axonn" not in parsed:
-            hook = sys.modules.get("plugins.deepspeed.config_hook")
-            if hook is not None:
-                hook.step_aside()
-            original(self, config, mpu, *args, **kwargs)
-            return
-        from plugins.deepspeed import config_hook
-
-        original(self, config, config_hook.configure(self, parsed, mpu), *args, **kwargs)
-
-    __init__.axonn = True  # type: ignore[attr-defined]
-    config_class.__init__ = __init__
-
-
-def _read(config: Any) -> Any:
-    """The configuration as a dict where it can be read; what cannot be is left to DeepSpeed to refuse."""
-    if isinstance(config, dict):
-        return config
-    try:
-        import hjson
-
-        if os.path.exists(config):
-            with open(config) as file:
-                return hjson.load(file)
-        import base64
-
-        return hjson.loads(base64.urlsafe_b64decode(config).decode("utf-8"))
-    except Exception:
-        return None

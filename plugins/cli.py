@@ -23,7 +23,7 @@ def recipes() -> list[str]:
 def _recipe(name: str) -> str:
     if name not in recipes():
         near = difflib.get_close_matches(name, recipes(), n=1, cutoff=0.0)
-        raise ConfigError(f'"{name}" is not a recipe; did you mean "{near[0]}"? There are: {", ".join(recipes())}')
+        raise ConfigError(f'"{name}" is not a recipe; use "{near[0]}", or another of {", ".join(recipes())}')
     return f"recipes.{name}.recipe"
 
 

@@ -152,7 +152,7 @@ def _sentence(error: Any) -> str:
         parent, _ = _block_at(location[:-1])
         known = sorted(parent.model_fields)
         near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)[0]
-        return f'{path} is not a key; did you mean "{near}"? Allowed are {", ".join(known)}'
+        return f'{path} is not a key; use "{near}", or another of {", ".join(known)}'
     if kind == "missing":
         return f"{path} is missing; add it to {path.rsplit('.', 1)[0]}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -161,7 +161,7 @@ def _sentence(error: Any) -> str:
     if kind == "literal_error":
         allowed = [str(choice) for choice in get_args(block.model_fields[str(location[-1])].annotation)]
         near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
-        return f'{path} = {shown} is not known; did you mean "{near}"? Allowed: {", ".join(allowed)}'
+        return f'{path} = {shown} is not known; use "{near}", or another of {", ".join(allowed)}'
     allowed_text = {
         "int_type": "an integer of at least 1",
         "greater_than_equal": "an integer of at least 1",

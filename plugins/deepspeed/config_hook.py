@@ -16,7 +16,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_tp import Grid
 from plugins import config
@@ -64,6 +64,8 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
         step_aside()
         return mpu
     grid = grid_for(block.tensor_parallel, world_size())
+    if isinstance(mpu, PipelineParallelGrid):
+        _refuse_pipeline()
     if mpu is not None:
         raise config.ConfigError(
             "axonn.tensor_parallel makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
@@ -73,7 +75,6 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     from plugins.deepspeed.engine import AxonnEngine
 
     deepspeed.DeepSpeedEngine = AxonnEngine
-    deepspeed.PipelineEngine = _refuse_pipeline
     return BatchRanks(grid)
 
 
@@ -81,7 +82,7 @@ def step_aside() -> None:
     """Let DeepSpeed be itself: the configuration now parsed has no block."""
     from deepspeed.utils import groups
 
-    deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = DeepSpeedEngine, PipelineEngine
+    deepspeed.DeepSpeedEngine = DeepSpeedEngine
     if getattr(groups.mpu, "axonn", False):
         groups.mpu = None
 
@@ -235,7 +236,7 @@ def _check_batch(raw: Mapping[str, Any], grid: Grid) -> None:
         )
 
 
-def _refuse_pipeline(*args: Any, **kwargs: Any) -> None:
+def _refuse_pipeline() -> None:
     raise config.ConfigError(
         "axonn.tensor_parallel does not go with a PipelineModule yet; leave the block out, or pass a plain torch.nn.Module"
     )

@@ -23,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.utils import groups
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from axonn_tp import (
@@ -45,6 +46,7 @@ from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOpti
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
 
 _WATCHED_STEPS = 3
+_LAYOUTS = "axonn_layouts.json"
 
 
 class GridUnit:
@@ -138,11 +140,11 @@ class AxonnEngine(DeepSpeedEngine):
         self._verify = self._axonn.verify_plan and bool(plan)
         problem, placements = None, []
         try:
-            placements = place(model, grid, plan)
             _check_model(model, optimizer)
+            placements = place(model, grid, plan)
         except ValueError as error:
             problem = f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}"
-        _agree(problem, _fingerprint(model, block))
+        _agree(problem, "" if problem else _fingerprint(model, block))
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0])
         replicas.align_random_state(self.mesh)
         parallelize(model, self.mesh, plan)
@@ -324,6 +326,7 @@ class AxonnEngine(DeepSpeedEngine):
         with self._without_experts():
             super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
         if first:
+            (folder / aside / _LAYOUTS).write_text(json.dumps(self._layouts()))
             replaced = folder / f"{tag}.replaced"
             for file in (folder / aside).iterdir():
                 _flush(file)
@@ -342,11 +345,39 @@ class AxonnEngine(DeepSpeedEngine):
         dist.barrier()
         return True
 
+    def _layouts(self) -> dict[str, Any]:
+        """The grid, and how every parameter lies on it, as JSON."""
+        grid = self.mesh.grid
+        sizes = {"gx": grid.gx, "gy": grid.gy, "gz": grid.gz, "gdata": grid.gdata}
+        layouts = {name: str(layout_of(p)) for name, p in self.module.named_parameters()}
+        return {"grid": sizes, "layouts": layouts}
+
+    def _check_layouts(self, folder: Path) -> None:
+        if not folder.is_dir():
+            return
+        note = folder / _LAYOUTS
+        if not note.is_file():
+            raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")
+        saved, present = json.loads(note.read_text()), self._layouts()
+        if saved["grid"] != present["grid"]:
+            was, now = (" ".join(f"{axis}={size}" for axis, size in side["grid"].items()) for side in (saved, present))
+            raise ConfigError(
+                f"{folder} was written on {was}, and this run has {now}; use the same gx, gy, gz and number of ranks"
+            )
+        for name, layout in present["layouts"].items():
+            if saved["layouts"].get(name) != layout:
+                raise ConfigError(
+                    f"{folder} holds parameter {name} laid out otherwise; use the plan and the model it was written with"
+                )
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """DeepSpeed's zero_to_fp32.py does not know the grid; `save_16bit_model` writes whole weights."""
+
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
         """Load what `save_checkpoint` wrote on the same grid.
 
         Raises:
-            ConfigError: it was written on another grid.
+            ConfigError: it was written on another grid, by another plan, or without the block.
         """
         latest = Path(load_dir) / "latest"
         if tag is None and latest.is_file():
@@ -356,12 +387,7 @@ class AxonnEngine(DeepSpeedEngine):
             if not folder.exists() and folder.with_name(f"{tag}.replaced").exists():
                 tag = f"{tag}.replaced"
                 folder = Path(load_dir) / tag
-            files = len(list(folder.glob("mp_rank_*_model_states.pt")))
-            if files and files != self.mp_world_size:
-                raise ConfigError(
-                    f"{folder} was written by {files} ranks of x, y and z, and this run has {self.mp_world_size}; "
-                    "use the same gx, gy and gz"
-                )
+            self._check_layouts(folder)
         with self._without_experts():
             return super().load_checkpoint(load_dir, tag, *rest, **keywords)
 
@@ -400,6 +426,9 @@ def _flush(path: Path) -> None:
 def _check_model(model: nn.Module, optimizer: Any) -> None:
     from deepspeed.moe.layer import MoE
 
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name} has no shape yet; run the model once before deepspeed.initialize")
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             raise ValueError(

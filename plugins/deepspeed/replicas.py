@@ -28,7 +28,8 @@ def align_random_state(mesh: Mesh) -> None:
         random.getstate(),
         np.random.get_state(),  # noqa: NPY002  the legacy generator is the one scripts seed
     ]
-    _broadcast_object(state, mesh)
+    group = mesh.group("model")
+    dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
     torch.set_rng_state(state[0])
     if on_cuda:
         torch.cuda.set_rng_state(state[1], mesh.device)
@@ -36,33 +37,29 @@ def align_random_state(mesh: Mesh) -> None:
     np.random.set_state(state[3])
 
 
-def _broadcast_object(objects: list[Any], mesh: Mesh) -> None:
-    group = mesh.group("model")
-    dist.broadcast_object_list(objects, src=dist.get_global_rank(group, 0), group=group)
-
-
 def broadcast_inputs(inputs: tuple, keywords: dict[str, Any], mesh: Mesh) -> tuple[tuple, dict[str, Any]]:
     """The arguments of forward as the first replica has them.
 
     Raises:
-        ConfigError: replicas call forward with arguments of different structure.
+        ConfigError: on all ranks of the x-y plane, when their arguments differ in structure.
     """
     leaves, tree = tree_flatten((inputs, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    mine = (str(tree), [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
-    heard = [mine]
-    _broadcast_object(heard, mesh)
-    if (heard[0][0], [t[1:] for t in heard[0][1]]) != (mine[0], [t[1:] for t in mine[1]]):
+    shapes = [tuple(t.shape) for t in tensors]
+    structure = (str(tree), [(t.dtype, t.requires_grad) for t in tensors])
+    everyone: list[Any] = [None] * mesh.size("model")
+    dist.all_gather_object(everyone, (structure, shapes), group=mesh.group("model"))
+    if any(other != structure for other, _ in everyone):
         raise ConfigError(
             "ranks of one x-y plane call the model with differently built arguments; feed them the same batch, "
             "for example from a sampler over engine.mpu.get_data_parallel_rank()"
         )
     group = mesh.group("model")
     received = []
-    for tensor, (shape, dtype, _) in zip(tensors, heard[0][1], strict=True):
+    for tensor, shape in zip(tensors, everyone[0][1], strict=True):
         first = tensor.detach()
         if mesh.rank("model"):
-            first = torch.empty(shape, dtype=dtype, device=mesh.device)
+            first = torch.empty(shape, dtype=tensor.dtype, device=mesh.device)
         first = first.to(mesh.device).contiguous()
         dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
         if mesh.rank("model") == 0:
@@ -95,7 +92,7 @@ def check_same(values: Tensor, mesh: Mesh, what: str) -> None:
         what: its name, for the message.
 
     Raises:
-        ConfigError: on all ranks of the x-y plane alike.
+        ConfigError: on all ranks, when those of any x-y plane differ; every rank calls it.
     """
     wide = values.detach().double()
     digest = torch.stack(
@@ -103,7 +100,11 @@ def check_same(values: Tensor, mesh: Mesh, what: str) -> None:
     )
     digests = [torch.empty_like(digest) for _ in range(mesh.size("model"))]
     dist.all_gather(digests, digest, group=mesh.group("model"))
-    if any(not torch.allclose(other, digests[0], rtol=1e-3, atol=1e-6, equal_nan=True) for other in digests):
+    agree = all(torch.allclose(other, digests[0], rtol=1e-3, atol=1e-6, equal_nan=True) for other in digests)
+    disagreeing = torch.tensor([not agree], dtype=torch.int32, device=mesh.device)
+    # Planes that agree must end as well: they would wait for the others in the gradient sums.
+    dist.all_reduce(disagreeing)
+    if disagreeing.item():
         raise ConfigError(
             f"the {what} differ between ranks of one x-y plane, which compute the same: their labels or random numbers differ, or the plan leaves "
             "features split; pass labels through the model's forward, read data by engine.mpu.get_data_parallel_rank(), seed all ranks alike"

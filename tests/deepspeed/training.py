@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -138,6 +139,7 @@ def start(case: Case, model: nn.Module | None = None) -> Any:
     # Each group of gloo keeps threads that poll: a hundred meshes would fill the machine.
     if not hasattr(ours.Mesh, "cache_info"):
         ours.Mesh = functools.cache(ours.Mesh)  # type: ignore[assignment,misc]
+    gc.collect()  # an engine that is deleted later would take the mesh it shares along
     type(get_accelerator()).is_fp16_supported = lambda self: True
     plugins.activate()
     model = case.model() if model is None else model

@@ -178,7 +178,7 @@ def test_mistakes_are_one_sentence(
 
 def test_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstrat"]) == 2
-    assert 'did you mean "quickstart"' in capsys.readouterr().err
+    assert 'use "quickstart"' in capsys.readouterr().err
 
 
 def test_resume_keeps_the_settings(tmp_path: Path) -> None:
