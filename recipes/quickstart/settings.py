@@ -21,15 +21,15 @@ class Settings:
     """Everything that decides the numbers of a run; stored beside it, so that --resume goes on with the same."""
 
     ranks: int = 4
-    steps: int = 300
-    batch: int = 32
-    context: int = 128
+    steps: int = 280
+    batch: int = 16
+    context: int = 64
     layers: int = 4
     heads: int = 8
     hidden: int = 256
     tied: bool = False
     precision: str = "bf16"
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     seed: int = 1
     gx: int = 2
     gy: int = 1
