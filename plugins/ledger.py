@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonn_tp import Collective
@@ -77,7 +78,7 @@ class Ledger(TorchDispatchMode):
     def _functional(self, name: str, args: tuple) -> None:
         if name in _FUNCTIONAL:
             group = args[-1]
-            size = torch._C._distributed_c10d._resolve_process_group(group).size()
+            size = _resolve_process_group(group).size()
             self._record(_FUNCTIONAL[name], group, size, args[0])
         elif name not in ("wait_tensor",):
             self.unknown.add(name)

@@ -1,0 +1,57 @@
+"""The block's schema is current, its words are axonn_tp's, and importing us costs nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from axonn_tp import KINDS
+from plugins.config import Axonn, ConfigError, LayerKind, parse, schema, shipped_schema
+from plugins.deepspeed.engine import layer_plans
+from recipes.quickstart.settings import Settings
+
+
+def test_the_shipped_schema_is_current() -> None:
+    assert shipped_schema() == schema(), "run: axonn schema --write plugins/axonn.schema.json"
+
+
+def test_every_key_is_documented() -> None:
+    definitions = json.loads(schema())
+    blocks = [definitions, *definitions["$defs"].values()]
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block["description"] and block["additionalProperties"] is False
+        assert all("description" in key for key in block["properties"].values()), block["title"]
+
+
+def test_kinds_are_those_of_axonn_tp() -> None:
+    assert set(get_args(LayerKind)) == set(KINDS)
+
+
+def test_a_plan_in_all_its_forms() -> None:
+    block = parse({"tensor_parallel": {"gx": 2, "plan": {"a": "normal", "b": {"kind": "transposed"}}}}).tensor_parallel
+    assert block is not None
+    assert {name: plan.kind for name, plan in layer_plans(block).items()} == {"a": "normal", "b": "transposed"}
+    assert parse({"tensor_parallel": {"plan": "auto"}}) == parse({"tensor_parallel": {}})
+    assert parse({}) == Axonn()
+    assert parse({"requires": "0.1"}).requires == "0.1"
+
+
+def test_the_quickstart_configuration_is_valid() -> None:
+    block = parse(Settings().ds_config()["axonn"]).tensor_parallel
+    assert block is not None and (block.gx, block.gy, block.gz) == (2, 1, 2)
+
+
+def test_an_error_is_a_value_error_that_can_be_caught() -> None:
+    with pytest.raises(ValueError, match='use "gx"'):
+        parse({"tensor_parallel": {"gxx": 2}})
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_importing_plugins_imports_nothing_heavy() -> None:
+    code = "import plugins, sys; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
