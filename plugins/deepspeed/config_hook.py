@@ -171,6 +171,17 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             _section(raw, "compile").get("deepcompile", False) is True,
             "compile.deepcompile does not go with axonn.tensor_parallel; remove it",
         ),
+        *[
+            (
+                bool(given),
+                f"{key} writes checkpoints in the background, where they could not be renamed when complete; remove it",
+            )
+            for key, given in (
+                ("nebula", raw.get("nebula")),
+                ("datastates_ckpt", raw.get("datastates_ckpt")),
+                ("checkpoint.writer", _section(raw, "checkpoint").get("writer")),
+            )
+        ],
         (
             _enabled(raw, "elasticity"),
             "elasticity changes the number of ranks, which axonn.tensor_parallel fixes; remove it",
