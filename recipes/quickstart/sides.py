@@ -139,6 +139,9 @@ class Serial:
         self.dtype = DTYPES[settings.precision]
         if settings.precision == "fp64":
             self.model.double()
+        elif settings.precision == "bf16":
+            # DeepSpeed's float32 masters start from the half-precision weights.
+            self.model.bfloat16().float()
         config = settings.ds_config()
         self.clip = config["gradient_clipping"]
         chosen = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
