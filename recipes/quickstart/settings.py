@@ -29,7 +29,7 @@ class Settings:
     hidden: int = 256
     tied: bool = False
     precision: str = "bf16"
-    lr: float = 1.5e-3
+    lr: float = 1e-3
     seed: int = 1
     gx: int = 2
     gy: int = 1
