@@ -61,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RankFailed as failure:
         if isinstance(failure.error, ConfigError):
             return _mistake(failure.error)
+        if isinstance(failure.error, BrokenPipeError):
+            return 141  # whoever read the output has gone, as after | head
         print(f"axonn: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -36,8 +36,8 @@ class GridCheckpoints(DeepSpeedEngine):
         finally:
             groups.mpu = before
 
-    def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()
+    def _configure_checkpointing(self, *rest: Any) -> None:
+        super()._configure_checkpointing(*rest)
         self.save_non_zero_checkpoint = self.mesh.rank("data") == 0
 
     @contextmanager

@@ -118,6 +118,10 @@ class MixedPrecisionOptimizer(ZeROOptimizer):
             parameter.copy_(master)
             master.grad = None
 
+    def backward(self, loss: Tensor, retain_graph: bool = False, **keywords: Any) -> None:
+        """Backward of the scaled loss; older engines of DeepSpeed call this, newer ones scale the loss themselves."""
+        self.loss_scaler.scale_loss(loss).backward(retain_graph=retain_graph)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         for parameter in self._parameters():
