@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USE_PEP517 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test lint compiler clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,12 +22,17 @@ setup: $(READY) ## create .venv with everything in it
 train: $(READY) ## train the quickstart recipe; make train ARGS="--steps 50"
 	$(BIN)/axonn train quickstart $(ARGS)
 
-test: lint ## lint, then run the tests; make test ARGS="-k mesh"
+test: lint compiler ## lint, then run the tests; make test ARGS="-k mesh"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Stock DeepSpeed, which the tests compare with, compiles a small kernel when it starts on a CPU.
+compiler:
+	@command -v c++ >/dev/null || { $(call APT,g++,A C++ compiler); }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || { $(call APT,python3-dev,Python.h); }
 
 clean: ## remove .venv and what the tools leave behind (never runs/)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -36,18 +41,17 @@ clean: ## remove .venv and what the tools leave behind (never runs/)
 $(READY): setup.cfg constraints.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.10 or newer, or name one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python %d.%d is too old: axonn-plugins needs 3.10 or newer; name one with make PYTHON=..." % sys.version_info[:2])'
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { $(INSTALL_VENV); }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { $(call APT,python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv,Python's venv module); }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# Debian ships ensurepip apart from Python, in a package named after the version.
-define INSTALL_VENV
+# Debian ships parts of Python, and a compiler, in packages of their own. $(1): packages, $(2): what is missing.
+define APT
 sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
 if ! command -v apt-get >/dev/null || ! command -v $${sudo:-true} >/dev/null; then \
-  echo "$(PYTHON) cannot create virtual environments: install its venv module (on Debian: apt-get install python3-venv) and try again." >&2; exit 1; \
+  echo "$(2) is missing: install it (on Debian: apt-get install $(1)) and try again." >&2; exit 1; \
 fi; \
-package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
-$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$package
+$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(1)
 endef
