@@ -45,6 +45,8 @@ $(READY): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@# What runs at every import of torch is compiled even where PYTHONDONTWRITEBYTECODE is set.
+	@$(BIN)/python -m compileall -q axonn_autoload.py plugins/__init__.py plugins/autoload.py
 	@touch $@
 
 # Debian ships parts of Python, and a compiler, in packages of their own. $(1): packages, $(2): what is missing.
