@@ -292,7 +292,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in seen and not hasattr(parameter, "axonn_layout"):
                 seen.add(id(parameter))
-                _broadcast(parameter)
+                _broadcast(parameter, mesh)
         if name in placements:
             _convert(placements[name], mesh)
         if isinstance(module, nn.TransformerEncoder):
@@ -303,14 +303,15 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
 
 
 def _watch_forward(model: nn.Module, mesh: Mesh) -> None:
-    """While the model's forward runs, code that reads a split layer's weight finds it whole (`whole_weight`)."""
+    """While the model's forward runs, code that reads a split layer's weight finds it whole."""
     model.register_forward_pre_hook(lambda *_: mesh.enter_forward(), prepend=True)
     model.register_forward_hook(lambda *_: mesh.leave_forward(), always_call=True)
 
 
-def _broadcast(parameter: nn.Parameter) -> None:
+def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
+    """Rank 0's values, on the mesh's device: NCCL sends nothing from the CPU, where a model is often built."""
     if dist.get_world_size() > 1 and parameter.numel():
-        whole = parameter.data.contiguous()
+        whole = parameter.data.to(mesh.device).contiguous()
         dist.broadcast(whole, src=0)
         parameter.data = whole
 

@@ -133,7 +133,8 @@ def first_difference(
         for handle in handles:
             handle.remove()
     differences = torch.tensor([_relative(split_pass[name], seen[name]) for name in ends], dtype=torch.float64)
-    differences = all_reduce(differences.to(mesh.device), mesh, "model", "max").cpu() if ends else differences
+    for axis in ("model", "batch"):
+        differences = all_reduce(differences.to(mesh.device), mesh, axis, "max").cpu() if ends else differences
     for name, difference in zip(ends, differences.tolist(), strict=True):
         if difference > tolerance:
             return name, difference

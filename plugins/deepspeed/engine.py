@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -124,6 +125,8 @@ class AxonnEngine(GridCheckpoints):
         self._axonn = block.tensor_parallel
         plan = layer_plans(self._axonn)
         grid = grid_for(self._axonn, dist.get_world_size())
+        # DeepSpeed sets the device later, but our first collectives need it.
+        get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)

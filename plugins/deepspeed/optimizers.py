@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class MixedPrecisionOptimizer(ZeROOptimizer):
         """Unscale, clip, update the masters and copy them back; skip the step when a gradient is not finite."""
         scale = self.loss_scaler.loss_scale
         norm = grad_norm(self._parameters(), self.mesh).item() / scale
-        self.overflow = not torch.isfinite(torch.tensor(norm)).item()
+        self.overflow = not math.isfinite(norm)
         self.loss_scaler.update_scale(self.overflow)
         self._global_grad_norm = float("inf") if self.overflow else norm
         if self.overflow:
