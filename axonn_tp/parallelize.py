@@ -64,6 +64,7 @@ class Placement:
     module: nn.Module = field(repr=False)
     kind: str
     split: LinearSplit | None = None
+    classes: int | None = None
 
     def layouts(self) -> dict[str, Layout]:
         """Layouts of the module's own parameters, by name."""
@@ -85,7 +86,9 @@ class Placement:
             return embedding_collectives(tokens, module.num_embeddings, module.embedding_dim, grid)  # type: ignore[arg-type]
         if self.kind == "norm":
             return norm_collectives(tokens, grid)
-        return loss_collectives(tokens, grid) if self.kind == "loss" else []
+        if self.kind == "loss":
+            return loss_collectives(tokens, grid, label_smoothing=module.label_smoothing)  # type: ignore[arg-type]
+        return []
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -183,10 +186,17 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
         elif layer.kind == "norm":
             check_norm(module, grid, name)  # type: ignore[arg-type]
         elif layer.kind == "loss":
-            check_loss(module, name)  # type: ignore[arg-type]
-        placements.append(Placement(name, module, layer.kind, split))
+            check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
+        classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
+        placements.append(Placement(name, module, layer.kind, split, classes))
     _check_shared(placements, model)
     return placements
+
+
+def _head_sizes(model: nn.Module, named: Mapping[str, LayerPlan]) -> set[int]:
+    """Output features of the heads: the classes of a loss behind them."""
+    modules = dict(model.named_modules())
+    return {modules[name].out_features for name, layer in named.items() if layer.kind == "head"}  # type: ignore[misc]
 
 
 def _check_present(module: Split | CrossEntropyLoss, grid: Grid, name: str) -> None:
@@ -325,7 +335,7 @@ def _convert(placement: Placement, mesh: Mesh) -> None:
     elif placement.kind == "norm":
         LayerNorm.convert(module, mesh)  # type: ignore[arg-type]
     else:
-        CrossEntropyLoss.convert(module, mesh)  # type: ignore[arg-type]
+        CrossEntropyLoss.convert(module, mesh, classes=placement.classes)  # type: ignore[arg-type]
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
     module.register_forward_pre_hook(_keep_slow_path)
 
