@@ -12,6 +12,7 @@ from axonn_tp.linear import Linear, LinearSplit, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss
 from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
 from axonn_tp.norm import LayerNorm
+from axonn_tp.options import Options
 from axonn_tp.parallelize import KINDS, LayerPlan, Placement, parallelize, place
 from axonn_tp.verify import as_serial, first_difference
 
@@ -28,6 +29,7 @@ __all__ = [
     "Linear",
     "LinearSplit",
     "Mesh",
+    "Options",
     "Placement",
     "as_serial",
     "clip_grad_norm_",

@@ -7,12 +7,14 @@ The operators are called directly: their Python wrappers changed names between t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the operators below
+import torch.nn.functional as F
 from torch import Tensor
 
 from axonn_tp.layout import Layout
@@ -43,32 +45,109 @@ class Collective:
         }[self.op]
 
 
-def all_reduce(tensor: Tensor, mesh: Mesh, axis: str, op: str = "sum") -> Tensor:
-    """Sum (or ``"max"``) of `tensor` over an axis; same shape."""
+class Pending:
+    """A collective under way.
+
+    Attributes:
+        tensor: what it writes to; not to be read before `wait`.
+    """
+
+    def __init__(self, tensor: Tensor, arrange: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.tensor, self._arrange = tensor, arrange
+
+    def wait(self) -> Tensor:
+        """The result."""
+        done = wait(self.tensor)
+        return done if self._arrange is None else self._arrange(done)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """The same tensor once the collective that writes to it, if any, is done."""
+    return _ops.wait_tensor(tensor)
+
+
+class _Done(Pending):
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+def start_all_reduce(tensor: Tensor, mesh: Mesh, axis: str, op: str = "sum") -> Pending:
+    """Begin the sum (or ``"max"``) of `tensor` over an axis; same shape."""
     if mesh.size(axis) == 1:
-        return tensor
-    return _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), op, mesh.group(axis).group_name))
+        return _Done(tensor)
+    return Pending(_ops.all_reduce(tensor.contiguous(), op, mesh.group(axis).group_name))
 
 
-def all_gather(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0) -> Tensor:
-    """The axis' tensors concatenated along `dim`."""
+def start_all_gather(
+    tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None
+) -> Pending:
+    """Begin to join the axis' tensors along `dim`.
+
+    Args:
+        tensor: this rank's share.
+        mesh: the mesh.
+        axis: the axis.
+        dim: the dim that is split.
+        parts: the dim is this many equal pieces, each split by itself.
+        whole: size of the joined dim without padding; everything when None.
+    """
     size = mesh.size(axis)
     if size == 1:
-        return tensor
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), size, mesh.group(axis).group_name))
-    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim=dim)
+        return _Done(tensor)
+    dim %= tensor.dim()
+
+    def arrange(gathered: Tensor) -> Tensor:
+        if dim or parts > 1:
+            stacked = gathered.view(size, *tensor.shape).unflatten(dim + 1, (parts, tensor.shape[dim] // parts))
+            gathered = stacked.movedim(0, dim + 1).flatten(dim, dim + 2)
+        return gathered if whole is None or whole == gathered.shape[dim] else gathered.narrow(dim, 0, whole)
+
+    return Pending(
+        _ops.all_gather_into_tensor(tensor.contiguous(), size, mesh.group(axis).group_name),
+        arrange,
+    )
 
 
-def reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """This rank's part, along dim 0, of the sum over an axis."""
-    if mesh.size(axis) == 1:
-        return tensor
-    scattered = _ops.reduce_scatter_tensor(tensor.contiguous(), "sum", mesh.size(axis), mesh.group(axis).group_name)
-    return _ops.wait_tensor(scattered)
+def start_reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1) -> Pending:
+    """Begin the sum over an axis of which this rank gets its share along `dim`; the inverse of `start_all_gather`.
+
+    A dim that does not divide is padded with zeros.
+    """
+    size = mesh.size(axis)
+    if size == 1:
+        return _Done(tensor)
+    dim %= tensor.dim()
+    if tensor.shape[dim] % (size * parts):
+        missing = -tensor.shape[dim] % (size * parts)
+        tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing])
+    if dim or parts > 1:
+        tensor = tensor.unflatten(dim, (parts, size, tensor.shape[dim] // (parts * size))).movedim(dim + 1, 0)
+        joined = tensor.contiguous().flatten(0, 1)
+
+        def arrange(scattered: Tensor) -> Tensor:
+            return scattered.flatten(dim, dim + 1)
+    else:
+        joined = tensor.contiguous()
+
+        def arrange(scattered: Tensor) -> Tensor:
+            return scattered
+
+    return Pending(_ops.reduce_scatter_tensor(joined, "sum", size, mesh.group(axis).group_name), arrange)
 
 
-def _part(tensor: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return tensor.chunk(mesh.size(axis), dim=dim)[mesh.rank(axis)]
+def all_reduce(tensor: Tensor, mesh: Mesh, axis: str, op: str = "sum") -> Tensor:
+    """Sum (or ``"max"``) of `tensor` over an axis; same shape."""
+    return start_all_reduce(tensor, mesh, axis, op).wait()
+
+
+def all_gather(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None) -> Tensor:
+    """The axis' tensors joined along `dim`; see `start_all_gather`."""
+    return start_all_gather(tensor, mesh, axis, dim, parts, whole).wait()
+
+
+def reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1) -> Tensor:
+    """This rank's share, along `dim`, of the sum over an axis; see `start_reduce_scatter`."""
+    return start_reduce_scatter(tensor, mesh, axis, dim, parts).wait()
 
 
 class _Copy(torch.autograd.Function):
@@ -117,24 +196,24 @@ class _Gather(torch.autograd.Function):
 
 class _GatherSummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return all_gather(shard, mesh, "z")
+    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int, whole: int | None) -> Tensor:
+        ctx.arguments = (mesh, axis, dim, parts)
+        return all_gather(tensor, mesh, axis, dim, parts, whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ReduceScatter.apply(grad, ctx.mesh), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return reduce_scatter(tensor, mesh, "z")
+    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int) -> Tensor:
+        ctx.arguments = (mesh, axis, dim, parts, tensor.shape[dim])
+        return reduce_scatter(tensor, mesh, axis, dim, parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherSummed.apply(grad, ctx.mesh), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _GatherSummed.apply(grad, *ctx.arguments), None, None, None, None
 
 
 # Each backward below is made of the function that mirrors it, so gradients of gradients are right too.
@@ -160,15 +239,25 @@ def gather_from(tensor: Tensor, mesh: Mesh, axis: str, dim: int = -1) -> Tensor:
     return tensor if mesh.size(axis) == 1 else _Gather.apply(tensor, mesh, axis, dim)
 
 
+def gather_to(tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int = 1, whole: int | None = None) -> Tensor:
+    """The whole of a tensor split over `axis`, for a use that differs among its ranks; the gradient is reduce-scattered."""
+    return tensor if mesh.size(axis) == 1 else _GatherSummed.apply(tensor, mesh, axis, dim, parts, whole)
+
+
+def scatter_from(tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int = 1) -> Tensor:
+    """Leave a contraction over `axis` with a share along `dim` of the sum: reduce-scatter; the gradient is gathered."""
+    return tensor if mesh.size(axis) == 1 else _ReduceScatter.apply(tensor, mesh, axis, dim, parts)
+
+
 def gather_weight(shard: Tensor, mesh: Mesh) -> Tensor:
     """A flat weight block from its z-shards (Algorithm 3, line 2); the gradient is reduce-scattered (line 14)."""
-    return shard if mesh.size("z") == 1 else _GatherSummed.apply(shard, mesh)
+    return gather_to(shard, mesh, "z", 0)
 
 
 def whole_parameter(parameter: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """The serial parameter from everyone's shards, for a use that is the same on all ranks of x and y; differentiable."""
     block = layout.unflatten(gather_weight(parameter, mesh), mesh.grid) if layout.over_z else parameter
-    for dim, axis in layout.split:
+    for dim, axis in reversed(layout.split):
         if layout.parts > 1 and dim == 0:
             pieces = [gather_from(piece, mesh, axis, dim) for piece in block.chunk(layout.parts)]
             block = torch.cat(pieces)

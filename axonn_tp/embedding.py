@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import Collective, reduce_from
+from axonn_tp.collectives import Collective, reduce_from, scatter_from
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.product import note_tokens
 from axonn_tp.weight import SplitWeight
 
 
-def embedding_layout(vocabulary: int, features: int) -> Layout:
-    """Layout of a table (vocabulary, features): the same as that of an output head it may share its weight with."""
-    return Layout((vocabulary, features), ((0, "x"), (1, "y")), over_z=True)
+def embedding_layout(shape: tuple[int, ...], tied: bool = False) -> Layout:
+    """Layout of a table of shape (vocabulary, features); `tied`: padded as the output head is that shares its weight."""
+    return Layout(shape, ((0, "x"), (1, "y")), over_z=True, even=((0, "y"),) if tied else ())
 
 
 def check_embedding(module: nn.Embedding, grid: Grid, name: str) -> None:
@@ -34,39 +36,53 @@ def check_embedding(module: nn.Embedding, grid: Grid, name: str) -> None:
             )
 
 
-def embedding_collectives(tokens: int, vocabulary: int, features: int, grid: Grid) -> list[Collective]:
-    """The collectives of one forward and backward pass on one rank; `tokens` are the ids looked up on this rank."""
-    shard = embedding_layout(vocabulary, features).local_numel(grid)
+def embedding_collectives(tokens: int, layout: Layout, grid: Grid, scatter_tokens: bool = False) -> list[Collective]:
+    """The collectives of one forward and backward pass on one rank; `tokens` are the ids looked up in one x-y plane."""
+    shard = layout.local_numel(grid)
+    rows = tokens * layout.shape[1] // grid.gy
     made = [
         Collective("all_gather", "z", grid.gz, shard),
-        Collective("all_reduce", "x", grid.gx, tokens * features // grid.gy),
+        Collective("reduce_scatter" if scatter_tokens else "all_reduce", "x", grid.gx, rows),
+        *([Collective("all_gather", "x", grid.gx, rows // grid.gx)] if scatter_tokens else []),
         Collective("reduce_scatter", "z", grid.gz, shard * grid.gz),
     ]
     return [collective for collective in made if collective.size > 1]
 
 
 class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
-    """`nn.Embedding` over a mesh: ids (…) → (…, features/gy), the same on every rank of x."""
+    """`nn.Embedding` over a mesh: ids (…, tokens) → (…, tokens, features/gy), the same on every rank of x.
+
+    With `scatter_tokens` the output's tokens, dim −2, are scattered over x.
+    """
+
+    scatter_tokens: bool
 
     @classmethod
-    def convert(cls, module: nn.Embedding, mesh: Mesh) -> None:
+    def convert(cls, module: nn.Embedding, mesh: Mesh, scatter_tokens: bool = False, tied: bool = False) -> None:
         """Turn an `nn.Embedding` that holds its full table into this class, in place."""
         become(module, cls, nn.Embedding)
         assert isinstance(module, cls)
-        module._distribute(mesh)
+        module._split(mesh, {"weight": embedding_layout((module.num_embeddings, module.embedding_dim), tied)})
+        module.scatter_tokens = scatter_tokens
 
-    def _distribute(self, mesh: Mesh) -> None:
-        self._split(mesh, {"weight": embedding_layout(self.num_embeddings, self.embedding_dim)})
+    def compute_dtype(self, shard: Tensor) -> torch.dtype:
+        """The table's own: autocast leaves look-ups alone."""
+        return shard.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""
-        block = self._block(self._shard())
+        mesh, block = self.mesh, self.block()
         size = block.shape[0]
-        first = size * self.mesh.rank("x")
+        first = size * mesh.rank("x")
         local = input - first
         elsewhere = (local < 0) | (local >= size)
         padding = None
         if self.padding_idx is not None and first <= self.padding_idx < first + size:
             padding = self.padding_idx - first
         rows = F.embedding(local.masked_fill(elsewhere, 0), block, padding)
-        return reduce_from(rows.masked_fill(elsewhere[..., None], 0), self.mesh, "x")
+        rows = rows.masked_fill(elsewhere[..., None], 0)
+        mesh.split_over = ("x", "y") if self.scatter_tokens else ("y",)
+        if not self.scatter_tokens:
+            return reduce_from(rows, mesh, "x")
+        note_tokens(mesh, "x", rows.shape[-2])
+        return scatter_from(rows, mesh, "x", dim=-2)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.collectives import all_reduce
@@ -15,7 +16,10 @@ from axonn_tp.mesh import Mesh
 
 @torch.no_grad()
 def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True) -> None:
-    """Sum gradients over the ranks that read other tokens; z-split weights over data (equation 5.5), others over z and data.
+    """Sum gradients over the ranks that read other tokens; as their layouts say.
+
+    Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
+    data, all others over z and data.
 
     Args:
         parameters: trained parameters, the same in the same order on every rank.
@@ -23,11 +27,14 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
     """
     buckets: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+    # Where some axes have size 1, two names may mean one group: one call is enough.
+    axes: dict[dist.ProcessGroup, str] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            buckets[layout_of(parameter).sum_axis, parameter.grad.dtype].append(parameter.grad)
+            axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
+            buckets[axis, parameter.grad.dtype].append(parameter.grad)
     for (axis, _), gradients in buckets.items():
         if mesh.size(axis) > 1:
             summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), mesh, axis)

@@ -24,15 +24,19 @@ class Layout:
 
     Attributes:
         shape: shape of the serial parameter.
-        split: pairs (dim, axis): this dim is split over this axis.
+        split: pairs (dim, axis): this dim is split over this axis; a dim that occurs again is split within its share.
         parts: dim 0 is this many equal matrices, one after the other (3 for a fused q, k, v), each split by itself.
         over_z: the block is stored flat and split over z.
+        even: pairs (dim, axis): padded so that this dim's share divides by this axis too.
+        partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
     """
 
     shape: tuple[int, ...]
     split: tuple[tuple[int, str], ...] = ()
     parts: int = 1
     over_z: bool = False
+    even: tuple[tuple[int, str], ...] = ()
+    partial: tuple[str, ...] = ()
 
     @property
     def axes(self) -> frozenset[str]:
@@ -41,14 +45,17 @@ class Layout:
 
     @property
     def sum_axis(self) -> str:
-        """Group over which the local gradients remain to be summed: ``"data"``, or ``"batch"`` (z and data)."""
+        """Group over which the local gradients remain to be summed: ``"data"``, ``"batch"`` (z, data) or ``"tokens"`` (x, z, data)."""
+        if self.partial:
+            return "tokens"
         return "data" if self.over_z else "batch"
 
     def padded(self, grid: Grid) -> tuple[int, ...]:
         """Shape after padding every split dim to a multiple of its axis."""
         shape = list(self.shape)
-        for dim, axis in self.split:
-            pieces = grid.size(axis) * (self.parts if dim == 0 else 1)
+        for dim in {dim for dim, _ in self.split}:
+            pieces = math.prod(grid.size(axis) for at, axis in (*self.split, *self.even) if at == dim)
+            pieces *= self.parts if dim == 0 else 1
             shape[dim] = math.ceil(shape[dim] / pieces) * pieces
         return tuple(shape)
 
@@ -72,7 +79,7 @@ class Layout:
         """The block of `full` at a position; a view where nothing is padded."""
         if self.parts > 1:
             pieces = [
-                Layout((n, *self.shape[1:]), self.split).block(t, grid, coordinates)
+                Layout((n, *self.shape[1:]), self.split, even=self.even).block(t, grid, coordinates)
                 for t in full.chunk(self.parts)
                 for n in (t.shape[0],)
             ]
@@ -98,7 +105,8 @@ class Layout:
     def unflatten(self, flat: Tensor, grid: Grid) -> Tensor:
         """The block from its z-shards laid end to end."""
         shape = self.block_shape(grid)
-        return flat[: math.prod(shape)].view(shape)
+        numel = math.prod(shape)
+        return (flat if flat.numel() == numel else flat[:numel]).view(shape)
 
     def assemble(self, shards: list[Tensor], grid: Grid) -> Tensor:
         """The serial parameter from the tensors of all ranks, in rank order; inverse of `shard`."""

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import Collective, copy_to, gather_from, reduce_from, split_to
+from axonn_tp.collectives import Collective, gather_from, split_to
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.options import Options
+from axonn_tp.product import Matmul, Operation, Product, Route
 from axonn_tp.weight import SplitWeight
 
 
@@ -28,8 +30,8 @@ class LinearSplit:
         transposed: contract over x and split the output over y.
         parts: the output is this many equal matrices side by side (3 for a fused q, k, v), each split by itself.
         heads: attention heads in each part; they are never cut.
-        split_input: the input arrives whole on every rank of the contracted axis.
-        gather_output: the output leaves whole on every rank.
+        takes: how the input arrives: ``"whole"`` on every rank, or ``"split"``, ``"features"`` or ``"tokens"`` (see `Route`).
+        gives: how the output leaves, in the same words.
         pad: features that an axis does not divide are padded with zeros; needs whole input and output.
         pad_vocabulary: output features are padded, and the padding's logits are −∞.
     """
@@ -37,8 +39,8 @@ class LinearSplit:
     transposed: bool = False
     parts: int = 1
     heads: int | None = None
-    split_input: bool = False
-    gather_output: bool = False
+    takes: str = "split"
+    gives: str = "split"
     pad: bool = False
     pad_vocabulary: bool = False
 
@@ -52,13 +54,47 @@ class LinearSplit:
         """Axis over which n is split."""
         return "y" if self.transposed else "x"
 
+    @property
+    def split_over(self) -> tuple[str, ...]:
+        """Axes among whose ranks the output differs."""
+        if self.gives == "whole":
+            return ()
+        return (self.output,) if self.gives == "split" else (self.output, self.contracted)
+
+    def route(self, scattered_input: bool) -> Route:
+        """How the product's input and output travel.
+
+        Args:
+            scattered_input: the input's features are scattered over the output axis too, as its width tells.
+        """
+        takes = "tokens" if self.takes == "tokens" else "features" if scattered_input else "split"
+        gives = "split" if self.gives == "whole" else self.gives
+        return Route(self.contracted, self.output, takes, gives, self.parts)
+
     def weight_layout(self, n: int, k: int) -> Layout:
         """Layout of a weight of shape (n, k)."""
-        return Layout((n, k), ((0, self.output), (1, self.contracted)), parts=self.parts, over_z=True)
+        # A vocabulary is padded alike in both layouts of activations, so that weights are the same in both.
+        even = ((0, self.contracted),) if self.pad_vocabulary else ()
+        return Layout((n, k), ((0, self.output), (1, self.contracted)), parts=self.parts, over_z=True, even=even)
 
     def bias_layout(self, n: int) -> Layout:
         """Layout of a bias of shape (n,): split like the output it is added to."""
-        return Layout((n,)) if self.gather_output else Layout((n,), ((0, self.output),), parts=self.parts)
+        if self.gives == "whole":
+            return Layout((n,))
+        split: tuple[tuple[int, str], ...] = ((0, self.output),)
+        even: tuple[tuple[int, str], ...] = ()
+        if self.gives == "features":
+            split += ((0, self.contracted),)
+        elif self.pad_vocabulary:
+            even = ((0, self.contracted),)
+        partial = (self.contracted,) if self.gives == "tokens" else ()
+        return Layout((n,), split, parts=self.parts, even=even, partial=partial)
+
+    def can_scatter(self, n: int, grid: Grid) -> bool:
+        """Whether n output features, and the heads, divide by both axes."""
+        ranks = grid.size(self.output) * grid.size(self.contracted)
+        heads = self.heads if self.heads is not None else n // self.parts
+        return self.pad_vocabulary or ((n // self.parts) % ranks == 0 and heads % ranks == 0)
 
     def check(self, n: int, k: int, grid: Grid, name: str) -> None:
         """Refuse sizes that the grid cannot split.
@@ -89,15 +125,18 @@ class LinearSplit:
                 )
 
 
-def linear_collectives(tokens: int, k: int, n: int, grid: Grid, split: LinearSplit | None = None) -> list[Collective]:
+def linear_collectives(
+    tokens: int, k: int, n: int, grid: Grid, split: LinearSplit | None = None, reshard_after_forward: bool = False
+) -> list[Collective]:
     """The collectives of one forward and backward pass on one rank (equations 5.1–5.5), axes of size 1 left out.
 
     Args:
-        tokens: rows of the input on this rank (m / (gz·gdata) of the papers' m).
+        tokens: rows of the input on the ranks of one x-y plane (m / (gz·gdata) of the papers' m).
         k: input features of the whole layer.
         n: output features of the whole layer.
         grid: the grid.
         split: how the layer uses it; a normal layer when None.
+        reshard_after_forward: the weight is gathered once more in backward.
     """
     split = split or LinearSplit()
     layout = split.weight_layout(n, k)
@@ -105,14 +144,13 @@ def linear_collectives(tokens: int, k: int, n: int, grid: Grid, split: LinearSpl
     shard = layout.local_numel(grid)
     contracted, output = split.contracted, split.output
     made = [
-        Collective("all_gather", "z", grid.gz, shard),
-        Collective("all_reduce", contracted, grid.size(contracted), tokens * rows),
-        Collective("all_reduce", output, grid.size(output), tokens * columns),
+        *(Collective("all_gather", "z", grid.gz, shard) for _ in range(2 if reshard_after_forward else 1)),
+        *split.route(split.takes == "features").collectives(tokens * rows, tokens * columns, grid),
         Collective("reduce_scatter", "z", grid.gz, shard * grid.gz),
     ]
-    if split.gather_output:
+    if split.gives == "whole":
         made.append(Collective("all_gather", output, grid.size(output), tokens * rows))
-    if split.split_input:
+    if split.takes == "whole":
         made.append(Collective("all_gather", contracted, grid.size(contracted), tokens * columns))
     return [collective for collective in made if collective.size > 1]
 
@@ -140,6 +178,9 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
 
     bias: Any
     split: LinearSplit
+    operation: Operation
+    overlap_all_reduce: bool
+    reshard_after_forward: bool
 
     def __init__(
         self,
@@ -157,58 +198,70 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         split = LinearSplit(transposed=transposed, parts=parts, heads=heads)
         split.check(out_features, in_features, mesh.grid, f"Linear({in_features}, {out_features})")
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._distribute(mesh, split)
+        self._distribute(mesh, split, Options())
 
     @classmethod
-    def convert(cls, module: nn.Linear, mesh: Mesh, split: LinearSplit) -> None:
+    def convert(cls, module: nn.Linear, mesh: Mesh, split: LinearSplit, options: Options) -> None:
         """Turn an `nn.Linear` that holds its full weight into this class, in place."""
         become(module, cls, nn.Linear)
         assert isinstance(module, cls)
-        module._distribute(mesh, split)
+        module._distribute(mesh, split, options)
 
-    def _distribute(self, mesh: Mesh, split: LinearSplit) -> None:
-        self.split = split
+    def _distribute(self, mesh: Mesh, split: LinearSplit, options: Options) -> None:
+        self.split, self.operation = split, Matmul()
+        self.overlap_all_reduce, self.reshard_after_forward = options.overlap_all_reduce, options.reshard_after_forward
         n = self.out_features
         self._split(mesh, {"weight": split.weight_layout(n, self.in_features), "bias": split.bias_layout(n)})
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, k or k/g) → (…, n or n/g), whole or split as `self.split` says."""
+        """(…, k or its share) → (…, n or its share), as `self.split` says."""
         mesh, split = self.mesh, self.split
-        shard: Tensor = self._shard()
-        padded_n, padded_k = self.layouts["weight"].padded(mesh.grid)
-        self._check_width(input)
-        if torch.is_autocast_enabled(input.device.type) and input.is_floating_point():
-            dtype = torch.get_autocast_dtype(input.device.type)
-            input, shard = input.to(dtype), shard.to(dtype)
-        if split.split_input:
+        scattered_input = self._check_width(input)
+        input = input.to(self.compute_dtype(input))
+        block, bias = self.block(), self.bias
+        bias = bias if bias is None else bias.to(block.dtype)
+        if mesh.size("model") == 1 and not (self.reshard_after_forward and mesh.size("z") > 1):
+            return F.linear(input, block, bias)
+        if split.takes == "whole":
+            padded_k = self.layouts["weight"].padded(mesh.grid)[1]
             input = split_to(F.pad(input, (0, padded_k - self.in_features)), mesh, split.contracted)
-        block = self._block(shard)
-        bias = None if self.bias is None else self.bias.to(block.dtype)
-        fused = mesh.size(split.contracted) == 1 and not split.gather_output
-        output = F.linear(copy_to(input, mesh, split.output), block, bias if fused else None)
-        output = reduce_from(output, mesh, split.contracted)
-        if split.gather_output:
+        route = split.route(scattered_input)
+        if split.gives == "whole":
+            output = Product.apply(input, block, None, route, self)
             output = gather_from(output, mesh, split.output)[..., : self.out_features]
-        if bias is not None and not fused:
-            output = output + bias
-        if split.pad_vocabulary and not split.gather_output:
-            width = output.shape[-1]
-            real = min(max(self.out_features - width * mesh.rank(split.output), 0), width)
-            if real < width:
-                output = F.pad(output[..., :real], (0, width - real), value=float("-inf"))
-        return output
+            output = output if bias is None else output + bias
+        else:
+            output = Product.apply(input, block, bias, route, self)
+        mesh.split_over = split.split_over
+        return self._without_padding(output) if split.pad_vocabulary and split.gives != "whole" else output
 
-    def _check_width(self, input: Tensor) -> None:
-        wanted = self.in_features
-        if not self.split.split_input:
-            wanted //= self.mesh.size(self.split.contracted)
-        if input.shape[-1] != wanted:
-            raise ValueError(
-                f"{self}: the input has {input.shape[-1]} features, expected {wanted}: "
-                f"{'all' if self.split.split_input else f'its share over {self.split.contracted}'} of {self.in_features}"
-            )
+    def _without_padding(self, output: Tensor) -> Tensor:
+        """Logits of the vocabulary's padding are −∞."""
+        width, place = output.shape[-1], self.mesh.rank(self.split.output)
+        if self.split.gives == "features":
+            place = place * self.mesh.size(self.split.contracted) + self.mesh.rank(self.split.contracted)
+        real = min(max(self.out_features - width * place, 0), width)
+        return output if real == width else F.pad(output[..., :real], (0, width - real), value=float("-inf"))
+
+    def _check_width(self, input: Tensor) -> bool:
+        """Whether the input's features are scattered over the output axis as well.
+
+        Raises:
+            ValueError: the width is none that this layer takes.
+        """
+        split, wanted = self.split, self.in_features
+        if split.takes != "whole":
+            wanted //= self.mesh.size(split.contracted)
+        if input.shape[-1] == wanted:
+            return False
+        if split.takes in ("split", "features") and input.shape[-1] * self.mesh.size(split.output) == wanted:
+            return True
+        share = "all" if split.takes == "whole" else f"its share over {split.contracted}"
+        raise ValueError(
+            f"{self}: the input has {input.shape[-1]} features, expected {wanted}: {share} of {self.in_features}"
+        )
 
     def extra_repr(self) -> str:
         """Features of the whole layer and its place on the grid."""
         kind = "transposed" if self.split.transposed else "normal"
-        return f"{super().extra_repr()}, {kind}, whole_input={self.split.split_input}, whole_output={self.split.gather_output}"
+        return f"{super().extra_repr()}, {kind}, takes={self.split.takes}, gives={self.split.gives}"

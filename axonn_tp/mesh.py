@@ -110,8 +110,16 @@ def factorisations(world: int) -> Iterator[Grid]:
 class Mesh:
     """A grid bound to the running process group.
 
-    Besides the four axes it has two groups that span several: ``"model"`` (x and y: ranks that read the
-    same tokens) and ``"batch"`` (z and data: ranks that read different ones).
+    Besides the four axes it has groups that span several: ``"model"`` (x and y: ranks that read the same tokens),
+    ``"batch"`` (z and data: ranks that read different ones) and ``"tokens"`` (x, z and data: ranks that hold different
+    tokens of a scattered residual stream).
+
+    Attributes:
+        grid: the sizes.
+        device: this rank's device.
+        coordinates: this rank's place on every axis.
+        split_over: axes over which the activation that the last split layer gave is split among the ranks of x and y.
+        whole_tokens: by a scattered activation's tokens, how many there are in the whole (padding is cut off again).
 
     Args:
         grid: sizes of the axes.
@@ -134,9 +142,18 @@ class Mesh:
         shape = (grid.gdata, grid.gz, grid.gy, grid.gx)
         self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(reversed(AXES)))
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
-        self._groups["batch"] = self.device_mesh["data", "z"]._flatten("batch").get_group()
-        self._groups["model"] = self.device_mesh["y", "x"]._flatten("model").get_group()
+        for name, axes in (("batch", ("data", "z")), ("model", ("y", "x")), ("tokens", ("data", "z", "x"))):
+            self._groups[name] = self._joined(name, [axis for axis in axes if grid.size(axis) > 1] or [axes[0]])
         self._forwards = 0
+        self.split_over: tuple[str, ...] = ()
+        self.whole_tokens: dict[int, int] = {}
+
+    def _joined(self, name: str, axes: list[str]) -> dist.ProcessGroup:
+        """The group over several axes; that of one of them where the others have size 1."""
+        for known, members in (("batch", ["data", "z"]), *((axis, [axis]) for axis in AXES)):
+            if members == axes and known in self._groups:
+                return self._groups[known]
+        return self.device_mesh[tuple(axes)]._flatten(name).get_group()
 
     @classmethod
     def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str = "cpu") -> Mesh:
@@ -148,7 +165,7 @@ class Mesh:
         return self
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group along an axis, or of ``"model"`` or ``"batch"``."""
+        """Process group along an axis, or of ``"model"``, ``"batch"`` or ``"tokens"``."""
         return self._groups[axis]
 
     def size(self, axis: str) -> int:
@@ -162,11 +179,12 @@ class Mesh:
     def axis_names(self) -> dict[str, str]:
         """Axis by torch's name of its group, for a ledger of what went over which axis."""
         # A group that spans several axes may be that of one of them, where the others have size 1: the axis names it.
-        return {self._groups[axis].group_name: axis for axis in ("model", "batch", *AXES)}
+        return {self._groups[axis].group_name: axis for axis in ("tokens", "model", "batch", *AXES)}
 
     def enter_forward(self) -> None:
         """A model's forward begins; forwards of models inside models nest."""
         self._forwards += 1
+        self.split_over = ()
 
     def leave_forward(self) -> None:
         """A model's forward ends."""

@@ -35,9 +35,9 @@ def check_norm(module: nn.LayerNorm, grid: Grid, name: str) -> None:
         )
 
 
-def norm_layout(shape: tuple[int, ...]) -> Layout:
-    """Layout of a weight or bias: split like the features."""
-    return Layout(shape, ((0, "y"),))
+def norm_layout(shape: tuple[int, ...], scattered: bool = False) -> Layout:
+    """Layout of a weight or bias: split like the features; where tokens are scattered over x, every x sees others."""
+    return Layout(shape, ((0, "y"),), partial=("x",) if scattered else ())
 
 
 def norm_collectives(tokens: int, grid: Grid) -> list[Collective]:
@@ -78,19 +78,20 @@ class _Normalise(torch.autograd.Function):
 class LayerNorm(Split, nn.LayerNorm):
     """`nn.LayerNorm` over a mesh: (…, features/gy) → the same, weight and bias split over y."""
 
+    split_over: tuple[str, ...]
+
     @classmethod
-    def convert(cls, module: nn.LayerNorm, mesh: Mesh) -> None:
+    def convert(cls, module: nn.LayerNorm, mesh: Mesh, scattered: bool = False) -> None:
         """Turn an `nn.LayerNorm` that holds its full weight into this class, in place."""
         become(module, cls, nn.LayerNorm)
         assert isinstance(module, cls)
-        module._distribute(mesh)
-
-    def _distribute(self, mesh: Mesh) -> None:
-        layout = norm_layout(tuple(self.normalized_shape))
-        self._split(mesh, {"weight": layout, "bias": layout})
+        layout = norm_layout(tuple(module.normalized_shape), scattered)
+        module._split(mesh, {"weight": layout, "bias": layout})
+        module.split_over = ("x", "y") if scattered else ("y",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise whole rows of which this rank holds 1/gy."""
+        self.mesh.split_over = self.split_over
         if self.mesh.size("y") == 1:
             return super().forward(input)
         if input.shape[-1] * self.mesh.size("y") != self.normalized_shape[0]:

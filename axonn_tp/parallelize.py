@@ -7,7 +7,7 @@ First a plan (`place`, pure: module names and shapes in, placements or an error 
 from __future__ import annotations
 
 import difflib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,7 +23,9 @@ from axonn_tp.linear import Linear, LinearSplit, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss, check_loss, loss_collectives
 from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.norm import LayerNorm, check_norm, norm_collectives, norm_layout
-from axonn_tp.weight import Split
+from axonn_tp.options import Options
+from axonn_tp.overlap import Gathers
+from axonn_tp.weight import Split, SplitWeight
 
 KINDS: dict[str, str] = {
     "normal": "linear: contracts over y, output split over x",
@@ -64,7 +66,10 @@ class Placement:
     module: nn.Module = field(repr=False)
     kind: str
     split: LinearSplit | None = None
+    options: Options = field(default=Options(), repr=False)
+    scatter_tokens: bool = False
     classes: int | None = None
+    tied: bool = False
 
     def layouts(self) -> dict[str, Layout]:
         """Layouts of the module's own parameters, by name."""
@@ -74,21 +79,27 @@ class Placement:
             bias = {"bias": self.split.bias_layout(own["weight"][0])} if "bias" in own else {}
             return {"weight": self.split.weight_layout(*own["weight"]), **bias}
         if self.kind == "embedding":
-            return {"weight": embedding_layout(*own["weight"])}
-        return {name: norm_layout(shape) for name, shape in own.items()}
+            return {"weight": embedding_layout(own["weight"], self.tied)}
+        return {name: norm_layout(shape, self.scatter_tokens) for name, shape in own.items()}
 
     def collectives(self, tokens: int, grid: Grid) -> list[Collective]:
-        """What one forward and backward pass over `tokens` rows of this rank communicates."""
+        """What one forward and backward pass over `tokens` rows of this rank's x-y plane communicates."""
         module = self.module
         if self.split is not None:
-            return linear_collectives(tokens, module.in_features, module.out_features, grid, self.split)  # type: ignore[arg-type]
+            again = self.options.reshard_after_forward
+            return linear_collectives(tokens, module.in_features, module.out_features, grid, self.split, again)  # type: ignore[arg-type]
         if self.kind == "embedding":
-            return embedding_collectives(tokens, module.num_embeddings, module.embedding_dim, grid)  # type: ignore[arg-type]
+            return embedding_collectives(tokens, self.layouts()["weight"], grid, self.scatter_tokens)
         if self.kind == "norm":
-            return norm_collectives(tokens, grid)
+            return norm_collectives(tokens // grid.gx if self.scatter_tokens else tokens, grid)
         if self.kind == "loss":
-            return loss_collectives(tokens, grid, label_smoothing=module.label_smoothing)  # type: ignore[arg-type]
+            return loss_collectives(tokens, grid, self.loss_axes, module.label_smoothing)  # type: ignore[arg-type]
         return []
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Axes over which the classes of a loss are split."""
+        return ("x", "y") if self.options.scattered else ("x",)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -137,13 +148,16 @@ def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, La
     return named
 
 
-def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = None) -> list[Placement]:
+def place(
+    model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = None, options: Options | None = None
+) -> list[Placement]:
     """Decide what every layer becomes; touches nothing.
 
     Args:
         model: the serial model, on any device including meta.
         grid: the grid.
         plan: `LayerPlan` by name pattern (``*`` matches anything); linears it does not name become self-contained.
+        options: of these the layout decides how activations travel.
 
     Returns:
         Placements of all modules that change, in the order of `named_modules`.
@@ -151,7 +165,7 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
     Raises:
         ValueError: names the layer or the pattern, what is wrong and what to do.
     """
-    named = _named_plan(model, plan or {})
+    named, options = _named_plan(model, plan or {}), options or Options()
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds
     if "norm" in kinds and not stream_split:
@@ -164,6 +178,9 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
         )
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     attention = _inside_attention(model)
+    scatter_tokens = stream_split and options.scattered
+    heads = {id(m.weight) for name, m in model.named_modules() if name in named and named[name].kind == "head"}
+    scattering = _scattering(model, named, grid) if options.scattered else {}
     placements = []
     for name, module in model.named_modules():
         if isinstance(module, (Split, CrossEntropyLoss)):
@@ -179,7 +196,7 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
             continue
         split = None
         if _CLASSES[layer.kind] is nn.Linear:
-            split = _linear_split(layer, stream_split, "loss" in kinds)
+            split = _linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scattering.get(name, False))
             split.check(module.out_features, module.in_features, grid, name)  # type: ignore[arg-type]
         elif layer.kind == "embedding":
             check_embedding(module, grid, name)  # type: ignore[arg-type]
@@ -188,7 +205,8 @@ def place(model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = N
         elif layer.kind == "loss":
             check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
         classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
-        placements.append(Placement(name, module, layer.kind, split, classes))
+        tied = layer.kind == "embedding" and id(module.weight) in heads
+        placements.append(Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied))
     _check_shared(placements, model)
     return placements
 
@@ -212,15 +230,46 @@ def _check_present(module: Split | CrossEntropyLoss, grid: Grid, name: str) -> N
         )
 
 
-def _linear_split(layer: LayerPlan, stream_split: bool, loss_split: bool) -> LinearSplit:
-    transposed, whole = layer.kind == "transposed", layer.kind == "self_contained"
+def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) -> dict[str, bool]:
+    """By name of a normal, transposed or head layer: whether features between a pair are scattered over both axes.
+
+    The normal layers before a transposed one (q, k and v; gate and up) must agree, so all of them scatter or none.
+    """
+    found: dict[str, bool] = {}
+    pair: list[str] = []
+    can = True
+    for name, module in model.named_modules():
+        kind = named[name].kind if name in named else None
+        if kind == "head":
+            found[name] = True
+        elif kind == "normal" and isinstance(module, nn.Linear):
+            plan = named[name]
+            pair.append(name)
+            can &= LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(module.out_features, grid)
+        elif kind == "transposed":
+            found |= dict.fromkeys([*pair, name], can)
+            pair, can = [], True
+    return found | dict.fromkeys(pair, False)
+
+
+def _linear_split(
+    layer: LayerPlan, stream_split: bool, scatter_tokens: bool, loss_split: bool, scatter: bool
+) -> LinearSplit:
+    stream = "tokens" if scatter_tokens else "split" if stream_split else "whole"
+    inner = "features" if scatter else "split"
+    takes, gives = {
+        "normal": (stream, inner),
+        "transposed": (inner, stream),
+        "head": (stream, inner if loss_split else "whole"),
+        "self_contained": ("whole", "whole"),
+    }[layer.kind]
     return LinearSplit(
-        transposed=transposed,
+        transposed=layer.kind == "transposed",
         parts=layer.parts,
         heads=layer.heads,
-        split_input=whole or (not transposed and not stream_split),
-        gather_output=whole or (transposed and not stream_split) or (layer.kind == "head" and not loss_split),
-        pad=whole,
+        takes=takes,
+        gives=gives,
+        pad=layer.kind == "self_contained",
         pad_vocabulary=layer.kind == "head",
     )
 
@@ -275,7 +324,9 @@ def _materialise(module: nn.Module, device: torch.device, made: set[int]) -> Non
     made.update(id(parameter) for parameter in own.values())
 
 
-def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | None = None, options: Options | None = None
+) -> nn.Module:
     """Turn a serial model into a parallel one, in place; every rank calls it.
 
     Rank 0's weights are what is split. A model on the meta device is built layer by layer, each module by its own
@@ -285,6 +336,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
         model: the serial model; optimizers that already hold its parameters keep holding them.
         mesh: the mesh.
         plan: see `place`.
+        options: layout of activations, overlap, what is kept; see `Options`.
 
     Returns:
         `model`.
@@ -292,7 +344,9 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
     Raises:
         ValueError: see `place`.
     """
-    placements = {placement.name: placement for placement in place(model, mesh.grid, plan)}
+    options = options or Options()
+    gathers = Gathers(mesh, options)
+    placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     made: set[int] = set()
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -304,7 +358,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
                 seen.add(id(parameter))
                 _broadcast(parameter, mesh)
         if name in placements:
-            _convert(placements[name], mesh)
+            _convert(placements[name], mesh, gathers)
         if isinstance(module, nn.TransformerEncoder):
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
@@ -312,10 +366,41 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | No
     return model
 
 
+class _Forward:
+    """What a model's hooks know of it; a copy of the model has its own."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        split = [module for module in model.modules() if isinstance(module, Split)]
+        # A model that was split before keeps the mesh it was split on.
+        self.meshes = {mesh, *(module.mesh for module in split)}
+        self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
+        for module in split:
+            if isinstance(module, SplitWeight):
+                self.layers[module.gathers].append(module)
+
+
 def _watch_forward(model: nn.Module, mesh: Mesh) -> None:
     """While the model's forward runs, code that reads a split layer's weight finds it whole."""
-    model.register_forward_pre_hook(lambda *_: mesh.enter_forward(), prepend=True)
-    model.register_forward_hook(lambda *_: mesh.leave_forward(), always_call=True)
+    known = hasattr(model, "axonn_forward")
+    model.axonn_forward = _Forward(model, mesh)  # type: ignore[assignment]
+    if not known:
+        model.register_forward_pre_hook(_enter_forward, prepend=True)
+        model.register_forward_hook(_leave_forward, always_call=True)
+
+
+def _enter_forward(model: nn.Module, inputs: tuple) -> None:
+    forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    for mesh in forward.meshes:
+        mesh.enter_forward()
+    for gathers, layers in forward.layers.items():
+        # In `as_serial` layers are plain, and gather for themselves.
+        if all(isinstance(layer, SplitWeight) for layer in layers):
+            gathers.begin(layers)
+
+
+def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
+    for mesh in model.axonn_forward.meshes:  # type: ignore[union-attr]
+        mesh.leave_forward()
 
 
 def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
@@ -326,16 +411,18 @@ def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
         parameter.data = whole
 
 
-def _convert(placement: Placement, mesh: Mesh) -> None:
+def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:
     module = placement.module
     if placement.split is not None:
-        Linear.convert(module, mesh, placement.split)  # type: ignore[arg-type]
+        Linear.convert(module, mesh, placement.split, placement.options)  # type: ignore[arg-type]
     elif placement.kind == "embedding":
-        Embedding.convert(module, mesh)  # type: ignore[arg-type]
+        Embedding.convert(module, mesh, placement.scatter_tokens, placement.tied)  # type: ignore[arg-type]
     elif placement.kind == "norm":
-        LayerNorm.convert(module, mesh)  # type: ignore[arg-type]
+        LayerNorm.convert(module, mesh, placement.scatter_tokens)  # type: ignore[arg-type]
     else:
-        CrossEntropyLoss.convert(module, mesh, classes=placement.classes)  # type: ignore[arg-type]
+        CrossEntropyLoss.convert(module, mesh, placement.loss_axes, placement.classes)  # type: ignore[arg-type]
+    if isinstance(module, SplitWeight):
+        module.gathers = gathers
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
     module.register_forward_pre_hook(_keep_slow_path)
 

@@ -66,14 +66,23 @@ def _signs(width: int, like: Tensor) -> Tensor:
 
 
 def _columns(module: Linear, output: Tensor, whole: bool, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """This rank's columns of an output, and their signs."""
+    """This rank's share of an output, and the signs of its columns."""
+    split = module.split
     signs = _signs(module.out_features, output)
-    if module.split.gather_output:
+    if split.gives == "whole":
         return output.double(), signs
-    axis, padded = module.split.output, module.layouts["weight"].padded(mesh.grid)[0]
-    signs = F.pad(signs, (0, padded - module.out_features)).chunk(mesh.size(axis))[mesh.rank(axis)]
-    if whole:
-        output = F.pad(output, (0, padded - module.out_features)).chunk(mesh.size(axis), -1)[mesh.rank(axis)]
+    missing = module.layouts["weight"].padded(mesh.grid)[0] - module.out_features
+    signs = F.pad(signs, (0, missing))
+    output = F.pad(output, (0, missing)) if whole else output
+    for axis in (split.output, split.contracted) if split.gives == "features" else (split.output,):
+        signs = signs.chunk(mesh.size(axis))[mesh.rank(axis)]
+        output = output.chunk(mesh.size(axis), -1)[mesh.rank(axis)] if whole else output
+    if split.gives == "tokens":
+        rows = output.shape[-2]
+        tokens = rows if whole else mesh.whole_tokens[rows]
+        share = -(-tokens // mesh.size(split.contracted))
+        first = min(share * mesh.rank(split.contracted), tokens)
+        output = output[..., first if whole else 0 :, :][..., : min(share, tokens - first), :]
     return output.double().nan_to_num(neginf=0.0), signs
 
 

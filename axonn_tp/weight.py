@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
-from axonn_tp.collectives import gather_weight, whole_parameter
+from axonn_tp.collectives import whole_parameter
 from axonn_tp.layout import Layout, distribute
 from axonn_tp.mesh import Mesh
+from axonn_tp.options import Options
+from axonn_tp.overlap import Gathers
 
 
 class Split(nn.Module):
@@ -33,15 +36,31 @@ class Split(nn.Module):
 class SplitWeight(Split):
     """A layer with a weight over x, y and z: holds the shard, gathers the block, answers for `weight`."""
 
+    gathers: Gathers
+
+    def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        super()._split(mesh, layouts)
+        self.gathers = Gathers(mesh, Options())
+
     def _shard(self) -> nn.Parameter:
         shard = self._parameters.get("weight")
         if shard is None:
             raise AttributeError("weight")
         return shard
 
-    def _block(self, shard: Tensor) -> Tensor:
-        """The block of this (x, y), gathered over z."""
-        return self.layouts["weight"].unflatten(gather_weight(shard, self.mesh), self.mesh.grid)
+    def compute_dtype(self, shard: Tensor) -> torch.dtype:
+        """The type that the layer computes in: autocast's where it is on, as torch casts."""
+        if torch.is_autocast_enabled(shard.device.type) and shard.dtype != torch.float64:
+            return torch.get_autocast_dtype(shard.device.type)
+        return shard.dtype
+
+    def block(self) -> Tensor:
+        """The weight's block of this (x, y), gathered over z; differentiable."""
+        return self.layouts["weight"].unflatten(self.gathers.block(self), self.mesh.grid)
+
+    def block_again(self, dtype: torch.dtype) -> Tensor:
+        """The same in backward, not differentiable, for a layer that let it go after its forward."""
+        return self.layouts["weight"].unflatten(self.gathers.again(self, dtype), self.mesh.grid)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from plugins import __version__
 
@@ -77,6 +79,29 @@ class TensorParallel(Block):
         description='Layers by name pattern (* matches anything, the first match wins), or "auto". '
         "Linear layers that no pattern names become self_contained.",
     )
+    layout: Literal["scattered", "replicated"] = Field(
+        "scattered",
+        description="Layout of activations. replicated: an all-reduced output stands on every rank of the contracted axis. scattered: it is "
+        "reduce-scattered and gathered where it is needed; same bytes on the wire, no activation stored and no attention computed twice.",
+    )
+    overlap_all_reduce: bool = Field(
+        True, description="OAR: the input gradient is reduced while the weight gradient is computed."
+    )
+    overlap_reduce_scatter: bool = Field(
+        True, description="ORS: weight gradients' reduce-scatters over z are waited for once, when backward ends."
+    )
+    overlap_all_gather: bool = Field(
+        True, description="OAG: the next layer's weight is gathered over z while this layer computes."
+    )
+    reshard_after_forward: bool = Field(
+        False,
+        description="Let gathered weights go after the forward pass and gather them again in backward: less memory, one more gather a layer.",
+    )
+    cache_gathers: int | str = Field(
+        0,
+        description="Under activation checkpointing, the layers that keep their gathered weight from forward to recomputation: a number, "
+        '"all", or a size such as "2GiB" for as many as it holds.',
+    )
     broadcast_inputs: bool = Field(
         True,
         description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
@@ -87,6 +112,14 @@ class TensorParallel(Block):
         description="Where the plan names layers, run the first batch once more as the serial model and refuse to train if a layer's output "
         "differs. Turn off for a model whose forward gives other results when it is repeated.",
     )
+
+    @field_validator("cache_gathers", mode="before")
+    @classmethod
+    def _gathers(cls, value: Any) -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if number or (isinstance(value, str) and re.fullmatch(r"all|\d+(\.\d+)? *([KMG]i)?B", value)):
+            return value
+        raise PydanticCustomError("gathers", 'a number of layers, "all", or a size such as "2GiB"')
 
 
 class Axonn(Block):

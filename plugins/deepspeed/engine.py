@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from axonn_tp import (
     LayerPlan,
     Mesh,
+    Options,
     clip_grad_norm_,
     first_difference,
     grad_norm,
@@ -84,6 +86,11 @@ def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
     return {pattern: LayerPlan(layer.kind, layer.parts, layer.heads) for pattern, layer in block.plan.items()}
 
 
+def options(block: TensorParallel) -> Options:
+    """The block's choices as axonn_tp takes them."""
+    return Options(**{field.name: getattr(block, field.name) for field in fields(Options)})
+
+
 def _agree(problem: str | None, fingerprint: str) -> None:
     """Go on only if all ranks can, and with the same thing.
 
@@ -136,16 +143,15 @@ class AxonnEngine(GridCheckpoints):
         problem, placements = None, []
         try:
             _check_model(model, optimizer)
-            placements = place(model, grid, plan)
+            placements = place(model, grid, plan, options(self._axonn))
         except ValueError as error:
             problem = f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}"
         _agree(problem, "" if problem else _fingerprint(model, block))
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0])
         replicas.align_random_state(self.mesh)
-        parallelize(model, self.mesh, plan)
+        parallelize(model, self.mesh, plan, options(self._axonn))
         replicas.share_samplers(self.mesh)
-        self._z_split = grid.gz > 1 and any(layout_of(p).over_z for p in model.parameters() if p.requires_grad)
-        self._mark_z_split(model)
+        self._apart = self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
             kinds = ", ".join(
@@ -160,30 +166,35 @@ class AxonnEngine(GridCheckpoints):
         keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 
-    @property
-    def _group_name(self) -> str:
-        grid = self.mesh.grid
-        # DeepSpeed reads the third word as a size.
-        return f"ep_size_{grid.gz}_axonn_{grid.gx}x{grid.gy}x{grid.gdata}"
+    def _mark_apart(self, model: nn.Module) -> bool:
+        """Put parameters whose gradients are not summed over z and data on DeepSpeed's expert path; whether there are any.
 
-    def _mark_z_split(self, model: nn.Module) -> None:
-        """Put weights split over z on DeepSpeed's expert path."""
-        if not self._z_split:
-            return
-        name = self._group_name
-        for table, ranks, axis in (
-            (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS, "z"),
-            (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS, "data"),
-        ):
-            table[name] = self.mesh.group(axis)
-            ranks[name] = dist.get_process_group_ranks(self.mesh.group(axis))
+        It sums over the group given here, and divides by gz·gdata.
+        """
+        grid, found = self.mesh.grid, False
+        # DeepSpeed reads the third word as a size.
+        names = {
+            "data": f"ep_size_{grid.gz}_axonn_{grid.gx}x{grid.gy}x{grid.gdata}",
+            "tokens": f"ep_size_{grid.gy}_axonn_tokens_{grid.gx}x{grid.gz}x{grid.gdata}",
+        }
         for parameter in model.parameters():
-            if layout_of(parameter).over_z:
-                parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
+            axis = layout_of(parameter).sum_axis
+            if self.mesh.group(axis) is self.mesh.group("batch"):
+                continue
+            name = names[axis]
+            for table, ranks, group in (
+                (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS, "z" if axis == "data" else "y"),
+                (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS, axis),
+            ):
+                table[name] = self.mesh.group(group)
+                ranks[name] = dist.get_process_group_ranks(self.mesh.group(group))
+            parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
+            found |= parameter.requires_grad
+        return found
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
-        self.has_moe_layers = self.has_moe_layers or self._z_split
+        self.has_moe_layers = self.has_moe_layers or self._apart
         # One checkpoint file for each (x, y, z); the replicas along data need none.
         at, grid = self.mesh.coordinates, self.mesh.grid
         self.checkpoint_mp_rank = at["x"] + grid.gx * (at["y"] + grid.gy * at["z"])
@@ -202,7 +213,7 @@ class AxonnEngine(GridCheckpoints):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if isinstance(client_optimizer, torch.optim.Optimizer) and callable(self.client_lr_scheduler):
             self.client_lr_scheduler = self.client_lr_scheduler(client_optimizer)
-        if self._z_split:
+        if self._apart:
             if client_optimizer is None:
                 model_parameters = split_groups(model_parameters)
             else:

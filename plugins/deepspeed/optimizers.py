@@ -32,8 +32,9 @@ class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
         for group, parameters in enumerate(self.params_in_partition):
             gradients = (g for g in self.averaged_gradients[group] if not getattr(g, "_zero_padding", False))
             for gradient, parameter in zip(gradients, parameters, strict=False):
-                # Under ZeRO every rank of z and data holds another partition: only x and y hold replicas.
-                if layout_of(parameter).counted_here(self.mesh.coordinates, axes=("x", "y")):
+                # Under ZeRO every rank of the group that sums a gradient holds another partition, so none is a replica.
+                layout = layout_of(parameter)
+                if layout.counted_here(self.mesh.coordinates, axes={"x", "y"} - set(layout.partial)):
                     total += gradient.double().square().sum()
         dist.all_reduce(total)
         return (total.sqrt() if total.isfinite() else -torch.ones_like(total)).float()

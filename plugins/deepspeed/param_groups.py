@@ -1,4 +1,4 @@
-"""Parameter groups in which weights split over z stand apart, as DeepSpeed wants its experts."""
+"""Parameter groups in which what is summed over other groups stands apart, as DeepSpeed wants its experts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 _PER_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
-def _over_z(parameter: Any) -> bool:
+def _apart(parameter: Any) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
 def split_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups with the z-split weights of each group in a group of their own behind all others, same settings.
+    """Groups with the members of each group that are summed elsewhere in groups of their own behind all others, same settings.
 
     Args:
         parameters: parameters, or an optimizer's groups; marked by `AxonnEngine`.
@@ -25,13 +25,20 @@ def split_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     dense, apart = [], []
     for source, group in enumerate(groups):
         members: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        names = {p.group_name for p in members if _over_z(p)}
-        group["params"] = [p for p in members if not _over_z(p)]
+        names = {p.group_name for p in members if _apart(p)}
+        group["params"] = [p for p in members if not _apart(p)]
         group.setdefault("moe", False)
         group["axonn_source"] = source
         dense.append(group)
         for name in sorted(names):
-            apart.append({**group, "params": [p for p in members if _over_z(p)], "moe": True, "name": name})
+            apart.append(
+                {
+                    **group,
+                    "params": [p for p in members if _apart(p) and p.group_name == name],
+                    "moe": True,
+                    "name": name,
+                }
+            )
     return [group for group in dense + apart if group["params"]]
 
 

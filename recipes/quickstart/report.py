@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from axonn_tp import Collective, Grid, LayerPlan, Layout, Placement, place
 from plugins.config import TensorParallel, parse
+from plugins.deepspeed.engine import options
 from recipes.models.gpt import GPT
 from recipes.quickstart.settings import Settings
 
@@ -26,7 +28,7 @@ class Plan:
     Attributes:
         grid: the grid.
         parameters: of the whole model.
-        local: parameters on one rank, those split over z and those that are not.
+        local: parameters on one rank, by the group that sums their gradients.
         matmul: parameters that multiply activations, for FLOP counts.
         model: collectives of one step's forward and backward pass, on one rank.
         optimizer: collectives of one step's gradient sums and ZeRO-1 gathers, on one rank.
@@ -35,7 +37,7 @@ class Plan:
 
     grid: Grid
     parameters: int
-    local: tuple[int, int]
+    local: dict[str, int]
     matmul: int
     model: list[Collective]
     optimizer: list[Collective]
@@ -57,8 +59,9 @@ def plan(settings: Settings, grid: Grid, layers: dict[str, LayerPlan]) -> Plan:
     """
     with torch.device("meta"):
         model = GPT(settings.model)
-    placements = place(model, grid, layers)
-    split, whole = _local_parameters(model, placements, grid)
+    placements = place(model, grid, layers, options(block_of(settings)))
+    local = _local_parameters(model, placements, grid)
+    held = sum(local.values())
     rows = settings.batch // grid.batch * settings.context
     communicated = [
         collective
@@ -67,15 +70,15 @@ def plan(settings: Settings, grid: Grid, layers: dict[str, LayerPlan]) -> Plan:
     ]
     stage = settings.ds_config()["zero_optimization"]["stage"]
     size = ITEMSIZE[settings.precision]
-    shared = (split / grid.gdata + whole / grid.batch) if stage else split + whole
-    state: dict[str, float] = {"weights": (split + whole) * size, "gradients": (split + whole) * size}
+    shared = sum(count / _SUMMED[axis](grid) for axis, count in local.items()) if stage else held
+    state: dict[str, float] = {"weights": held * size, "gradients": held * size}
     # AdamW keeps two moments; ZeRO and half precision keep a float32 master besides.
     masters = 12 if settings.precision != "fp64" else 16
     state["optimizer state"] = shared * masters
     return Plan(
         grid,
         sum(p.numel() for p in model.parameters()),
-        (split, whole),
+        local,
         sum(
             p.numel()
             for n, p in model.named_parameters()
@@ -83,34 +86,37 @@ def plan(settings: Settings, grid: Grid, layers: dict[str, LayerPlan]) -> Plan:
         )
         + (model.tokens.weight.numel() if settings.tied else 0),
         communicated,
-        _optimizer_collectives(split, whole, grid, stage),
+        _optimizer_collectives(local, grid, stage),
         state,
     )
 
 
-def _local_parameters(model: GPT, placements: list[Placement], grid: Grid) -> tuple[int, int]:
+_SUMMED: dict[str, Callable[[Grid], int]] = {
+    "data": lambda grid: grid.gdata,
+    "batch": lambda grid: grid.batch,
+    "tokens": lambda grid: grid.gx * grid.batch,
+}
+
+
+def _local_parameters(model: GPT, placements: list[Placement], grid: Grid) -> dict[str, int]:
     layouts: dict[int, Layout] = {}
     for placement in placements:
         for name, layout in placement.layouts().items():
             layouts[id(getattr(placement.module, name))] = layout
-    split = whole = 0
+    held: dict[str, int] = defaultdict(int)
     for parameter in model.parameters():
         layout = layouts.get(id(parameter), Layout(tuple(parameter.shape)))
-        if layout.over_z:
-            split += layout.local_numel(grid)
-        else:
-            whole += layout.local_numel(grid)
-    return split, whole
+        # Groups of as many ranks are the same group.
+        axis = layout.sum_axis if _SUMMED[layout.sum_axis](grid) != grid.batch else "batch"
+        held[axis] += layout.local_numel(grid)
+    return held
 
 
-def _optimizer_collectives(split: int, whole: int, grid: Grid, stage: int) -> list[Collective]:
-    """Gradients are summed over data, or z and data; ZeRO-1 then gathers each rank's part of the updated weights."""
+def _optimizer_collectives(local: dict[str, int], grid: Grid, stage: int) -> list[Collective]:
+    """Gradients are summed as the layouts say; ZeRO-1 then gathers each rank's part of the updated weights."""
     made = []
-    apart = grid.gz > 1
-    sums = (
-        [("data", grid.gdata, split), ("batch", grid.batch, whole)] if apart else [("batch", grid.batch, split + whole)]
-    )
-    for axis, size, elements in sums:
+    for axis, elements in local.items():
+        size = _SUMMED[axis](grid)
         made.append(Collective("all_reduce", axis, size, elements))
         if stage:
             made.append(Collective("all_gather", axis, size, -(-elements // size)))
@@ -121,7 +127,7 @@ def text(settings: Settings, counted: Plan, where: str) -> str:
     """The report to read."""
     grid = counted.grid
     size = ITEMSIZE[settings.precision]
-    held = sum(counted.local)
+    held = sum(counted.local.values())
     lines = [
         f"byte-level GPT: {settings.layers} layers, {settings.heads} heads, hidden {settings.hidden}, "
         f"{counted.parameters:,} parameters; {settings.precision}, {where}",
@@ -140,8 +146,8 @@ def text(settings: Settings, counted: Plan, where: str) -> str:
     if not totals:
         lines.append("  nothing: there is one rank")
     for (axis, what), (calls, sent) in totals.items():
-        name = "z and data" if axis == "batch" else axis
-        lines.append(f"  {name:<10} {what:<20} {calls:>4} collectives {float(sent) / MIB:>9.2f} MiB")
+        name = {"batch": "z and data", "tokens": "x, z and data", "model": "x and y"}.get(axis, axis)
+        lines.append(f"  {name:<13} {what:<20} {calls:>4} collectives {float(sent) / MIB:>9.2f} MiB")
     return "\n".join(lines)
 
 

@@ -83,7 +83,7 @@ def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Coun
         sums,
         Counter((c.op, c.size, c.elements) for c in rest),
         held,
-        sum(plan.local),
+        sum(plan.local.values()),
     )
 
 
