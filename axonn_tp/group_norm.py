@@ -151,6 +151,7 @@ class GroupNorm(Split, nn.GroupNorm):
             ValueError: the input is not this rank's share of the channels.
         """
         share = share_of(self.mesh.grid, self.mesh.coordinates, self.axes)
+        self.mesh.split_over = self.axes
         if share.count == 1:
             return super().forward(input)
         if input.shape[1] * share.count != self.num_channels:

@@ -77,9 +77,9 @@ def _features(module: nn.Module) -> int:
     return len(weight)
 
 
-def rms_norm_layout(features: int) -> Layout:
-    """Layout of the weight: split like the features."""
-    return Layout((features,), ((0, "y"),))
+def rms_norm_layout(features: int, scattered: bool = False) -> Layout:
+    """Layout of the weight: split like the features; where tokens are scattered over x, every x sees others."""
+    return Layout((features,), ((0, "y"),), partial=("x",) if scattered else ())
 
 
 def rms_norm_collectives(tokens: int, grid: Grid) -> list[Collective]:
@@ -112,15 +112,17 @@ class RMSNorm(Split):
     """An RMSNorm over a mesh: (…, features/gy) → the same, weight split over y. Mixed into the class of the serial layer."""
 
     features: int
+    split_over: tuple[str, ...]
 
     @classmethod
-    def convert(cls, module: nn.Module, mesh: Mesh) -> None:
-        """Turn an RMSNorm that holds its full weight into this class, in place."""
+    def convert(cls, module: nn.Module, mesh: Mesh, scattered: bool = False) -> None:
+        """Turn an RMSNorm that holds its full weight into this class, in place; `scattered`: tokens are, over x."""
         features = _features(module)
         become(module, cls, nn.Module)
         assert isinstance(module, cls)
         module.features = features
-        module._split(mesh, {"weight": rms_norm_layout(features)})
+        module.split_over = ("x", "y") if scattered else ("y",)
+        module._split(mesh, {"weight": rms_norm_layout(features, scattered)})
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise whole rows of which this rank holds 1/gy.
@@ -129,6 +131,7 @@ class RMSNorm(Split):
             ValueError: the input is not this rank's share of the features.
         """
         gy = self.mesh.size("y")
+        self.mesh.split_over = self.split_over
         if gy == 1:
             return super().forward(input)
         if input.shape[-1] * gy != self.features:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from axonn_tp import Grid, Mesh
+from axonn_tp import Grid, LayerPlan, Mesh, place
 from axonn_tp.group_norm import GroupNorm, check_group_norm, group_norm_collectives
 from axonn_tp.rms_norm import RMSNorm, check_rms_norm, is_rms_norm, rms_norm_collectives
 from axonn_tp.share import Share, share_of
 from plugins.ledger import Ledger
+from tests.axonn_tp.test_grids import train_one_step
 from tests.distributed import run_ranks
 
 
@@ -120,3 +121,57 @@ def test_sizes_the_grid_cannot_split() -> None:
         check_rms_norm(nn.LayerNorm(12), Grid(), "a")
     with pytest.raises(ValueError, match="12 channels do not divide by gx \\* gy = 8"):
         check_group_norm(nn.GroupNorm(3, 12), Grid(gx=4, gy=2), ("x", "y"), "a")
+
+
+class GatedBlocks(nn.Module):
+    """A residual stream behind RMSNorms of both kinds, with gated MLPs and a smoothed loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(30, 16)
+        self.norms = nn.ModuleList([nn.RMSNorm(16), LlamaRMSNorm(16)])
+        self.gate, self.up = (nn.ModuleList(nn.Linear(16, 24, bias=False) for _ in range(2)) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(24, 16, bias=False) for _ in range(2))
+        self.head = nn.Linear(16, 30)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=3)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for norm, gate, up, down in zip(self.norms, self.gate, self.up, self.down, strict=True):
+            normal = norm(x)
+            x = x + down(nn.functional.silu(gate(normal)) * up(normal))
+        return self.loss(self.head(x).flatten(0, 1), targets.flatten())
+
+
+PLAN = {
+    "tokens": LayerPlan("embedding"),
+    "norms.*": LayerPlan("norm"),
+    "gate.*": LayerPlan("normal"),
+    "up.*": LayerPlan("normal"),
+    "down.*": LayerPlan("transposed"),
+    "head": LayerPlan("head"),
+    "loss": LayerPlan("loss"),
+}
+
+
+def a_gated_model() -> list:
+    # Every rank's share of the batch has as many targets that count, so that the mean of means is the mean.
+    ids = torch.arange(40).view(8, 5) * 7 % 30
+    targets = (ids + 4).masked_fill(torch.arange(5) == 2, 3) % 30
+    targets = targets.where((targets != 3) | (torch.arange(5) == 2), torch.tensor(5))
+    return [
+        (str(grid), train_one_step(GatedBlocks, PLAN, lambda model, *pair: model(*pair), (ids, targets), Mesh(grid)))
+        for grid in (Grid(2, 2), Grid(1, 2, 2), Grid(1, 4), Grid(4))
+    ]
+
+
+def test_a_plan_with_rms_norms_gated_layers_and_a_smoothed_loss() -> None:
+    for found in run_ranks(a_gated_model, 4):
+        for grid, errors in found:
+            assert max(errors.values()) < 1e-10, (grid, errors)
+
+
+def test_a_group_norm_needs_a_normal_layer_before_it() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8))
+    with pytest.raises(ValueError, match="group_norm needs channels split over x"):
+        place(model, Grid(), {"1": LayerPlan("group_norm")})

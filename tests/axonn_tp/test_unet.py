@@ -1,14 +1,27 @@
-"""The U-Net recipe by itself."""
+"""The U-Net recipe by itself, and on every grid against itself."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
+import axonn_tp
+from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of, place
+from axonn_tp.collectives import all_reduce
+from axonn_tp.options import LAYOUTS
 from recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
+from recipes.models.unet_plan import unet_plan
+from tests.distributed import run_ranks
 
 SMALL = UNetConfig(3, 16, (1, 2, 3), 1, (1,), heads=4, groups=8, zero_init=False)
+# Groups of four channels and more, which the cuts between eight ranks go through.
+SPLIT = UNetConfig(3, 16, (1, 2), 1, (1,), heads=8, groups=4, zero_init=False)
 
 
 def batch(images: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,3 +65,88 @@ def test_schedule_keeps_all_signal_at_first_and_none_at_last() -> None:
 def test_sizes_that_cannot_be(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         UNetConfig(**options)
+
+
+def errors_of(
+    serial: nn.Module, parallel: nn.Module, mesh: Mesh, of: Callable[[nn.Parameter], torch.Tensor | None]
+) -> float:
+    """Largest error of what `of` reads from the parameters, all gathered in one go."""
+    mine = [of(p) for p in parallel.parameters()]
+    sizes = [t.numel() for t in mine]
+    flat = torch.cat([t.reshape(-1) for t in mine])
+    shares = [torch.empty_like(flat) for _ in range(mesh.grid.world)]
+    dist.all_gather(shares, flat)
+    by_parameter = zip(*(share.split(sizes) for share in shares), strict=True)
+    error = 0.0
+    for ours, (name, p), pieces in zip(parallel.parameters(), serial.named_parameters(), by_parameter, strict=True):
+        whole = layout_of(ours).assemble([piece.view_as(ours) for piece in pieces], mesh.grid)
+        assert whole.shape == p.shape, name
+        error = max(error, (whole - of(p)).abs().max().item())
+    return error
+
+
+def one_step(config: UNetConfig, mesh: Mesh, options: Options) -> dict[str, float]:
+    """Errors of the loss, the gradients and the weights after one step against the serial model."""
+    torch.manual_seed(7)
+    serial = UNet(config).double()
+    inputs = batch(8, 4)
+    parallel = axonn_tp.parallelize(copy.deepcopy(serial), mesh, unet_plan(config), options)
+    expected = serial(*inputs)
+    expected.backward()
+    mine = parallel(*(mesh.shard_batch(tensor) for tensor in inputs))
+    mine.backward()
+    axonn_tp.sync_gradients(parallel.parameters(), mesh)
+    loss = all_reduce(mine.detach().clone(), mesh, "batch") / mesh.grid.batch
+    errors = {
+        "loss": (loss - expected).abs().item(),
+        "gradients": errors_of(serial, parallel, mesh, lambda p: p.grad),
+    }
+    for model in (serial, parallel):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return errors | {"weights": errors_of(serial, parallel, mesh, lambda p: p.data)}
+
+
+def on_grids(config: UNetConfig) -> dict[str, dict[str, float]]:
+    found = {}
+    for index, grid in enumerate(factorisations(dist.get_world_size())):
+        mesh = Mesh(grid)
+        for layout in LAYOUTS if grid == Grid(2, 2, 2) else (LAYOUTS[index % 2],):
+            found[f"{grid} {layout}"] = one_step(config, mesh, Options(layout=layout))
+    return found
+
+
+def test_every_grid() -> None:
+    for grids in run_ranks(on_grids, 8, SPLIT):
+        for grid, errors in grids.items():
+            assert max(errors.values()) < 1e-10, (grid, errors)
+
+
+def test_every_matrix_is_split() -> None:
+    with torch.device("meta"):
+        model = UNet(SPLIT)
+    placed = {placement.name: placement.kind for placement in place(model, Grid(2, 2, 2), unet_plan(SPLIT))}
+    matrices = {name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    assert matrices <= set(placed)
+    assert placed["down.0.block.conv1"] == "normal" and placed["middle1.block.norm2"] == "group_norm"
+    assert {name for name, kind in placed.items() if kind == "self_contained"} == {
+        name
+        for name in matrices
+        if name in ("first", "last") or name.endswith(("skip", "resample.conv")) or "downsample" in name
+    }
+
+
+def verified() -> list:
+    mesh = Mesh.create(2, 2)
+    wrong = {**unet_plan(SPLIT), "*.qkv": LayerPlan("normal")}
+    found = []
+    for plan in (unet_plan(SPLIT), wrong):
+        torch.manual_seed(7)
+        model = axonn_tp.parallelize(UNet(SPLIT).double(), mesh, plan)
+        inputs = batch(2, 4)
+        found.append(axonn_tp.first_difference(model, lambda model=model, inputs=inputs: model(*inputs), mesh, 1e-6))
+    return found
+
+
+def test_a_wrong_plan_is_found_among_convolutions() -> None:
+    for right, wrong in run_ranks(verified, 4):
+        assert right is None and wrong[0].endswith("proj")
