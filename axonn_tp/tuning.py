@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from axonn_tp.product import Matmul
 from axonn_tp.tuning_cache import Machine, read_times, write_times
 
 MODES = ("NN", "NT", "TN")
@@ -172,6 +173,35 @@ class Tuner:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([f"matmuls on {self._machine.device}, ms", *lines])
+
+
+class TunedMatmul(Matmul):
+    """The three products of a linear, each through a tuner.
+
+    Args:
+        tuner: shared by all layers of a model.
+    """
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner = tuner
+
+    def __deepcopy__(self, memo: dict) -> TunedMatmul:
+        """A copied model goes on with what was measured."""
+        return self
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """O = I·Wᵀ, an NT product."""
+        output = self.tuner.matmul(input.reshape(-1, input.shape[-1]), weight.t())
+        output = output.view(*input.shape[:-1], weight.shape[0])
+        return output if bias is None else output + bias
+
+    def grad_input(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        """The input's gradient dO·W, an NN product."""
+        return self.tuner.matmul(grad.reshape(-1, grad.shape[-1]), weight).view(shape)
+
+    def grad_weight(self, grad: Tensor, input: Tensor, shape: torch.Size) -> Tensor:
+        """The weight's gradient dOᵀ·I, a TN product."""
+        return self.tuner.matmul(grad.reshape(-1, grad.shape[-1]).t(), input.reshape(-1, input.shape[-1]))
 
 
 def _name(product: Product) -> str:

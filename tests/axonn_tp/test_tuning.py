@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_tp.tuning import MODES, Product, Tuner, matmul_as, measure, product_of
+from axonn_tp.product import Matmul
+from axonn_tp.tuning import MODES, Product, TunedMatmul, Tuner, matmul_as, measure, product_of
 from axonn_tp.tuning_cache import Machine, read_times, write_times
 from tests.distributed import run_ranks
 
@@ -55,6 +56,23 @@ def test_the_three_products_of_a_linear_are_the_three_modes() -> None:
         "NN",
         "TN",
     ]
+
+
+@pytest.mark.parametrize("fastest", [0, 1, 2])
+def test_the_operation_of_a_linear_through_a_tuner(fastest: int) -> None:
+    def timer(runs: list, device: torch.device) -> list[float]:
+        return [1.0 if index == fastest else 9.0 for index in range(len(runs))]
+
+    operation, plain = TunedMatmul(Tuner(CPU, timer=timer)), Matmul()
+    input, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((2, 4, 6), (5, 6), (5,)))
+    grad = torch.randn(2, 4, 5, dtype=torch.float64)
+    for got, expected in (
+        (operation.forward(input, weight, bias), plain.forward(input, weight, bias)),
+        (operation.grad_input(grad, weight, input.shape), plain.grad_input(grad, weight, input.shape)),
+        (operation.grad_weight(grad, input, weight.shape), plain.grad_weight(grad, input, weight.shape)),
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert {product.given for product in operation.tuner.times} == set(MODES)
 
 
 def test_the_fastest_is_kept_and_asked_for_once() -> None:
