@@ -15,9 +15,12 @@ from fnmatch import fnmatchcase
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.collectives import Collective
+from axonn_tp.conv import Conv, check_conv, conv_collectives, conv_layout, is_conv, positions_made
 from axonn_tp.embedding import Embedding, check_embedding, embedding_collectives, embedding_layout
+from axonn_tp.group_norm import GroupNorm, check_group_norm, group_norm_layout
 from axonn_tp.layout import Layout, layout_of
 from axonn_tp.linear import Linear, LinearSplit, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss, check_loss, loss_collectives
@@ -25,27 +28,30 @@ from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.norm import LayerNorm, check_norm, norm_collectives, norm_layout
 from axonn_tp.options import Options
 from axonn_tp.overlap import Gathers
+from axonn_tp.rms_norm import RMSNorm, check_rms_norm, is_rms_norm, rms_norm_collectives, rms_norm_layout
 from axonn_tp.weight import Split, SplitWeight
 
 KINDS: dict[str, str] = {
-    "normal": "linear: contracts over y, output split over x",
-    "transposed": "linear: contracts over x, output split over y, or whole where no embedding starts a split stream",
+    "normal": "linear or convolution: contracts over y, output split over x",
+    "transposed": "linear or convolution: contracts over x, output split over y, or whole where no embedding starts a split stream",
     "head": "linear: like normal, its output features padded to a multiple of gx",
-    "self_contained": "linear: whole features in and out, sizes padded where needed; what an unnamed nn.Linear becomes",
+    "self_contained": "linear or convolution: whole features in and out, sizes padded where needed; what unnamed ones become",
     "embedding": "embedding: vocabulary over x, features over y; from here on features are split over y",
-    "norm": "LayerNorm over features split over y",
+    "norm": "LayerNorm or RMSNorm over features split over y",
+    "group_norm": "GroupNorm between a normal and a transposed layer, over channels split as the normal one leaves them",
     "loss": "CrossEntropyLoss over a vocabulary split over x",
     "replicated": "left as it is, the same on every rank of x and y",
 }
-_CLASSES: dict[str, type[nn.Module]] = {
-    "normal": nn.Linear,
-    "transposed": nn.Linear,
-    "head": nn.Linear,
-    "self_contained": nn.Linear,
-    "embedding": nn.Embedding,
-    "norm": nn.LayerNorm,
-    "loss": nn.CrossEntropyLoss,
-    "replicated": nn.Module,
+_CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
+    "normal": (nn.Linear, _ConvNd),
+    "transposed": (nn.Linear, _ConvNd),
+    "head": (nn.Linear,),
+    "self_contained": (nn.Linear, _ConvNd),
+    "embedding": (nn.Embedding,),
+    "norm": (nn.LayerNorm, nn.RMSNorm),
+    "group_norm": (nn.GroupNorm,),
+    "loss": (nn.CrossEntropyLoss,),
+    "replicated": (nn.Module,),
 }
 
 
@@ -70,28 +76,44 @@ class Placement:
     scatter_tokens: bool = False
     classes: int | None = None
     tied: bool = False
+    scatter: bool = False
 
     def layouts(self) -> dict[str, Layout]:
         """Layouts of the module's own parameters, by name."""
         module = self.module
         own = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+        if isinstance(module, _ConvNd) and self.split is not None:
+            bias = {"bias": self.split.bias_layout(module.out_channels)} if "bias" in own else {}
+            return {"weight": conv_layout(module, self.split), **bias}
         if self.split is not None:
             bias = {"bias": self.split.bias_layout(own["weight"][0])} if "bias" in own else {}
             return {"weight": self.split.weight_layout(*own["weight"]), **bias}
         if self.kind == "embedding":
             return {"weight": embedding_layout(own["weight"], self.tied)}
+        if self.kind == "group_norm":
+            return {name: group_norm_layout(shape[0], self.inner_axes) for name, shape in own.items()}
+        if not isinstance(module, nn.LayerNorm):
+            return {name: rms_norm_layout(shape[0], self.scatter_tokens) for name, shape in own.items()}
         return {name: norm_layout(shape, self.scatter_tokens) for name, shape in own.items()}
 
     def collectives(self, tokens: int, grid: Grid) -> list[Collective]:
-        """What one forward and backward pass over `tokens` rows of this rank's x-y plane communicates."""
+        """What one forward and backward pass over `tokens` rows of this rank's x-y plane communicates.
+
+        Rows of a convolution are images × positions of its input; its padding is taken to keep the image's size. What
+        a GroupNorm communicates, where a group is cut, depends on the number of images and is left out.
+        """
         module = self.module
+        if isinstance(module, _ConvNd) and self.split is not None:
+            made = positions_made(module, tokens)
+            return conv_collectives(module, tokens, made, grid, self.split, self.options.reshard_after_forward)
         if self.split is not None:
             again = self.options.reshard_after_forward
             return linear_collectives(tokens, module.in_features, module.out_features, grid, self.split, again)  # type: ignore[arg-type]
         if self.kind == "embedding":
             return embedding_collectives(tokens, self.layouts()["weight"], grid, self.scatter_tokens)
         if self.kind == "norm":
-            return norm_collectives(tokens // grid.gx if self.scatter_tokens else tokens, grid)
+            count = norm_collectives if isinstance(module, nn.LayerNorm) else rms_norm_collectives
+            return count(tokens // grid.gx if self.scatter_tokens else tokens, grid)
         if self.kind == "loss":
             return loss_collectives(tokens, grid, self.loss_axes, module.label_smoothing)  # type: ignore[arg-type]
         return []
@@ -100,6 +122,11 @@ class Placement:
     def loss_axes(self) -> tuple[str, ...]:
         """Axes over which the classes of a loss are split."""
         return ("x", "y") if self.options.scattered else ("x",)
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes over which the channels between a normal and a transposed layer are split."""
+        return ("x", "y") if self.scatter else ("x",)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -139,10 +166,12 @@ def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, La
                 f"plan {pattern!r} matches no layer of {type(model).__name__}; the nearest name is {near[0] if near else 'none'!r}"
             )
         for name in matches:
-            if not isinstance(modules[name], _CLASSES[layer.kind]):
+            rms_norm = layer.kind == "norm" and is_rms_norm(modules[name])
+            if not rms_norm and not isinstance(modules[name], _CLASSES[layer.kind]):
+                takes = " or ".join("convolution" if c is _ConvNd else c.__name__ for c in _CLASSES[layer.kind])
                 raise ValueError(
                     f"plan {pattern!r}: layer {name} is a {type(modules[name]).__name__}, and {layer.kind} takes "
-                    f"a {_CLASSES[layer.kind].__name__}; narrow the pattern"
+                    f"a {takes}; narrow the pattern"
                 )
             named.setdefault(name, layer)
     return named
@@ -156,7 +185,7 @@ def place(
     Args:
         model: the serial model, on any device including meta.
         grid: the grid.
-        plan: `LayerPlan` by name pattern (``*`` matches anything); linears it does not name become self-contained.
+        plan: `LayerPlan` by name pattern (``*`` matches anything); linears and convolutions it does not name become self-contained.
         options: of these the layout decides how activations travel.
 
     Returns:
@@ -171,6 +200,10 @@ def place(
     if "norm" in kinds and not stream_split:
         raise ValueError(
             "plan: norm needs features split over y, which an embedding layer starts; name the embedding, or leave norms out"
+        )
+    if "group_norm" in kinds and "normal" not in kinds:
+        raise ValueError(
+            "plan: group_norm needs channels split over x, which a normal layer before it makes; name that layer, or leave group norms out"
         )
     if "loss" in kinds and "head" not in kinds:
         raise ValueError(
@@ -188,25 +221,36 @@ def place(
             continue
         layer = named.get(name)
         if layer is None:
-            free = _is_linear(module) and id(module) not in attention and holders[id(module.weight)] == 1  # type: ignore[arg-type]
+            free = (
+                (_is_linear(module) or is_conv(module))
+                and id(module) not in attention
+                and holders[id(module.weight)] == 1
+            )  # type: ignore[arg-type]
             if not free:
                 continue
             layer = LayerPlan("self_contained")
         if layer.kind == "replicated":
             continue
         split = None
-        if _CLASSES[layer.kind] is nn.Linear:
-            split = _linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scattering.get(name, False))
-            split.check(module.out_features, module.in_features, grid, name)  # type: ignore[arg-type]
+        scatter = scattering.get(name, False)
+        if nn.Linear in _CLASSES[layer.kind]:
+            split = _linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scatter)
+            if isinstance(module, _ConvNd):
+                check_conv(module, split, grid, name)
+            else:
+                split.check(module.out_features, module.in_features, grid, name)  # type: ignore[arg-type]
         elif layer.kind == "embedding":
             check_embedding(module, grid, name)  # type: ignore[arg-type]
         elif layer.kind == "norm":
-            check_norm(module, grid, name)  # type: ignore[arg-type]
+            check = check_norm if isinstance(module, nn.LayerNorm) else check_rms_norm
+            check(module, grid, name)  # type: ignore[arg-type]
+        elif layer.kind == "group_norm":
+            check_group_norm(module, grid, ("x", "y") if scatter else ("x",), name)  # type: ignore[arg-type]
         elif layer.kind == "loss":
             check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
         classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
         tied = layer.kind == "embedding" and id(module.weight) in heads
-        placements.append(Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied))
+        placements.append(Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter))
     _check_shared(placements, model)
     return placements
 
@@ -242,10 +286,12 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
         kind = named[name].kind if name in named else None
         if kind == "head":
             found[name] = True
-        elif kind == "normal" and isinstance(module, nn.Linear):
-            plan = named[name]
+        elif kind == "normal":
+            plan, n = named[name], getattr(module, "out_features", None) or module.out_channels
             pair.append(name)
-            can &= LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(module.out_features, grid)
+            can &= LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(n, grid)  # type: ignore[arg-type]
+        elif kind == "group_norm":
+            pair.append(name)
         elif kind == "transposed":
             found |= dict.fromkeys([*pair, name], can)
             pair, can = [], True
@@ -413,12 +459,17 @@ def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:
     module = placement.module
-    if placement.split is not None:
+    if isinstance(module, _ConvNd) and placement.split is not None:
+        Conv.convert(module, mesh, placement.split, placement.options)
+    elif placement.split is not None:
         Linear.convert(module, mesh, placement.split, placement.options)  # type: ignore[arg-type]
     elif placement.kind == "embedding":
         Embedding.convert(module, mesh, placement.scatter_tokens, placement.tied)  # type: ignore[arg-type]
     elif placement.kind == "norm":
-        LayerNorm.convert(module, mesh, placement.scatter_tokens)  # type: ignore[arg-type]
+        norm = LayerNorm if isinstance(module, nn.LayerNorm) else RMSNorm
+        norm.convert(module, mesh, placement.scatter_tokens)  # type: ignore[arg-type]
+    elif placement.kind == "group_norm":
+        GroupNorm.convert(module, mesh, placement.inner_axes)  # type: ignore[arg-type]
     else:
         CrossEntropyLoss.convert(module, mesh, placement.loss_axes, placement.classes)  # type: ignore[arg-type]
     if isinstance(module, SplitWeight):

@@ -15,19 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.collectives import all_reduce, whole_parameter
+from axonn_tp.conv import Conv
 from axonn_tp.embedding import Embedding
+from axonn_tp.group_norm import GroupNorm
 from axonn_tp.layout import layout_of
 from axonn_tp.linear import Linear
 from axonn_tp.loss import CrossEntropyLoss
 from axonn_tp.mesh import Mesh
 from axonn_tp.norm import LayerNorm
+from axonn_tp.rms_norm import RMSNorm
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     Linear: nn.Linear,
     Embedding: nn.Embedding,
     LayerNorm: nn.LayerNorm,
+    GroupNorm: nn.GroupNorm,
     CrossEntropyLoss: nn.CrossEntropyLoss,
 }
+# Mixed into whatever class the layer had.
+_MIXED = (Conv, RMSNorm)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -38,7 +44,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 @contextmanager
 def as_serial(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     """Inside, the model computes as the serial one: each split layer gathers its weight, uses it and lets it go."""
-    split = [module for module in model.modules() if isinstance(module, tuple(_PLAIN))]
+    split = [module for module in model.modules() if isinstance(module, (*_PLAIN, *_MIXED))]
 
     def gather(module: nn.Module, inputs: Any) -> None:
         shards[id(module)] = dict(module._parameters)
@@ -65,13 +71,16 @@ def _signs(width: int, like: Tensor) -> Tensor:
     return (torch.randint(2, (width,), generator=generator) * 2 - 1).to(like.device, torch.float64)
 
 
-def _columns(module: Linear, output: Tensor, whole: bool, mesh: Mesh) -> tuple[Tensor, Tensor]:
+def _columns(module: Linear | Conv, output: Tensor, whole: bool, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """This rank's share of an output, and the signs of its columns."""
     split = module.split
-    signs = _signs(module.out_features, output)
+    # Features last, and tokens before them.
+    output = output.movedim(module.operation.features, -1)
+    width = module.layouts["bias"].shape[0]
+    signs = _signs(width, output)
     if split.gives == "whole":
         return output.double(), signs
-    missing = module.layouts["weight"].padded(mesh.grid)[0] - module.out_features
+    missing = module.layouts["bias"].padded(mesh.grid)[0] - width
     signs = F.pad(signs, (0, missing))
     output = F.pad(output, (0, missing)) if whole else output
     for axis in (split.output, split.contracted) if split.gives == "features" else (split.output,):
@@ -104,12 +113,12 @@ def first_difference(
     ends = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and (module.split.transposed or module.split.pad_vocabulary)
+        if isinstance(module, (Linear, Conv)) and (module.split.transposed or module.split.pad_vocabulary)
     }
     seen: dict[str, list[Tensor]] = {name: [] for name in ends}
     whole = False
 
-    def note(name: str, module: Linear) -> Callable[[nn.Module, Any, Tensor], None]:
+    def note(name: str, module: Linear | Conv) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
             columns, signs = _columns(module, output, whole, mesh)
             seen[name].append(columns @ signs)

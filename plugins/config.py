@@ -18,7 +18,9 @@ from pydantic_core import PydanticCustomError
 
 from plugins import __version__
 
-LayerKind = Literal["normal", "transposed", "head", "self_contained", "embedding", "norm", "loss", "replicated"]
+LayerKind = Literal[
+    "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
+]
 LATER_SYSTEMS = {"ted": "TED", "samo": "SAMO", "pccl": "PCCL", "pipeline": "the message-driven pipeline"}
 
 
@@ -39,10 +41,11 @@ class Layer(Block):
     """What the layers that match a pattern become."""
 
     kind: LayerKind = Field(
-        description="normal: linear that contracts over y and splits its output over x. transposed: the other way round. "
+        description="normal: linear or convolution that contracts over y and splits its output over x. transposed: the other way round. "
         "head: like normal, output padded to a multiple of gx. self_contained: linear with whole features in and out. "
         "embedding: vocabulary over x, features over y, which all layers after it then find split. "
-        "norm: LayerNorm over split features. loss: CrossEntropyLoss over a split vocabulary. replicated: left alone."
+        "norm: LayerNorm or RMSNorm over split features. group_norm: GroupNorm between a normal and a "
+        "transposed convolution. loss: CrossEntropyLoss over a split vocabulary. replicated: left alone."
     )
     parts: Size = Field(1, description="The output is this many equal matrices side by side, 3 for a fused q, k, v.")
     heads: Size | None = Field(None, description="Attention heads in each part; they are never cut.")
