@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_PER_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+from axonn_tp.checkpoint.optimizer import PER_GROUP_LISTS
 
 
 def _apart(parameter: Any) -> bool:
@@ -48,7 +48,7 @@ def extend_scheduler(scheduler: Any, groups: list[dict[str, Any]], before: int) 
         return
     for inner in getattr(scheduler, "_schedulers", []):
         extend_scheduler(inner, groups, before)
-    for name in _PER_GROUP_LISTS:
+    for name in PER_GROUP_LISTS:
         entries = getattr(scheduler, name, None)
         if isinstance(entries, list) and len(entries) == before:
             setattr(scheduler, name, [entries[group["axonn_source"]] for group in groups])

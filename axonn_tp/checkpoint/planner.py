@@ -1,0 +1,150 @@
+"""Planners of torch.distributed.checkpoint whose items are rectangles of the serial tensors."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from axonn_tp.layout import Layout
+from axonn_tp.mesh import Grid
+from axonn_tp.regions import Region, regions
+
+# A reader loads a whole stored piece to take a part of it.
+_PIECE_BYTES = 64 * 2**20
+
+
+def _serial() -> dict[str, int]:
+    return Grid().coordinates(0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A grid, and a rank's coordinates on it; the only rank of a serial run when nothing is given."""
+
+    grid: Grid = field(default_factory=Grid)
+    coordinates: Mapping[str, int] = field(default_factory=_serial)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of a serial tensor.
+
+    Attributes:
+        tensor: a tensor of the rank's local shape, or a flat part of it.
+        layout: how the serial tensor lies on the grid.
+        start: which element of the flattened local tensor `tensor` begins with, as in a ZeRO partition.
+    """
+
+    tensor: Tensor
+    layout: Layout
+    start: int = 0
+
+    def regions(self, place: Place) -> list[Region]:
+        """The rectangles of the serial tensor that are in `tensor`, flattened."""
+        stop = self.start + self.tensor.numel()
+        return regions(self.layout, place.grid, place.coordinates, self.start, stop)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes each rectangle once: of ranks that hold the same, torch picks the one with the least to write.
+
+    Args:
+        place: the grid, and this rank's place on it. The state dict holds `Shard`s.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.place = place
+        self._views: dict[MetadataIndex, Tensor] = {}
+
+    def set_up_planner(  # noqa: D102
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:  # noqa: D102
+        self.plan = SavePlan([item for name, shard in self.state_dict.items() for item in self._items(name, shard)])
+        return self.plan
+
+    def _items(self, name: str, shard: Shard) -> Iterator[WriteItem]:
+        flat = shard.tensor.detach().reshape(-1)
+        properties, size = TensorProperties(dtype=flat.dtype), torch.Size(shard.layout.shape)
+        for region in shard.regions(self.place):
+            for piece in region.pieces(_PIECE_BYTES // flat.element_size()):
+                index = MetadataIndex(name, piece.offsets)
+                self._views[index] = piece.view(flat)
+                yield WriteItem(
+                    index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(piece), properties, size)
+                )
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:  # noqa: D102
+        return self._views[index]
+
+
+class RegionLoadPlanner(LoadPlanner):
+    """Reads straight into the shards' memory.
+
+    Args:
+        place: the grid, and this rank's place on it. The state dict holds `Shard`s of contiguous tensors.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._views: dict[MetadataIndex, Tensor] = {}
+
+    def set_up_planner(  # noqa: D102
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self.shards, self.metadata = state_dict, metadata
+
+    def create_local_plan(self) -> LoadPlan:  # noqa: D102
+        return LoadPlan([item for name, shard in self.shards.items() for item in self._items(name, shard)])
+
+    def _items(self, name: str, shard: Shard) -> list[ReadItem]:
+        found, flat = shard.regions(self.place), shard.tensor.detach().view(-1)
+        if not found:
+            return []
+        for region in found:
+            self._views[MetadataIndex(name, region.offsets)] = region.view(flat)
+        stored = self.metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        return create_read_items_for_chunk_list(name, stored, [_chunk(region) for region in found])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:  # noqa: D102
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:  # noqa: D102
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: D102
+        raise AssertionError(f"{read_item.storage_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:  # noqa: D102
+        view = self._views[read_item.dest_index]
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: `resolve_tensor` gave the shard's own memory."""
+
+
+def _chunk(region: Region) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))

@@ -1,0 +1,69 @@
+"""The ranks that save or load together; alone where there is no mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from axonn_tp.checkpoint.files import CheckpointError
+from axonn_tp.checkpoint.planner import Place
+from axonn_tp.mesh import Mesh
+
+T = TypeVar("T")
+# A group of our own: a save in the background must not meet the training's collectives, and NCCL sends no objects.
+_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class Ranks:
+    """All ranks of a mesh, or this process alone.
+
+    Args:
+        mesh: None for a serial run.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.place, self.rank, self.world = Place(), 0, 1
+        if mesh is not None:
+            self.place = Place(mesh.grid, mesh.coordinates)
+            self.rank, self.world, self.group = dist.get_rank(), dist.get_world_size(), _group()
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on all."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def together(self, function: Callable[[], T], only: int | None = None) -> T:
+        """What the function returns; where it fails on one rank it fails on all, so that none waits for another.
+
+        Args:
+            function: communicates nothing.
+            only: run it on this rank and return None on the others.
+
+        Raises:
+            CheckpointError: the first rank's failure, the same on every rank.
+        """
+        problem, result = None, None
+        if only is None or only == self.rank:
+            try:
+                result = function()
+            except Exception as error:
+                problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        for trouble in self.gather(problem):
+            if trouble is not None:
+                raise CheckpointError(trouble)
+        return result  # type: ignore[return-value]
+
+
+def _group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _groups:
+        _groups.clear()
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]

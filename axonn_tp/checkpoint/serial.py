@@ -1,0 +1,186 @@
+"""One plain safetensors file of the serial model: written from any grid or checkpoint, read on any grid.
+
+The file is written tensor by tensor, so that no process holds the model: an 8-byte length, a header in JSON, then the
+tensors' bytes (the format is safetensors'; its library reads them, but writes only what is in memory as a whole).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from axonn_tp.checkpoint.files import CheckpointError, flush
+from axonn_tp.checkpoint.planner import Place, Shard
+from axonn_tp.checkpoint.ranks import Ranks
+from axonn_tp.checkpoint.state import Shards, model_state
+from axonn_tp.checkpoint.training import Reading
+from axonn_tp.checkpoint.whole import whole_tensors
+from axonn_tp.layout import Layout
+from axonn_tp.mesh import Mesh
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+def export_safetensors(
+    model: nn.Module, mesh: Mesh | None, file: str | os.PathLike, dtype: torch.dtype | None = None
+) -> None:
+    """Write the serial model's state dict; every rank of the mesh calls it, and rank 0 writes.
+
+    Args:
+        model: a model that `parallelize` split, or a serial one.
+        mesh: its mesh; None for a serial model.
+        file: the file; complete or absent.
+        dtype: of the floating-point tensors; theirs when None.
+
+    Raises:
+        CheckpointError: a tensor's dtype has no name in safetensors; the same on every rank.
+    """
+    ranks = Ranks(mesh)
+
+    def kinds() -> dict[str, Kind]:
+        shards, notes = model_state(model)
+        found = {
+            name.removeprefix("model."): _kind(s.layout.shape, s.tensor.dtype, dtype) for name, s in shards.items()
+        }
+        return found | {name: found[known] for name, known in notes["aliases"].items()}
+
+    header = ranks.together(lambda: _header(kinds()))
+    tensors = whole_tensors(model, mesh, dtype)
+    if ranks.rank == 0:
+        _write(Path(file), header, tensors)
+    else:
+        for _ in tensors:
+            pass
+    ranks.together(lambda: None)
+
+
+def convert_checkpoint(folder: str | os.PathLike, file: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
+    """Write the model of a checkpoint as one safetensors file, in one process, a tensor at a time.
+
+    Args:
+        folder: what `save` wrote, on any grid.
+        file: the file; complete or absent.
+        dtype: of the floating-point tensors; theirs when None.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or a tensor's dtype has no name in safetensors.
+    """
+    reading = Reading(Path(folder), Ranks(None))
+    stored = {name: kind for name, kind in reading.notes["tensors"].items() if name.startswith("model.")}
+    source = {name.removeprefix("model."): name for name in stored}
+    source |= {name: f"model.{known}" for name, known in reading.notes["model"]["aliases"].items()}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, full in source.items():
+            shape, kind = stored[full]
+            tensor = torch.empty(shape, dtype=kind)
+            reading.read({full: Shard(tensor, Layout(shape))}, Place())
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    kinds = {name: _kind(stored[full][0], stored[full][1], dtype) for name, full in source.items()}
+    _write(Path(file), _header(kinds), tensors())
+
+
+def _kind(shape: tuple[int, ...], own: torch.dtype, dtype: torch.dtype | None) -> Kind:
+    return tuple(shape), dtype if dtype is not None and own.is_floating_point else own
+
+
+def _header(kinds: dict[str, Kind]) -> dict[str, dict]:
+    header, offset = {}, 0
+    for name, (shape, dtype) in kinds.items():
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {dtype}, which safetensors has no name for; export with another dtype")
+        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    return header
+
+
+def _write(file: Path, header: dict[str, dict], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.incomplete")
+    with aside.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        start = stream.tell()
+        for name, tensor in tensors:
+            stream.seek(start + header[name]["data_offsets"][0])
+            _put(stream, tensor)
+    flush(aside)
+    aside.rename(file)
+    flush(file.parent)
+
+
+def _put(stream: BinaryIO, tensor: Tensor) -> None:
+    stream.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def import_safetensors(model: nn.Module, mesh: Mesh | None, file: str | os.PathLike) -> None:
+    """Read a serial model's weights into a model on any grid; every rank of the mesh calls it and reads its own part.
+
+    Weights of another dtype are converted. A parameter that layers share may be in the file under one of its names.
+
+    Args:
+        model: a model that `parallelize` split, or a serial one.
+        mesh: its mesh; None for a serial model.
+        file: a safetensors file of the serial model's state dict.
+
+    Raises:
+        CheckpointError: names the tensor that is missing, unknown, or of another shape; the same on every rank.
+    """
+    ranks = Ranks(mesh)
+    shards, notes = model_state(model)
+    shards = {name.removeprefix("model."): shard for name, shard in shards.items()}
+    ranks.together(lambda: _import(shards, notes["aliases"], ranks.place, Path(file)))
+
+
+@torch.no_grad()
+def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -> None:
+    try:
+        opened = safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
+    with opened as stored:
+        names = set(stored.keys())
+        source = {known: other for other, known in aliases.items() if other in names}
+        source |= {name: name for name in shards if name in names}
+        for name, shard in shards.items():
+            if name not in source:
+                raise CheckpointError(f"{file} has no {name}; import it into the model that it is of")
+            shape = tuple(stored.get_slice(source[name]).get_shape())
+            if shape != shard.layout.shape:
+                raise CheckpointError(
+                    f"{name} has shape {shape} in {file} and {shard.layout.shape} here; import it into the model that it is of"
+                )
+        for name in names - shards.keys() - aliases.keys():
+            raise CheckpointError(f"{file} has {name}, which the model has not; import it into the model that it is of")
+        for name, shard in shards.items():
+            # A tensor without dims cannot be sliced.
+            whole = stored.get_slice(source[name]) if shard.layout.shape else stored.get_tensor(source[name])
+            flat = shard.tensor.detach().contiguous().view(-1)
+            for region in shard.regions(place):
+                cut = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
+                region.view(flat).copy_(whole[cut] if cut else whole)
+            shard.tensor.copy_(flat.view(shard.tensor.shape))

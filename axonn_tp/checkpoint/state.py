@@ -1,0 +1,82 @@
+"""What a checkpoint holds of a model, by the serial model's names.
+
+Tensors that lie on the grid become `Shard`s; the rest, equal on all ranks, goes into a dict, the *notes*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from axonn_tp.checkpoint.files import CheckpointError
+from axonn_tp.checkpoint.planner import Shard
+from axonn_tp.layout import layout_of
+
+_EXTRA = "_extra_state"
+
+Shards = dict[str, Shard]
+Notes = dict[str, Any]
+
+
+def model_state(model: nn.Module) -> tuple[Shards, Notes]:
+    """Parameters and buffers as ``model.NAME``; a parameter that layers share once, under its first name."""
+    shards: Shards = {}
+    first: dict[int, str] = {}
+    aliases, modules = {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name.endswith(_EXTRA):
+            modules[name] = value
+        elif (known := first.setdefault(id(value), name)) != name:
+            aliases[name] = known
+        else:
+            shards[f"model.{name}"] = Shard(value, layout_of(value))
+    return shards, {"aliases": aliases, "modules": modules}
+
+
+def restore_modules(model: nn.Module, notes: Notes) -> None:
+    """Give modules the state that is no tensor of theirs."""
+    for name, value in notes["modules"].items():
+        model.get_submodule(name.removesuffix(_EXTRA).rstrip(".")).set_extra_state(value)
+
+
+def check_tensors(shards: Shards, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """Refuse to read into tensors of another shape or dtype.
+
+    Args:
+        shards: what will be read.
+        stored: serial shapes and dtypes in the checkpoint.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    for name, shard in shards.items():
+        if name not in stored:
+            raise CheckpointError(f"the checkpoint has no {name}; load it into the model that was saved")
+        shape, dtype = stored[name]
+        if shape != shard.layout.shape:
+            raise CheckpointError(
+                f"{name} has shape {shape} in the checkpoint and {shard.layout.shape} here; load it into the model that was saved"
+            )
+        if dtype != shard.tensor.dtype:
+            raise CheckpointError(
+                f"{name} is {dtype} in the checkpoint and {shard.tensor.dtype} here; build the model in the dtype that was saved"
+            )
+
+
+def model_targets(model: nn.Module, notes: Notes) -> Shards:
+    """The model's shards by their names in the checkpoint.
+
+    Raises:
+        CheckpointError: names a parameter that is here or there alone, or of another shape or dtype.
+    """
+    shards, _ = model_state(model)
+    check_tensors(shards, notes["tensors"])
+    for name in notes["tensors"]:
+        if name.startswith("model.") and name not in shards:
+            raise CheckpointError(
+                f"the checkpoint has {name}, which the model has not; load it into the model that was saved"
+            )
+    return shards

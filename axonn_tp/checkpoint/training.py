@@ -1,0 +1,279 @@
+"""Save a training run on one grid, and load it on any other or in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from axonn_tp.checkpoint import files
+from axonn_tp.checkpoint.files import CheckpointError, SummingWriter
+from axonn_tp.checkpoint.optimizer import (
+    groups_of,
+    matched_groups,
+    optimizer_state,
+    optimizer_targets,
+    regrouped,
+    whole_pieces,
+)
+from axonn_tp.checkpoint.planner import Place, RegionLoadPlanner, SavePlanner
+from axonn_tp.checkpoint.randomness import random_state, set_random_state, source_rank
+from axonn_tp.checkpoint.ranks import Ranks
+from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
+from axonn_tp.mesh import Grid, Mesh
+
+
+class Saving:
+    """A save in the background. Wait for it before the process group is destroyed."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._failure: BaseException | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, args=(write,), name="axonn checkpoint")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._failure = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._thread.join()
+        self._told = True
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Wait, and raise only what nobody has been told."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
+
+
+_running: list[Saving] = []
+
+
+def _let_saving_end() -> None:
+    """Two saves at once would mix their messages."""
+    while _running:
+        _running.pop().finish()
+
+
+def save(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    mesh: Mesh | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    asynchronous: bool = False,
+) -> Saving | None:
+    """Write a checkpoint that any grid can load; every rank of the mesh calls it, with a folder that all see.
+
+    It is complete or absent: a checkpoint of that name before stays loadable until the new one is complete.
+    The states of the random number generators go along.
+
+    Args:
+        folder: its name.
+        model: a model that `parallelize` split, or a serial one.
+        mesh: the model's mesh; None for a serial model in one process.
+        optimizer: a torch optimizer whose states have their parameters' shapes, or are single numbers.
+        scheduler: anything with `state_dict`, as torch's schedulers.
+        extra: what else to keep, as the position in the data or a GradScaler's state; rank 0's is written.
+        asynchronous: copy to the CPU, return, and write in the background.
+
+    Returns:
+        What to wait for, when asynchronous.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+
+    def collect() -> tuple[Shards, Notes]:
+        shards, notes = model_state(model)
+        notes = {"model": notes, "extra": extra}
+        if optimizer is not None:
+            states, notes["optimizer"] = optimizer_state(optimizer, whole_pieces(model, optimizer))
+            shards |= states
+        if scheduler is not None:
+            notes["scheduler"] = scheduler.state_dict()
+        return shards, notes
+
+    _let_saving_end()
+    ranks = Ranks(mesh)
+    shards, notes = ranks.together(collect)
+    return write(Path(folder), shards, notes, ranks, asynchronous)
+
+
+def write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, asynchronous: bool = False) -> Saving | None:
+    """Write shards and notes; `save` for states that were collected in another way.
+
+    Args:
+        folder: the checkpoint.
+        shards: what this rank holds.
+        notes: rank 0's are written.
+        ranks: all that call this.
+        asynchronous: see `save`.
+    """
+    notes = {**notes, "random": random_state()}
+    if not asynchronous:
+        _write(folder, shards, notes, ranks)
+        return None
+    copies = {name: replace(shard, tensor=_copy(shard.tensor)) for name, shard in shards.items()}
+    kept = copy.deepcopy(notes)
+    _running.append(Saving(lambda: _write(folder, copies, kept, ranks)))
+    return _running[-1]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks) -> None:
+    ranks.together(lambda: files.begin(folder), only=0)
+    writer = SummingWriter(files.aside(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(
+                shards,
+                storage_writer=writer,
+                planner=SavePlanner(ranks.place),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"checkpoint {folder} was not written, for rank {rank} had {cause!r}") from None
+    # torch knows shapes and dtypes of tensors with elements only.
+    tensors = {name: (shard.layout.shape, shard.tensor.dtype) for name, shard in shards.items()}
+    gathered = ranks.gather((writer.sums, tensors, notes["random"]))
+
+    def complete() -> None:
+        everything = {name: entry for _, found, _ in gathered for name, entry in found.items()}
+        randoms = [state for *_, state in gathered]
+        state = {**notes, "tensors": everything, "random": randoms, "grid": asdict(ranks.place.grid)}
+        torch.save(state, files.aside(folder) / files.STATE)
+        files.flush(files.aside(folder) / files.STATE)
+        files.commit(folder, {name: pieces for sums, *_ in gathered for name, pieces in sums.items()})
+
+    ranks.together(complete, only=0)
+
+
+class Reading:
+    """A complete, verified checkpoint.
+
+    Args:
+        folder: its name.
+        ranks: all that read it.
+
+    Raises:
+        CheckpointError: it is not there, not complete, or damaged; the same on every rank.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        _let_saving_end()
+        self.ranks = ranks
+        self.folder = ranks.together(lambda: files.find(folder))
+        ranks.together(lambda: files.verify(self.folder, ranks.rank, ranks.world))
+        self.notes: Notes = torch.load(self.folder / files.STATE, map_location="cpu", weights_only=False)
+        self._reader = FileSystemReader(self.folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, ranks.rank == 0)
+
+    def read(self, shards: Shards, place: Place | None = None) -> None:
+        """Fill the tensors of shards; padding stays as it is."""
+        scratch = {name: shard for name, shard in shards.items() if not shard.tensor.is_contiguous()}
+        contiguous = {name: replace(shard, tensor=shard.tensor.contiguous()) for name, shard in scratch.items()}
+        planner = RegionLoadPlanner(place or self.ranks.place)
+        planner.set_up_planner(shards | contiguous, self._metadata)
+        with torch.no_grad():
+            self._reader.read_data(self._reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+            for name, shard in scratch.items():
+                shard.tensor.copy_(contiguous[name].tensor)
+
+    def restore_random_state(self) -> None:
+        """The generators' states of the saved rank that stood where this one does; see `save`."""
+        rank = source_rank(self.ranks.place, Grid(**self.notes["grid"]))
+        set_random_state(self.notes["random"][rank])
+
+
+def load(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    mesh: Mesh | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+) -> Any:
+    """Read a checkpoint into a model on any grid; every rank of the mesh calls it.
+
+    Weights and optimizer states are those that were saved, bit by bit, and no rank reads more than its own. Nothing is
+    changed where anything does not fit. The random number generators continue on the same grid, and where as many ranks read
+    different tokens (gz·gdata); otherwise all ranks take the states of rank 0.
+
+    Args:
+        folder: what `save` wrote.
+        model: a model that `parallelize` split, or a serial one.
+        mesh: the model's mesh; None for a serial model, with or without a process group.
+        optimizer: of the saved class; parameters may be grouped in another way where their options are the same.
+        scheduler: of the saved class.
+
+    Returns:
+        `extra` as it was given to `save`.
+
+    Raises:
+        CheckpointError: one sentence that names what is damaged, missing, or does not fit; the same on every rank.
+    """
+    ranks = Ranks(mesh)
+    reading = Reading(Path(folder), ranks)
+    notes = reading.notes
+
+    def targets() -> tuple[Shards, Callable[[], None], Any]:
+        shards, hand_over, schedule = model_targets(model, notes), lambda: None, None
+        if optimizer is not None:
+            states, hand_over = optimizer_targets(optimizer, whole_pieces(model, optimizer), notes)
+            shards |= states
+        if scheduler is not None:
+            schedule = _schedule(model, optimizer, notes)
+        return shards, hand_over, schedule
+
+    shards, hand_over, schedule = ranks.together(targets)
+    ranks.together(lambda: reading.read(shards))
+    hand_over()
+    restore_modules(model, notes["model"])
+    if scheduler is not None:
+        scheduler.load_state_dict(schedule)
+    reading.restore_random_state()
+    return notes["extra"]
+
+
+def _schedule(model: nn.Module, optimizer: torch.optim.Optimizer | None, notes: Notes) -> Any:
+    if "scheduler" not in notes:
+        raise CheckpointError("the checkpoint was saved without a scheduler; load it without one")
+    if optimizer is None or "optimizer" not in notes:
+        return notes["scheduler"]
+    saved = notes["optimizer"]["groups"]
+    groups = matched_groups(groups_of(optimizer, whole_pieces(model, optimizer)), saved)
+    return regrouped(notes["scheduler"], groups, len(saved))

@@ -1,0 +1,62 @@
+"""From the shards of all ranks to the serial model's tensors, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_tp.layout import Layout, layout_of
+from axonn_tp.mesh import Mesh
+from axonn_tp.regions import regions
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The serial model's state_dict on the CPU of rank 0; every rank calls it.
+
+    Args:
+        model: a model that `parallelize` split.
+        mesh: its mesh.
+        dtype: of the floating-point tensors; theirs when None.
+
+    Returns:
+        Whole tensors by the serial model's names on rank 0, nothing on the others.
+    """
+    return {name: whole.clone() for name, whole in whole_tensors(model, mesh, dtype)}
+
+
+def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """The serial model's tensors one after the other, on rank 0's CPU; nothing on the others.
+
+    Args:
+        model: a model that `parallelize` split, or a serial one.
+        mesh: its mesh; None for a serial model.
+        dtype: of the floating-point tensors; theirs when None.
+    """
+    first = mesh is None or dist.get_rank() == 0
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        whole = value.detach()
+        if mesh is not None and layout_of(value).axes:
+            shards = [torch.empty_like(whole) for _ in range(mesh.grid.world)] if first else None
+            dist.gather(whole.contiguous(), shards, dst=0)
+            whole = assemble(shards, layout_of(value), mesh) if shards is not None else whole
+        if first:
+            whole = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+            yield name, whole.cpu()
+
+
+def assemble(shards: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
+    """The serial tensor from the local ones of all ranks, in rank order."""
+    whole = shards[0].new_empty(layout.shape)
+    for rank, shard in enumerate(shards):
+        at = mesh.grid.coordinates(rank)
+        if layout.counted_here(at, ("x", "y", "z", "data")):
+            for region in regions(layout, mesh.grid, at):
+                place = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
+                whole[place] = region.view(shard.view(-1))
+    return whole

@@ -1,0 +1,177 @@
+"""A checkpoint is complete or absent whenever a save is killed, and refused when any byte of it has changed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import axonn_tp
+from axonn_tp import Mesh
+from axonn_tp.checkpoint import CheckpointError, latest, load, save
+from plugins.launch import RankFailed
+from tests.distributed import run_ranks
+
+
+def small(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def held(folder: Path) -> float:
+    """Which model the checkpoint holds; all its weights are the same."""
+    model = small(0.0)
+    load(folder, model, None)
+    values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+    assert len(values) == 1
+    return values.pop()
+
+
+def killed_at(call: int, write: Callable[[], Any]) -> bool:
+    """Whether a forked process that runs `write` was killed just before its `call`-th change of the file system."""
+    child = os.fork()
+    if child == 0:
+        left = call
+
+        def count(function: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **keywords)
+
+            return counted
+
+        for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+            setattr(os, name, count(getattr(os, name)))
+        Path.open = count(Path.open)  # type: ignore[method-assign]
+        write()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
+    return os.WIFSIGNALED(status)
+
+
+def test_killed_at_every_step_of_a_save(tmp_path: Path) -> None:
+    folder, call, seen = tmp_path / "one", 1, []
+    save(folder, small(1.0), None)
+    while killed_at(call, lambda: save(folder, small(2.0), None)):
+        seen.append(held(folder))
+        assert latest(tmp_path) == folder
+        if call % 3:  # else the next one finds what this one left
+            save(folder, small(1.0), None)
+            assert held(folder) == 1.0 and os.listdir(tmp_path) == ["one"]
+        elif seen[-1] == 2.0:
+            save(folder, small(1.0), None)
+        call += 1
+    assert held(folder) == 2.0 and os.listdir(tmp_path) == ["one"]
+    assert len(seen) > 15 and {1.0, 2.0} == set(seen) and seen == sorted(seen)
+
+
+def die_while_saving(folder: str, seconds: float, asynchronous: bool) -> None:
+    mesh = Mesh.create(2, 1, 1)
+    model = axonn_tp.parallelize(small(2.0), mesh)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 1:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    while True:
+        save(folder, model, mesh, asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_is_killed_at_any_time(asynchronous: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    save(folder, small(1.0), None)
+    random.seed(3)
+    for _ in range(4):
+        with pytest.raises(RankFailed):
+            run_ranks(die_while_saving, 2, str(folder), random.uniform(0.01, 0.3), asynchronous, timeout=60)
+        assert held(folder) in (1.0, 2.0)
+
+
+def test_every_flipped_byte_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    save(folder, small(1.0), None, extra=torch.arange(3))
+    expected = {
+        ".metadata": [".metadata"],
+        "state.pt": ["state.pt"],
+        "manifest.json": ["manifest.json"],
+        "complete": ["complete"],
+        "__0_0.distcp": ["__0_0.distcp", "model."],
+    }
+    assert sorted(os.listdir(folder)) == sorted(expected)
+    random.seed(2)
+    tensors = set()
+    for name, words in expected.items():
+        file = folder / name
+        data = file.read_bytes()
+        for at in {0, len(data) - 1, *(random.randrange(len(data)) for _ in range(40))}:
+            file.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+            with pytest.raises(CheckpointError, match="damaged") as caught:
+                load(folder, small(0.0), None)
+            assert all(word in str(caught.value) for word in words)
+            tensors.add(str(caught.value).split("holds")[-1].split(" at ")[0].strip())
+        for damaged in (data[:-1], data[: len(data) // 2]):
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match="damaged"):
+                load(folder, small(0.0), None)
+        file.unlink()
+        with pytest.raises(CheckpointError, match="not complete" if name == "complete" else "damaged"):
+            load(folder, small(0.0), None)
+        file.write_bytes(data)
+    assert {f"model.{name}" for name, _ in small(0.0).named_parameters()} <= tensors
+    assert held(folder) == 1.0
+
+
+def test_absent_and_incomplete(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(tmp_path / "none", small(0.0), None)
+    save(tmp_path / "one", small(1.0), None)
+    shutil.move(tmp_path / "one", tmp_path / "two.incomplete")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(tmp_path / "two", small(0.0), None)
+    assert latest(tmp_path) is None
+    for name in ("b", "a"):
+        save(tmp_path / name, small(1.0), None)
+        time.sleep(0.01)
+    assert latest(tmp_path) == tmp_path / "a"
+
+
+def test_a_failed_save_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "one"
+    save(folder, small(1.0), None)
+    for asynchronous in (False, True):
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            saving = save(folder, small(2.0), None, asynchronous=asynchronous)
+            assert saving is not None
+            saving.wait()
+        monkeypatch.undo()
+        assert held(folder) == 1.0
+
+
+def test_adafactor_is_refused(tmp_path: Path) -> None:
+    model = small(1.0)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="row_var of parameter 0.weight in Adafactor"):
+        save(tmp_path / "one", model, None, optimizer)
+    assert os.listdir(tmp_path) == []
