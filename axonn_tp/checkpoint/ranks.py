@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from axonn_tp.checkpoint.background import let_saving_end
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Place
 from axonn_tp.mesh import Mesh
@@ -17,13 +18,14 @@ _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 class Ranks:
-    """All ranks of a mesh, or this process alone.
+    """All ranks of a mesh, or this process alone; lets a save in the background end first.
 
     Args:
         mesh: None for a serial run.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
+        let_saving_end()
         self.group: dist.ProcessGroup | None = None
         self.place, self.rank, self.world = Place(), 0, 1
         if mesh is not None:
@@ -36,6 +38,14 @@ class Ranks:
             return [value]
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def collect(self, value: T) -> list[T]:
+        """The values of all ranks on rank 0, nothing on the others."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.world if self.rank == 0 else []
+        dist.gather_object(value, found if self.rank == 0 else None, dst=0, group=self.group)
         return found
 
     def together(self, function: Callable[[], T], only: int | None = None) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from axonn_tp.checkpoint import files
+from axonn_tp.checkpoint.background import Saving
 from axonn_tp.checkpoint.files import CheckpointError, SummingWriter
 from axonn_tp.checkpoint.optimizer import (
     groups_of,
@@ -32,53 +32,6 @@ from axonn_tp.checkpoint.randomness import random_state, set_random_state, sourc
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
 from axonn_tp.mesh import Grid, Mesh
-
-
-class Saving:
-    """A save in the background. Wait for it before the process group is destroyed."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._failure: BaseException | None = None
-        self._told = False
-        self._thread = threading.Thread(target=self._run, args=(write,), name="axonn checkpoint")
-        self._thread.start()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._failure = error
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when the checkpoint is complete.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        self._thread.join()
-        self._told = True
-        if self._failure is not None:
-            raise self._failure
-
-    def finish(self) -> None:
-        """Wait, and raise only what nobody has been told."""
-        self._thread.join()
-        if not self._told:
-            self.wait()
-
-
-_running: list[Saving] = []
-
-
-def _let_saving_end() -> None:
-    """Two saves at once would mix their messages."""
-    while _running:
-        _running.pop().finish()
 
 
 def save(
@@ -121,7 +74,6 @@ def save(
             notes["scheduler"] = scheduler.state_dict()
         return shards, notes
 
-    _let_saving_end()
     ranks = Ranks(mesh)
     shards, notes = ranks.together(collect)
     return write(Path(folder), shards, notes, ranks, asynchronous)
@@ -143,8 +95,7 @@ def write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, asynchronous
         return None
     copies = {name: replace(shard, tensor=_copy(shard.tensor)) for name, shard in shards.items()}
     kept = copy.deepcopy(notes)
-    _running.append(Saving(lambda: _write(folder, copies, kept, ranks)))
-    return _running[-1]
+    return Saving(lambda: _write(folder, copies, kept, ranks))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -167,17 +118,16 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks) -> None:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"checkpoint {folder} was not written, for rank {rank} had {cause!r}") from None
-    # torch knows shapes and dtypes of tensors with elements only.
-    tensors = {name: (shard.layout.shape, shard.tensor.dtype) for name, shard in shards.items()}
-    gathered = ranks.gather((writer.sums, tensors, notes["random"]))
+    gathered = ranks.collect((writer.sums, notes["random"]))
 
     def complete() -> None:
-        everything = {name: entry for _, found, _ in gathered for name, entry in found.items()}
-        randoms = [state for *_, state in gathered]
-        state = {**notes, "tensors": everything, "random": randoms, "grid": asdict(ranks.place.grid)}
+        # torch notes shapes and dtypes too, but not of tensors without elements.
+        tensors = {name: (shard.layout.shape, shard.tensor.dtype) for name, shard in shards.items()}
+        randoms = [state for _, state in gathered]
+        state = {**notes, "tensors": tensors, "random": randoms, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)
         files.flush(files.aside(folder) / files.STATE)
-        files.commit(folder, {name: pieces for sums, *_ in gathered for name, pieces in sums.items()})
+        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()})
 
     ranks.together(complete, only=0)
 
@@ -194,7 +144,6 @@ class Reading:
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        _let_saving_end()
         self.ranks = ranks
         self.folder = ranks.together(lambda: files.find(folder))
         ranks.together(lambda: files.verify(self.folder, ranks.rank, ranks.world))

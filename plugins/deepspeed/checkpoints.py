@@ -1,12 +1,17 @@
-"""Checkpoints of an engine on the grid: one file for each (x, y, z), complete or absent, and never read into another layout."""
+"""Checkpoints of an engine on the grid, complete or absent.
+
+The same grid resumes from DeepSpeed's files, one for each (x, y, z), another one from what `PortableState` wrote beside them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from axonn_tp import Mesh, full_state_dict, layout_of
+from axonn_tp.checkpoint import CheckpointError
 from plugins.config import ConfigError
+from plugins.deepspeed.portable import PortableState
 
-_LAYOUTS = "axonn_layouts.json"
+_LAYOUTS, _PORTABLE = "axonn_layouts.json", "axonn"
 
 
 class GridCheckpoints(DeepSpeedEngine):
@@ -58,7 +65,10 @@ class GridCheckpoints(DeepSpeedEngine):
         save_latest: bool = True,
         **keywords: Any,
     ) -> bool:
-        """DeepSpeed's files, complete or absent: written aside, then renamed; the name in ``latest`` changes last."""
+        """DeepSpeed's files and the portable ones, complete or absent; every rank calls it.
+
+        They are written aside, then renamed; the name in ``latest`` changes last.
+        """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         aside = f"{tag}.incomplete"
         folder = Path(save_dir)
@@ -68,6 +78,7 @@ class GridCheckpoints(DeepSpeedEngine):
         dist.barrier()
         with self._without_experts():
             super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
+        self._save_portable(folder / aside / _PORTABLE, client_state or {})
         if first:
             (folder / aside / _LAYOUTS).write_text(json.dumps(self._layouts()))
             replaced = folder / f"{tag}.replaced"
@@ -88,39 +99,68 @@ class GridCheckpoints(DeepSpeedEngine):
         dist.barrier()
         return True
 
-    def _layouts(self) -> dict[str, Any]:
-        """The grid, and how every parameter lies on it, as JSON."""
-        grid = self.mesh.grid
-        sizes = {"gx": grid.gx, "gy": grid.gy, "gz": grid.gz, "gdata": grid.gdata}
-        layouts = {name: str(layout_of(p)) for name, p in self.module.named_parameters()}
-        return {"grid": sizes, "layouts": layouts}
-
-    def _check_layouts(self, folder: Path) -> None:
-        if not folder.is_dir():
+    def _save_portable(self, folder: Path, client_state: dict) -> None:
+        state = PortableState(self)
+        try:
+            collected = state.collect(client_state)
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                print(f"axonn: this checkpoint resumes on the same grid only: {error}", file=sys.stderr, flush=True)
             return
+        state.write(folder, *collected)
+
+    def _layouts(self) -> dict[str, Any]:
+        """The grid, how every parameter lies on it, and the stage of ZeRO, as JSON."""
+        layouts = {name: str(layout_of(p)) for name, p in self.module.named_parameters()}
+        return {"grid": asdict(self.mesh.grid), "layouts": layouts, "stage": self.zero_optimization_stage()}
+
+    def _same_layouts(self, folder: Path) -> bool:
+        """Whether DeepSpeed's files are of this grid, plan and stage.
+
+        Raises:
+            ConfigError: they are not, and there are no portable ones.
+        """
         note = folder / _LAYOUTS
         if not note.is_file():
             raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")
         saved, present = json.loads(note.read_text()), self._layouts()
-        if saved["grid"] != present["grid"]:
+        if saved == present:
+            return True
+        if not (folder / _PORTABLE).is_dir():
             was, now = (" ".join(f"{axis}={size}" for axis, size in side["grid"].items()) for side in (saved, present))
             raise ConfigError(
-                f"{folder} was written on {was}, and this run has {now}; use the same gx, gy, gz and number of ranks"
+                f"{folder} was written on {was} and can be read there only, and this run has {now}; use the same sizes, plan and ZeRO stage"
             )
-        for name, layout in present["layouts"].items():
-            if saved["layouts"].get(name) != layout:
-                raise ConfigError(
-                    f"{folder} holds parameter {name} laid out otherwise; use the plan and the model it was written with"
-                )
+        return False
+
+    def _load_portable(
+        self,
+        folder: Path,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str, dict]:
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                f"load_module_strict=False and custom_load_fn need the grid that {folder} was written on; leave them out, or use that grid"
+            )
+        states = load_optimizer_states and not load_module_only
+        schedule = load_lr_scheduler_states and not load_module_only
+        try:
+            return str(folder), PortableState(self).load(folder / _PORTABLE, states, schedule, not load_module_only)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed's zero_to_fp32.py does not know the grid; `save_16bit_model` writes whole weights."""
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
-        """Load what `save_checkpoint` wrote on the same grid.
+        """Load what `save_checkpoint` wrote, on the same grid or on another one, by another plan or ZeRO stage.
 
         Raises:
-            ConfigError: it was written on another grid, by another plan, or without the block.
+            ConfigError: it was written without the block, is damaged, or does not fit the model.
         """
         latest = Path(load_dir) / "latest"
         if tag is None and latest.is_file():
@@ -130,7 +170,8 @@ class GridCheckpoints(DeepSpeedEngine):
             if not folder.exists() and folder.with_name(f"{tag}.replaced").exists():
                 tag = f"{tag}.replaced"
                 folder = Path(load_dir) / tag
-            self._check_layouts(folder)
+            if folder.is_dir() and not self._same_layouts(folder):
+                return self._load_portable(folder, *rest, **keywords)
         with self._without_experts():
             return super().load_checkpoint(load_dir, tag, *rest, **keywords)
 

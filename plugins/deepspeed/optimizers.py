@@ -92,9 +92,13 @@ class MixedPrecisionOptimizer(ZeROOptimizer):
         """Whether the loss scale moves."""
         return self.loss_scaler.dynamic
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def pairs_by_group(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+        """Parameters, and what the basic optimizer has in their place: masters, or the parameters themselves."""
         live = {id(master): parameter for parameter, master in self._pairs}
-        return [live.get(id(p), p) for group in self.param_groups for p in group["params"]]
+        return [[(live.get(id(p), p), p) for p in group["params"]] for group in self.param_groups]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.pairs_by_group() for parameter, _ in group]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

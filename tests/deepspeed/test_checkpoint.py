@@ -1,20 +1,25 @@
-"""A checkpoint continues the run exactly, is complete or absent whatever dies, and is refused on another grid."""
+"""A checkpoint continues the run exactly, is complete or absent whatever dies, and resumes on another grid."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # What optimizers import; once here, not in every rank.
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from axonn_tp import full_state_dict, layout_of
+from axonn_tp.checkpoint import load
 from plugins.launch import RankFailed
 from tests.deepspeed.scripts import one_sentence
-from tests.deepspeed.training import Case, attempt, start, train
+from tests.deepspeed.training import Case, attempt, start, train, two_groups
 from tests.distributed import run_ranks
 
 GRIDS = {"gx2gz2": (2, 1, 2), "gy2gz2": (1, 2, 2), "gz2gdata2": (1, 1, 2), "gx2gdata2": (2, 1, 1), "gx2gy2": (2, 2, 1)}
@@ -115,7 +120,7 @@ def _die_in(when: str) -> None:
     if when == "before latest":
         Path.replace = die  # type: ignore[method-assign,assignment]
     elif when == "between renames":
-        Path.rename = lambda self, to: die() if self.name.endswith(".incomplete") else rename(self, to)  # type: ignore
+        Path.rename = lambda self, to: die() if self.name == "one.incomplete" else rename(self, to)  # type: ignore
     else:
         torch.save = die
 
@@ -161,47 +166,185 @@ def test_killed_while_saving(when: str, killed: tuple[Path, list[dict[str, Any]]
     assert (folder / when / "latest").read_text() == "one"
 
 
-def square() -> torch.nn.Module:
-    """Each rank's tensors have the same sizes on all grids of four ranks."""
-    from tests.deepspeed.test_engine import Regression
+def variant(name: str, stage: int, grid: str) -> Case:
+    if name != "fp32 groups":
+        return case(grid, name, stage)
+    rates: list[Any] = [lambda step: 1 / (step + 1), lambda step: 1 / (step + 2)]
+    run = case(grid, "fp32", stage, optimizer="client", groups=two_groups, lambdas=rates)
+    run.extra = {}
+    return run
 
-    return Regression(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16))
 
-
-MODELS = {
-    "gpt": lambda grid: case(grid, stage=1),
-    "square": lambda grid: Case(square, lambda: (torch.randn(8, 16), torch.randn(8, 16)), GRIDS[grid]),
+# From a grid and a stage to others; float64 has only stage 0.
+MOVES = {
+    "fp64": ("gx2gz2", 0, [("gy2gz2", 0), ("gz2gdata2", 0)]),
+    "fp32": ("gz2gdata2", 1, [("gx2gdata2", 1), ("gx2gz2", 2), ("gx2gy2", 0)]),
+    "fp32 groups": ("gy2gz2", 2, [("gx2gdata2", 2)]),
+    "bf16": ("gx2gz2", 2, [("gz2gdata2", 2), ("gy2gz2", 0)]),
+    "fp16": ("gx2gdata2", 0, [("gz2gdata2", 1)]),
 }
+ROUNDING = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 
 
-def on_other_grids(folder: str) -> dict[str, Any]:
+def serial_tensors(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights, float32 masters and moments of the serial model, as DeepSpeed itself finds them in its partitions."""
     found = {}
-    for model, run in MODELS.items():
-        for grid in GRIDS:
-            engine = start(run(grid))
-            train(engine, run(grid).batches()[:1])
-            engine.save_checkpoint(f"{folder}/{model}-{grid}")
-        for grid in GRIDS:
-            engine = start(run(grid))
-            for saved in GRIDS:
-                answer = attempt(engine.load_checkpoint, f"{folder}/{model}-{saved}")
-                found[f"{model}: {saved} on {grid}"] = answer if isinstance(answer, str) else "loaded"
+    inner = engine.optimizer
+    if engine.zero_optimization_stage():
+        # DeepSpeed looks once, after the first step of the first group, when the others have no states yet.
+        inner._hp_optimizer_states_linked = False
+        inner._lazy_init_hp_params_optimizer_state()
+    masters = (
+        {id(p): master for group in inner.pairs_by_group() for p, master in group}
+        if hasattr(inner, "pairs_by_group")
+        else {}
+    )
+    for name, parameter in engine.module.named_parameters():
+        local = {"weight": parameter}
+        if engine.zero_optimization_stage():
+            local["master"] = safe_get_full_fp32_param(parameter)
+            local |= {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+        else:
+            master = masters.get(id(parameter), parameter)
+            local |= {
+                "master": master,
+                "exp_avg": inner.state[master]["exp_avg"],
+                "exp_avg_sq": inner.state[master]["exp_avg_sq"],
+            }
+        layout = layout_of(parameter)
+        for key, value in local.items():
+            value = value.detach().reshape(parameter.shape).contiguous()
+            shards = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, value)
+            found[f"{name} {key}"] = layout.assemble(shards, engine.mesh.grid) if layout.axes else value.clone()
     return found
 
 
+def resumed_elsewhere(place: str, run: Case) -> dict[str, Any]:
+    """What an engine that resumed holds and computes, against what the one that saved noted."""
+    engine = fresh(run)
+    path, state = engine.load_checkpoint(place)
+    noted = torch.load(f"{place}/noted.pt")
+    got = serial_tensors(engine)
+    found = {
+        "different": [name for name, value in noted["tensors"].items() if not torch.equal(value, got[name])],
+        "counters": counters(engine) == noted["counters"] and state == {"epoch": 4} and bool(path),
+        "expected": noted["losses"],
+        "losses": train(engine, run.batches()[3:])["losses"],
+    }
+    engine.destroy()
+    return found
+
+
+def counters(engine: Any) -> list[Any]:
+    rates = sorted({group["lr"] for group in engine.optimizer.param_groups})
+    scale = getattr(getattr(engine.optimizer, "loss_scaler", None), "cur_scale", 1.0)
+    return [engine.global_steps, engine.global_samples, rates, scale]
+
+
+def moved(folder: str) -> dict[str, Any]:
+    found = {}
+    for name, (grid, stage, targets) in MOVES.items():
+        run, place = variant(name, stage, grid), f"{folder}/{name}"
+        engine = start(run)
+        train(engine, run.batches()[:3])
+        engine.save_checkpoint(place, client_state={"epoch": 4})
+        noted: dict[str, Any] = {"tensors": serial_tensors(engine), "counters": counters(engine)}
+        noted["losses"] = train(engine, run.batches()[3:])["losses"]
+        engine.destroy()
+        if dist.get_rank() == 0:
+            torch.save(noted, f"{place}/noted.pt")
+        dist.barrier()
+        for other, other_stage in targets:
+            there = variant(name, other_stage, other)
+            found[f"{name}: {other} zero{other_stage}"] = attempt(resumed_elsewhere, place, there)
+    return found | {"refused": refused(folder), "weights": weights_alone(f"{folder}/bf16")}
+
+
+def refused(folder: str) -> dict[str, str]:
+    """Without the portable files, damaged, and with other keywords."""
+    place = Path(folder) / "fp32" / "global_step3"
+    engine = start(variant("fp32", 1, "gx2gdata2"))
+    found = {"strict": attempt(lambda: engine.load_checkpoint(f"{folder}/fp32", load_module_strict=False))}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = next(file for file in sorted((place / "axonn").glob("*.distcp")) if file.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    found["damaged"] = attempt(engine.load_checkpoint, f"{folder}/fp32")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place / "axonn")
+    dist.barrier()
+    found["DeepSpeed's alone"] = attempt(engine.load_checkpoint, f"{folder}/fp32")
+    return found
+
+
+def weights_alone(place: str) -> bool:
+    """Masters then start from the half-precision weights, and the steps from 0."""
+    engine = fresh(variant("bf16", 1, "gx2gy2"))
+    engine.load_checkpoint(place, load_module_only=True)
+    weights = torch.load(f"{place}/noted.pt")["tensors"]
+    whole = full_state_dict(engine.module, engine.mesh)
+    masters = all(torch.equal(safe_get_full_fp32_param(p), p.detach().float()) for p in engine.module.parameters())
+    same = all(torch.equal(whole[n], weights[f"{n} weight"]) for n, _ in engine.module.named_parameters() if whole)
+    return masters and same and not engine.global_steps
+
+
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_other_grids, 4, str(tmp_path_factory.mktemp("grids")), timeout=120)
+def moves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("moves")
+    return folder, run_ranks(moved, 4, str(folder), timeout=120)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("saved", GRIDS)
-@pytest.mark.parametrize("model", MODELS)
-def test_other_grids_are_refused(model: str, saved: str, grid: str, others: list[dict[str, Any]]) -> None:
-    for rank in others:
-        answer = rank[f"{model}: {saved} on {grid}"]
-        if saved == grid:
-            assert answer == "loaded"
-        else:
-            assert answer.startswith("ConfigError: ") and one_sentence(answer.splitlines()[0]), answer
-            assert "gx" in answer
+@pytest.mark.parametrize(
+    "name", [f"{name}: {grid} zero{stage}" for name, (*_, to) in MOVES.items() for grid, stage in to]
+)
+def test_resumes_on_another_grid(name: str, moves: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in moves[1]:
+        found = rank[name]
+        assert not isinstance(found, str), found
+        assert found["different"] == [] and found["counters"]
+        assert found["losses"] == pytest.approx(found["expected"], rel=ROUNDING[name[:4]])
+
+
+def test_resumes_on_fewer_and_more_ranks(moves: tuple[Path, list[dict[str, Any]]]) -> None:
+    for ranks, grid in ((2, (1, 2, 1)), (1, (1, 1, 1))):
+        run = variant("fp64", 0, "gx2gz2")
+        run.grid = grid
+        for found in run_ranks(resumed_elsewhere, ranks, str(moves[0] / "fp64"), run, timeout=120):
+            assert found["different"] == [] and found["counters"]
+            assert found["losses"] == pytest.approx(found["expected"], rel=1e-10)
+
+
+def test_plain_pytorch_goes_on_with_an_engines_checkpoint(moves: tuple[Path, list[dict[str, Any]]]) -> None:
+    run = variant("fp64", 0, "gx2gz2")
+    model = run.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert load(moves[0] / "fp64" / "global_step3" / "axonn", model, None, optimizer) == {"epoch": 4}
+    noted = torch.load(moves[0] / "fp64" / "noted.pt")["tensors"]
+    for name, parameter in model.named_parameters():
+        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
+            assert key == "step" or torch.equal(value, noted[f"{name} {key}"])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("strict", "load_module_strict"),
+        ("damaged", "is damaged in"),
+        ("DeepSpeed's alone", "gx=1 gy=1 gz=2 gdata=2"),
+    ],
+)
+def test_refused(case: str, words: str, moves: tuple[Path, list[dict[str, Any]]]) -> None:
+    answers = {rank["refused"][case].splitlines()[0] for rank in moves[1]}
+    assert len(answers) == 1
+    answer = answers.pop()
+    assert answer.startswith("ConfigError: ") and one_sentence(answer) and words in answer, answer
+
+
+def test_weights_alone(moves: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert moves[1][0]["weights"]
