@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,15 @@ def test_refused_on_all_ranks(case: str, words: list[str], grids: tuple[Path, li
     assert len(messages) == 1
     message = messages.pop()
     assert isinstance(message, str) and one_sentence(message) and all(word in message for word in words), message
+
+
+def test_each_rectangle_is_written_once(grids: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Replicas share the work; nothing is written twice."""
+    files = json.loads((grids[0] / "grid" / "manifest.json").read_text())["files"]
+    pieces = {name: [what for *_, what in found] for name, found in files.items() if name.endswith(".distcp")}
+    written = [what for found in pieces.values() for what in found]
+    assert len(pieces) == 8 and len(set(written)) == len(written)
+    assert max(map(len, pieces.values())) <= 3 * min(map(len, pieces.values()))
 
 
 def test_convert_needs_no_ranks(grids: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -175,3 +175,10 @@ def test_adafactor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="row_var of parameter 0.weight in Adafactor"):
         save(tmp_path / "one", model, None, optimizer)
     assert os.listdir(tmp_path) == []
+
+
+def test_channels_last(tmp_path: Path) -> None:
+    saved, other = (nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last) for _ in range(2))
+    save(tmp_path / "one", saved, None)
+    load(tmp_path / "one", other, None)
+    assert torch.equal(saved.weight, other.weight) and other.weight.is_contiguous(memory_format=torch.channels_last)

@@ -277,6 +277,10 @@ def refused(folder: str) -> dict[str, str]:
         shutil.rmtree(place / "axonn")
     dist.barrier()
     found["DeepSpeed's alone"] = attempt(engine.load_checkpoint, f"{folder}/fp32")
+    # A state that cannot be split anew does not keep DeepSpeed's files from being written.
+    engine.optimizer.optimizer.state[engine.optimizer.single_partition_of_fp32_groups[0]]["odd"] = torch.ones(2)
+    engine.save_checkpoint(f"{folder}/odd", "one")
+    assert sorted(os.listdir(f"{folder}/odd/one"))[0] == "axonn_layouts.json"
     return found
 
 
