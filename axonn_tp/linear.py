@@ -220,7 +220,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         input = input.to(self.compute_dtype(input))
         block, bias = self.block(), self.bias
         bias = bias if bias is None else bias.to(block.dtype)
-        if mesh.size("model") == 1 and not (self.reshard_after_forward and mesh.size("z") > 1):
+        resharded = self.reshard_after_forward and mesh.size("z") > 1
+        if mesh.size("model") == 1 and not resharded and type(self.operation) is Matmul:
             return F.linear(input, block, bias)
         if split.takes == "whole":
             padded_k = self.layouts["weight"].padded(mesh.grid)[1]

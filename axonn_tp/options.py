@@ -24,6 +24,7 @@ class Options:
             does by default); otherwise they are kept.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
             recomputation: a number, ``"all"``, or a size such as ``"2GiB"`` for as many as that memory holds.
+        tune_matmuls: time every distinct matmul of the first step as NN, NT and TN and keep the fastest (§5.1.3).
 
     Raises:
         ValueError: names the option, its value and what is allowed.
@@ -35,6 +36,7 @@ class Options:
     overlap_all_gather: bool = True
     reshard_after_forward: bool = False
     cache_gathers: int | str = 0
+    tune_matmuls: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:

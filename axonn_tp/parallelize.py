@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.collectives import Collective
 from axonn_tp.conv import Conv, check_conv, conv_collectives, conv_layout, is_conv, positions_made
+from axonn_tp.dropout import watch_dropout
 from axonn_tp.embedding import Embedding, check_embedding, embedding_collectives, embedding_layout
 from axonn_tp.group_norm import GroupNorm, check_group_norm, group_norm_layout
 from axonn_tp.layout import Layout, layout_of
@@ -29,6 +30,8 @@ from axonn_tp.norm import LayerNorm, check_norm, norm_collectives, norm_layout
 from axonn_tp.options import Options
 from axonn_tp.overlap import Gathers
 from axonn_tp.rms_norm import RMSNorm, check_rms_norm, is_rms_norm, rms_norm_collectives, rms_norm_layout
+from axonn_tp.tuning import TunedMatmul, Tuner
+from axonn_tp.tuning_cache import default_cache
 from axonn_tp.weight import Split, SplitWeight
 
 KINDS: dict[str, str] = {
@@ -392,6 +395,7 @@ def parallelize(
     """
     options = options or Options()
     gathers = Gathers(mesh, options)
+    tuner = Tuner(mesh.device, default_cache()) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     made: set[int] = set()
     seen: set[int] = set()
@@ -405,17 +409,21 @@ def parallelize(
                 _broadcast(parameter, mesh)
         if name in placements:
             _convert(placements[name], mesh, gathers)
+        if tuner is not None and isinstance(module, Linear):
+            module.operation = TunedMatmul(tuner)
         if isinstance(module, nn.TransformerEncoder):
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
-    _watch_forward(model, mesh)
+    watch_dropout(model, mesh)
+    _watch_forward(model, mesh, tuner)
     return model
 
 
 class _Forward:
     """What a model's hooks know of it; a copy of the model has its own."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
+        self.tuner = tuner
         split = [module for module in model.modules() if isinstance(module, Split)]
         # A model that was split before keeps the mesh it was split on.
         self.meshes = {mesh, *(module.mesh for module in split)}
@@ -425,10 +433,10 @@ class _Forward:
                 self.layers[module.gathers].append(module)
 
 
-def _watch_forward(model: nn.Module, mesh: Mesh) -> None:
+def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
     """While the model's forward runs, code that reads a split layer's weight finds it whole."""
     known = hasattr(model, "axonn_forward")
-    model.axonn_forward = _Forward(model, mesh)  # type: ignore[assignment]
+    model.axonn_forward = _Forward(model, mesh, tuner)  # type: ignore[assignment]
     if not known:
         model.register_forward_pre_hook(_enter_forward, prepend=True)
         model.register_forward_hook(_leave_forward, always_call=True)
@@ -438,6 +446,8 @@ def _enter_forward(model: nn.Module, inputs: tuple) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
     for mesh in forward.meshes:
         mesh.enter_forward()
+    if forward.tuner is not None and forward.tuner.stepped and not forward.tuner.finished:
+        forward.tuner.finish()
     for gathers, layers in forward.layers.items():
         # In `as_serial` layers are plain, and gather for themselves.
         if all(isinstance(layer, SplitWeight) for layer in layers):

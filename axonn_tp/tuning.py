@@ -105,6 +105,7 @@ class Tuner:
 
     Attributes:
         times: seconds by mode, by product.
+        stepped: whether a backward pass has been seen, so that the first step ends when the next forward begins.
         finished: whether the first step is over; products not seen by then run as given.
     """
 
@@ -118,7 +119,7 @@ class Tuner:
         self._machine = Machine.of(device)
         self._known = {} if cache is None else read_times(cache, self._machine)
         self.times: dict[Product, dict[str, float]] = {}
-        self.finished = False
+        self.stepped = self.finished = False
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b` of two matrices, either of which may be a transposed view."""
@@ -201,6 +202,7 @@ class TunedMatmul(Matmul):
 
     def grad_weight(self, grad: Tensor, input: Tensor, shape: torch.Size) -> Tensor:
         """The weight's gradient dOᵀ·I, a TN product."""
+        self.tuner.stepped = True
         return self.tuner.matmul(grad.reshape(-1, grad.shape[-1]).t(), input.reshape(-1, input.shape[-1]))
 
 

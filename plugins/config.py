@@ -105,6 +105,11 @@ class TensorParallel(Block):
         description="Under activation checkpointing, the layers that keep their gathered weight from forward to recomputation: a number, "
         '"all", or a size such as "2GiB" for as many as it holds.',
     )
+    tune_matmuls: bool = Field(
+        False,
+        description="Time every distinct matmul of the first step as NN, NT and TN, keep the fastest for the run, print the gains and cache "
+        "them on disk by device and library version.",
+    )
     broadcast_inputs: bool = Field(
         True,
         description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
