@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import axonn_tp
-from axonn_tp import LayerPlan, Mesh, factorisations, layout_of
+from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of
 from recipes.models.gpt import GPT, GPTConfig
 from tests.distributed import run_ranks
 
@@ -55,17 +57,28 @@ def largest_error(
 
 
 def train_one_step(
-    build: Callable[[], nn.Module], plan: dict[str, LayerPlan], run: Callable, batch: tuple, mesh: Mesh
+    build: Callable[[], nn.Module],
+    plan: dict[str, LayerPlan],
+    run: Callable,
+    batch: tuple,
+    mesh: Mesh,
+    options: Options | None = None,
+    forwards: int = 1,
 ) -> dict[str, float]:
-    """Errors of output loss, gradients, norm and the weights after one AdamW step against the serial model."""
+    """Errors of output loss, gradients, norm and the weights after one AdamW step against the serial model.
+
+    The first `forwards` − 1 passes are only for the order of gathers to be learned.
+    """
     torch.manual_seed(7)
     serial = build().double()
-    parallel = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan)
+    parallel = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan, options)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1) for model in (serial, parallel)]
     expected = run(serial, *batch)
     expected.backward()
-    mine = run(parallel, *(mesh.shard_batch(tensor) for tensor in batch))
-    mine.backward()
+    for _ in range(forwards):
+        parallel.zero_grad()
+        mine = run(parallel, *(mesh.shard_batch(tensor) for tensor in batch))
+        mine.backward()
     axonn_tp.sync_gradients(parallel.parameters(), mesh)
     loss = mine.detach().clone()
     dist.all_reduce(loss, group=mesh.group("batch"))
@@ -81,15 +94,35 @@ def train_one_step(
     return errors
 
 
-def gpt_on_grids(config: GPTConfig) -> dict[str, dict[str, float]]:
+EVERYTHING = Options(reshard_after_forward=True, cache_gathers=3)
+NOTHING = Options(layout="replicated", overlap_all_reduce=False, overlap_reduce_scatter=False, overlap_all_gather=False)
+
+
+class CheckpointedGPT(GPT):
+    """Its blocks are run again in backward, every other one by the reentrant checkpoint."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        for number, block in enumerate(self.blocks):
+            again = partial(checkpoint, block.forward, use_reentrant=bool(number % 2))
+            block.forward = again
+
+
+def gpt_on_grids(config: GPTConfig, grids: list[Grid], options: Options, checkpointed: bool) -> dict:
     torch.manual_seed(3)
     ids = torch.randint(config.vocabulary, (8, config.context + 1))
     found = {}
-    for grid in factorisations(dist.get_world_size()):
+    for grid in grids:
         mesh = Mesh(grid)
-        plan = gpt_plan(config.heads)
+        build = CheckpointedGPT if checkpointed else GPT
         found[str(grid)] = train_one_step(
-            lambda: GPT(config), plan, lambda model, ids: model(ids[:, :-1], ids[:, 1:]), (ids,), mesh
+            lambda build=build: build(config),
+            gpt_plan(config.heads),
+            lambda model, ids: model(ids[:, :-1], ids[:, 1:]),
+            (ids,),
+            mesh,
+            options,
+            forwards=2,
         )
     return found
 
@@ -98,6 +131,18 @@ def gpt_on_grids(config: GPTConfig) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_gpt(ranks: int, tied: bool) -> None:
     config = GPTConfig(vocabulary=250, context=6, layers=2, heads=24, hidden=96, tied=tied)
-    for grids in run_ranks(gpt_on_grids, ranks, config):
+    options = NOTHING if tied else Options()
+    for grids in run_ranks(gpt_on_grids, ranks, config, list(factorisations(ranks)), options, False):
         for grid, errors in grids.items():
+            assert max(errors.values()) < TOLERANCE, (grid, errors)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "grids"), [(8, [Grid(2, 2, 2), Grid(1, 2, 4), Grid(2, 1, 2, 2)]), (16, [Grid(2, 2, 2, 2)])]
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gpt_with_everything_on(ranks: int, grids: list[Grid], checkpointed: bool) -> None:
+    config = GPTConfig(vocabulary=61, context=7, layers=3, heads=8, hidden=32, tied=True)
+    for found in run_ranks(gpt_on_grids, ranks, config, grids, EVERYTHING, checkpointed):
+        for grid, errors in found.items():
             assert max(errors.values()) < TOLERANCE, (grid, errors)
