@@ -40,8 +40,18 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what is installed, what works here and what is missing")
     write = commands.add_parser("schema", help='print the JSON schema of the "axonn" block')
     write.add_argument("--write", type=Path, metavar="FILE", help="write it to a file instead")
-    parsed = parser.parse_args(arguments)
+    emulate = "emulate a cluster on this machine: up, exec, run, status, down"
+    commands.add_parser("cluster", help=emulate, add_help=False)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parsed, rest = parser.parse_known_args(arguments)
+    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command == "train"
+    if rest and parsed.command != "cluster" and not asks_for_help:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if parsed.command == "cluster":
+            from plugins.cluster.cli import main as cluster
+
+            return cluster(rest)
         if parsed.command == "doctor":
             from plugins.doctor import main as doctor
 
@@ -52,9 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 parsed.write.write_text(schema())
             return 0
-        if parsed.recipe is None or parsed.recipe in ("-h", "--help"):
+        if parsed.recipe is None:
             print(f"usage: axonn train RECIPE [--help] [OPTIONS]\nrecipes: {', '.join(recipes())}")
-            return 0 if parsed.recipe else 2
+            return 0 if asks_for_help else 2
         return importlib.import_module(_recipe(parsed.recipe)).main(parsed.options)
     except ConfigError as error:
         return _mistake(error)

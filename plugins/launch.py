@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -30,7 +30,13 @@ class RankFailed(RuntimeError):
         self.rank, self.error, self.details = rank, error, details
 
 
-def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float | None = None) -> list[Any]:
+def launch(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout: float | None = None,
+    place: Callable[[int], Mapping[str, str]] | None = None,
+) -> list[Any]:
     """Run `function(*arguments)` on `ranks` forked processes with torchrun's environment variables set.
 
     SIGINT and SIGTERM are passed on to the ranks, which may finish in their own way. When one rank fails the others are
@@ -41,6 +47,8 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: f
         ranks: how many.
         arguments: passed on.
         timeout: seconds after which all ranks are killed.
+        place: called in each rank's process with the rank, before `function`, to move it to where it belongs; the
+            environment variables that it returns replace those set here.
 
     Returns:
         What each rank returned, by rank.
@@ -59,7 +67,7 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: f
     for rank in range(ranks):
         reader, writer = fork.Pipe(duplex=False)
         process = fork.Process(
-            target=_rank, args=(function, arguments, rank, ranks, port, os.getpid(), writer), daemon=False
+            target=_rank, args=(function, arguments, rank, ranks, port, place, os.getpid(), writer), daemon=False
         )
         process.start()
         writer.close()
@@ -129,7 +137,14 @@ def _exit_in_words(code: int) -> str:
 
 
 def _rank(
-    function: Callable[..., Any], arguments: tuple, rank: int, ranks: int, port: int, parent: int, writer: Connection
+    function: Callable[..., Any],
+    arguments: tuple,
+    rank: int,
+    ranks: int,
+    port: int,
+    place: Callable[[int], Mapping[str, str]] | None,
+    parent: int,
+    writer: Connection,
 ) -> None:
     if sys.platform == "linux":
         die_with_parent = 1  # PR_SET_PDEATHSIG
@@ -147,6 +162,8 @@ def _rank(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     try:
+        if place is not None:
+            os.environ.update(place(rank))
         message = (True, function(*arguments), "")
     except BaseException as error:
         message = (False, error, traceback.format_exc())
