@@ -14,17 +14,33 @@ from plugins import __version__
 from plugins.config import ConfigError, schema
 from plugins.launch import RankFailed
 
+_BENCH = "bench_"
+
 
 def recipes() -> list[str]:
-    """Names of the installed recipes."""
+    """Names of the installed recipes that train."""
+    return [name for name in _folders() if not name.startswith(_BENCH)]
+
+
+def benchmarks() -> list[str]:
+    """Names of the installed benchmarks; the recipe of ``tp`` is in the folder bench_tp."""
+    return [name.removeprefix(_BENCH) for name in _folders() if name.startswith(_BENCH)]
+
+
+def _folders() -> list[str]:
     return sorted(folder.name for folder in files("recipes").iterdir() if folder.joinpath("recipe.py").is_file())
 
 
-def _recipe(name: str) -> str:
-    if name not in recipes():
-        near = difflib.get_close_matches(name, recipes(), n=1, cutoff=0.0)
-        raise ConfigError(f'"{name}" is not a recipe; use "{near[0]}", or another of {", ".join(recipes())}')
-    return f"recipes.{name}.recipe"
+def _run(command: str, name: str | None, options: list[str], helped: bool) -> int:
+    """Run a recipe of `train` or `bench` by its name, which is looked up now."""
+    what, known, prefix = ("benchmark", benchmarks(), _BENCH) if command == "bench" else ("recipe", recipes(), "")
+    if name is None:
+        print(f"usage: axonn {command} {what.upper()} [--help] [OPTIONS]\n{what}s: {', '.join(known)}")
+        return 0 if helped else 2
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ConfigError(f'"{name}" is not a {what}; use "{near[0]}", or another of {", ".join(known)}')
+    return importlib.import_module(f"recipes.{prefix}{name}.recipe").main(options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,11 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what is installed, what works here and what is missing")
     write = commands.add_parser("schema", help='print the JSON schema of the "axonn" block')
     write.add_argument("--write", type=Path, metavar="FILE", help="write it to a file instead")
+    bench = commands.add_parser("bench", help="measure systems side by side: axonn bench tp", add_help=False)
+    bench.add_argument("recipe", nargs="?")
+    bench.add_argument("options", nargs=argparse.REMAINDER)
     emulate = "emulate a cluster on this machine: up, exec, run, status, down"
     commands.add_parser("cluster", help=emulate, add_help=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed, rest = parser.parse_known_args(arguments)
-    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command == "train"
+    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench")
     if rest and parsed.command != "cluster" and not asks_for_help:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -62,10 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 parsed.write.write_text(schema())
             return 0
-        if parsed.recipe is None:
-            print(f"usage: axonn train RECIPE [--help] [OPTIONS]\nrecipes: {', '.join(recipes())}")
-            return 0 if asks_for_help else 2
-        return importlib.import_module(_recipe(parsed.recipe)).main(parsed.options)
+        return _run(parsed.command, parsed.recipe, parsed.options, asks_for_help)
     except ConfigError as error:
         return _mistake(error)
     except RankFailed as failure:
