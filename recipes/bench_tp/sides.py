@@ -171,6 +171,7 @@ def _zero3(settings: Settings) -> Step:
         "train_batch_size": settings.batch,
         "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # which newer DeepSpeed does unasked, and no other side here
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     batch = _batch(settings, dist.get_rank(), settings.ranks)
