@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +34,9 @@ def _folders() -> list[str]:
 
 def _run(command: str, name: str | None, options: list[str], helped: bool) -> int:
     """Run a recipe of `train` or `bench` by its name, which is looked up now."""
+    if command == "bench":
+        # Before torch is imported: nobody knows host names in an emulated node, and c10d warns at every connection.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     what, known, prefix = ("benchmark", benchmarks(), _BENCH) if command == "bench" else ("recipe", recipes(), "")
     if name is None:
         print(f"usage: axonn {command} {what.upper()} [--help] [OPTIONS]\n{what}s: {', '.join(known)}")

@@ -23,16 +23,25 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages = WeakIdKeyDictionary()
+        self._sizes = WeakIdKeyDictionary()
+        # At least what is alive: nobody says when a storage is freed or, as FSDP does, resized to nothing.
+        self._bound = 0
         self.peak = 0
 
     def restart(self) -> None:
         """Forget the peak so far."""
-        self.peak = self._alive()
+        self.peak = self._bound = self._alive()
 
     def _alive(self) -> int:
-        # Sizes are read anew: FSDP frees a storage by resizing it.
-        return sum(storage.nbytes() for storage in self._storages)
+        for storage in list(self._sizes):
+            self._sizes[storage] = storage.nbytes()
+        return sum(self._sizes.values())
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self._bound += max(0, size - self._sizes.get(storage, 0))
+        self._sizes[storage] = size
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run, then count; a DTensor's own operators come here one by one."""
@@ -41,6 +50,8 @@ class PeakMemory(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter((args, result)):
             if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
-                self._storages[tensor.untyped_storage()] = None
-        self.peak = max(self.peak, self._alive())
+                self._see(tensor)
+        if self._bound > self.peak:
+            self._bound = self._alive()
+            self.peak = max(self.peak, self._bound)
         return result
