@@ -3,6 +3,7 @@
 Sources: dissertation chapter 5; "Democratizing AI" (the Gordon Bell paper); "A 4D Hybrid Algorithm".
 """
 
+from axonn_tp.auto import auto_plan
 from axonn_tp.checkpoint import full_state_dict
 from axonn_tp.collectives import Collective
 from axonn_tp.embedding import Embedding
@@ -14,6 +15,7 @@ from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
 from axonn_tp.norm import LayerNorm
 from axonn_tp.options import Options
 from axonn_tp.parallelize import KINDS, LayerPlan, Placement, parallelize, place
+from axonn_tp.report import Report
 from axonn_tp.verify import as_serial, first_difference
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "Mesh",
     "Options",
     "Placement",
+    "Report",
     "as_serial",
+    "auto_plan",
     "clip_grad_norm_",
     "factorisations",
     "first_difference",

@@ -263,4 +263,5 @@ def whole_parameter(parameter: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
             block = torch.cat(pieces)
         else:
             block = gather_from(block, mesh, axis, dim)
-    return block[tuple(slice(size) for size in layout.shape)]
+    block = block[tuple(slice(size) for size in layout.shape)]
+    return block.t() if layout.transposed else block

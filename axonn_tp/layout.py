@@ -23,12 +23,13 @@ class Layout:
     """Where the elements of one parameter are.
 
     Attributes:
-        shape: shape of the serial parameter.
+        shape: shape of the serial parameter, or of its transpose where `transposed`.
         split: pairs (dim, axis): this dim is split over this axis; a dim that occurs again is split within its share.
         parts: dim 0 is this many equal matrices, one after the other (3 for a fused q, k, v), each split by itself.
         over_z: the block is stored flat and split over z.
         even: pairs (dim, axis): padded so that this dim's share divides by this axis too.
         partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
+        transposed: the serial model keeps the matrix as (in, out), we as torch does.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,12 @@ class Layout:
     over_z: bool = False
     even: tuple[tuple[int, str], ...] = ()
     partial: tuple[str, ...] = ()
+    transposed: bool = False
+
+    @property
+    def serial_shape(self) -> tuple[int, ...]:
+        """Shape that the serial model gives the parameter."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def axes(self) -> frozenset[str]:
@@ -93,8 +100,8 @@ class Layout:
         return block
 
     def shard(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
-        """A copy of what the rank at a position stores of `full`: the block, or its flat z-shard."""
-        block = self.block(full, grid, coordinates)
+        """A copy of what the rank at a position stores of the serial `full`: the block, or its flat z-shard."""
+        block = self.block(full.t() if self.transposed else full, grid, coordinates)
         if not self.over_z:
             return block.clone(memory_format=torch.contiguous_format)
         size = self.local_numel(grid)
@@ -122,7 +129,8 @@ class Layout:
                     for dim, axis in self.split:
                         part = part.chunk(grid.size(axis), dim=dim)[at[axis]]
                     part.copy_(piece)
-        return full[tuple(slice(n) for n in self.shape)].clone()
+        full = full[tuple(slice(n) for n in self.shape)]
+        return (full.t() if self.transposed else full).clone(memory_format=torch.contiguous_format)
 
 
 def become(module: nn.Module, target: type[nn.Module], plain: type[nn.Module]) -> None:

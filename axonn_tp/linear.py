@@ -7,7 +7,7 @@ dI = all-reduce_x(dO·Wᵀ), dŴ = reduce-scatter_z(Iᵀ·dO).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,6 +155,19 @@ def linear_collectives(
     return [collective for collective in made if collective.size > 1]
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the linear of HF's GPT-2 family, which keeps its weight as (in, out)."""
+    kinds = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
+    return ("transformers.pytorch_utils", "Conv1D") in kinds
+
+
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a module that computes as `nn.Linear` does, else None."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return module.in_features, module.out_features
+    return (int(module.nx), int(module.nf)) if is_conv1d(module) else None  # type: ignore[arg-type]
+
+
 class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
     """`nn.Linear` over a mesh: same initialisation, same result, each rank holds 1/(gx·gy·gz) of the weight.
 
@@ -203,15 +216,18 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
     @classmethod
     def convert(cls, module: nn.Linear, mesh: Mesh, split: LinearSplit, options: Options) -> None:
         """Turn an `nn.Linear` that holds its full weight into this class, in place."""
+        size = features(module)
         become(module, cls, nn.Linear)
-        assert isinstance(module, cls)
-        module._distribute(mesh, split, options)
+        assert isinstance(module, cls) and size is not None
+        module.in_features, module.out_features = size
+        module._distribute(mesh, split, options, transposed=is_conv1d(module))
 
-    def _distribute(self, mesh: Mesh, split: LinearSplit, options: Options) -> None:
+    def _distribute(self, mesh: Mesh, split: LinearSplit, options: Options, transposed: bool = False) -> None:
         self.split, self.operation = split, Matmul()
         self.overlap_all_reduce, self.reshard_after_forward = options.overlap_all_reduce, options.reshard_after_forward
         n = self.out_features
-        self._split(mesh, {"weight": split.weight_layout(n, self.in_features), "bias": split.bias_layout(n)})
+        weight = replace(split.weight_layout(n, self.in_features), transposed=transposed)
+        self._split(mesh, {"weight": weight, "bias": split.bias_layout(n)})
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, k or its share) → (…, n or its share), as `self.split` says."""

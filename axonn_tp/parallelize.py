@@ -7,24 +7,28 @@ First a plan (`place`, pure: module names and shapes in, placements or an error 
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.collectives import Collective
 from axonn_tp.conv import Conv, check_conv, conv_collectives, conv_layout, is_conv, positions_made
+from axonn_tp.counts import check_counts, count_locally
 from axonn_tp.dropout import watch_dropout
 from axonn_tp.embedding import Embedding, check_embedding, embedding_collectives, embedding_layout
 from axonn_tp.group_norm import GroupNorm, check_group_norm, group_norm_layout
-from axonn_tp.layout import Layout, layout_of
-from axonn_tp.linear import Linear, LinearSplit, linear_collectives
+from axonn_tp.layout import Layout
+from axonn_tp.linear import Linear, LinearSplit, features, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss, check_loss, loss_collectives
+from axonn_tp.materialise import Materialiser
 from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.norm import LayerNorm, check_norm, norm_collectives, norm_layout
 from axonn_tp.options import Options
@@ -60,11 +64,20 @@ _CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer becomes: a key of `KINDS`, and for linears `parts` and `heads` (see `LinearSplit`)."""
+    """What a layer becomes.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        parts: for linears, see `LinearSplit`.
+        heads: for linears, see `LinearSplit`.
+        counts: for normal layers: integer attributes (``name`` or ``config.name``) of the module that holds the layer,
+            which its forward reads and which must be divided by the number of shares, such as ``num_heads``.
+    """
 
     kind: str
     parts: int = 1
     heads: int | None = None
+    counts: tuple[str, ...] = ()
 
 
 @dataclass
@@ -80,6 +93,15 @@ class Placement:
     classes: int | None = None
     tied: bool = False
     scatter: bool = False
+    counts: tuple[str, ...] = ()
+
+    def _size(self) -> tuple[int, int]:
+        """(out, in) features of a linear."""
+        if isinstance(self.module, nn.Linear):
+            return self.module.out_features, self.module.in_features
+        size = features(self.module)
+        assert size is not None
+        return size[1], size[0]
 
     def layouts(self) -> dict[str, Layout]:
         """Layouts of the module's own parameters, by name."""
@@ -89,8 +111,8 @@ class Placement:
             bias = {"bias": self.split.bias_layout(module.out_channels)} if "bias" in own else {}
             return {"weight": conv_layout(module, self.split), **bias}
         if self.split is not None:
-            bias = {"bias": self.split.bias_layout(own["weight"][0])} if "bias" in own else {}
-            return {"weight": self.split.weight_layout(*own["weight"]), **bias}
+            bias = {"bias": self.split.bias_layout(self._size()[0])} if "bias" in own else {}
+            return {"weight": self.split.weight_layout(*self._size()), **bias}
         if self.kind == "embedding":
             return {"weight": embedding_layout(own["weight"], self.tied)}
         if self.kind == "group_norm":
@@ -110,8 +132,8 @@ class Placement:
             made = positions_made(module, tokens)
             return conv_collectives(module, tokens, made, grid, self.split, self.options.reshard_after_forward)
         if self.split is not None:
-            again = self.options.reshard_after_forward
-            return linear_collectives(tokens, module.in_features, module.out_features, grid, self.split, again)  # type: ignore[arg-type]
+            again, (n, k) = self.options.reshard_after_forward, self._size()
+            return linear_collectives(tokens, k, n, grid, self.split, again)
         if self.kind == "embedding":
             return embedding_collectives(tokens, self.layouts()["weight"], grid, self.scatter_tokens)
         if self.kind == "norm":
@@ -134,9 +156,7 @@ class Placement:
 
 def _is_linear(module: nn.Module) -> bool:
     """A linear whose weight is its own parameter and whose forward is torch's, so that replacing it changes nothing."""
-    return (
-        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
-    )
+    return features(module) is not None and "weight" in module._parameters
 
 
 def _inside_attention(model: nn.Module) -> set[int]:
@@ -146,6 +166,17 @@ def _inside_attention(model: nn.Module) -> set[int]:
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention)
         for child in module.modules()
+    }
+
+
+def free_layers(model: nn.Module) -> set[str]:
+    """Names of the linears and convolutions that can be split by themselves: nobody else reads or shares their weights."""
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    attention = _inside_attention(model)
+    return {
+        name
+        for name, module in model.named_modules()
+        if (_is_linear(module) or is_conv(module)) and id(module) not in attention and holders[id(module.weight)] == 1  # type: ignore[arg-type]
     }
 
 
@@ -169,8 +200,9 @@ def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, La
                 f"plan {pattern!r} matches no layer of {type(model).__name__}; the nearest name is {near[0] if near else 'none'!r}"
             )
         for name in matches:
-            rms_norm = layer.kind == "norm" and is_rms_norm(modules[name])
-            if not rms_norm and not isinstance(modules[name], _CLASSES[layer.kind]):
+            other = layer.kind == "norm" and is_rms_norm(modules[name])
+            other = other or (nn.Linear in _CLASSES[layer.kind] and features(modules[name]) is not None)
+            if not other and not isinstance(modules[name], _CLASSES[layer.kind]):
                 takes = " or ".join("convolution" if c is _ConvNd else c.__name__ for c in _CLASSES[layer.kind])
                 raise ValueError(
                     f"plan {pattern!r}: layer {name} is a {type(modules[name]).__name__}, and {layer.kind} takes "
@@ -212,10 +244,10 @@ def place(
         raise ValueError(
             "plan: loss needs logits split over x, which a head layer makes; name the head, or leave the loss out"
         )
-    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    attention = _inside_attention(model)
+    free = free_layers(model)
+    modules = dict(model.named_modules())
     scatter_tokens = stream_split and options.scattered
-    heads = {id(m.weight) for name, m in model.named_modules() if name in named and named[name].kind == "head"}
+    heads = {id(m.weight) for name, m in modules.items() if name in named and named[name].kind == "head"}
     scattering = _scattering(model, named, grid) if options.scattered else {}
     placements = []
     for name, module in model.named_modules():
@@ -224,12 +256,7 @@ def place(
             continue
         layer = named.get(name)
         if layer is None:
-            free = (
-                (_is_linear(module) or is_conv(module))
-                and id(module) not in attention
-                and holders[id(module.weight)] == 1
-            )  # type: ignore[arg-type]
-            if not free:
+            if name not in free:
                 continue
             layer = LayerPlan("self_contained")
         if layer.kind == "replicated":
@@ -237,11 +264,13 @@ def place(
         split = None
         scatter = scattering.get(name, False)
         if nn.Linear in _CLASSES[layer.kind]:
-            split = _linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scatter)
+            split = linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scatter)
             if isinstance(module, _ConvNd):
                 check_conv(module, split, grid, name)
             else:
-                split.check(module.out_features, module.in_features, grid, name)  # type: ignore[arg-type]
+                split.check(*Placement(name, module, layer.kind)._size(), grid, name)
+            shares = math.prod(grid.size(axis) for axis in split.split_over)
+            check_counts(modules[name.rpartition(".")[0]], layer.counts, shares, name)
         elif layer.kind == "embedding":
             check_embedding(module, grid, name)  # type: ignore[arg-type]
         elif layer.kind == "norm":
@@ -253,7 +282,9 @@ def place(
             check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
         classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
         tied = layer.kind == "embedding" and id(module.weight) in heads
-        placements.append(Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter))
+        placements.append(
+            Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter, layer.counts)
+        )
     _check_shared(placements, model)
     return placements
 
@@ -290,9 +321,9 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
         if kind == "head":
             found[name] = True
         elif kind == "normal":
-            plan, n = named[name], getattr(module, "out_features", None) or module.out_channels
+            plan, n = named[name], _outputs(module)
             pair.append(name)
-            can &= LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(n, grid)  # type: ignore[arg-type]
+            can &= LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(n, grid)
         elif kind == "group_norm":
             pair.append(name)
         elif kind == "transposed":
@@ -301,9 +332,27 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
     return found | dict.fromkeys(pair, False)
 
 
-def _linear_split(
-    layer: LayerPlan, stream_split: bool, scatter_tokens: bool, loss_split: bool, scatter: bool
+def _outputs(module: nn.Module) -> int:
+    size = features(module)
+    return size[1] if size is not None else int(getattr(module, "out_features", 0) or module.out_channels)  # type: ignore[arg-type]
+
+
+def linear_split(
+    layer: LayerPlan,
+    stream_split: bool = False,
+    scatter_tokens: bool = False,
+    loss_split: bool = False,
+    scatter: bool = False,
 ) -> LinearSplit:
+    """How a linear or a convolution of a plan uses the grid.
+
+    Args:
+        layer: its plan.
+        stream_split: the plan has an embedding, after which features are split over y.
+        scatter_tokens: and tokens are scattered over x.
+        loss_split: the plan has a loss over a split vocabulary.
+        scatter: features between the pair are scattered over both axes.
+    """
     stream = "tokens" if scatter_tokens else "split" if stream_split else "whole"
     inner = "features" if scatter else "split"
     takes, gives = {
@@ -340,52 +389,25 @@ def _check_shared(placements: list[Placement], model: nn.Module) -> None:
             )
 
 
-def _materialise(module: nn.Module, device: torch.device, made: set[int]) -> None:
-    """Give a module's own meta tensors memory and initial values; parameters stay the same objects.
-
-    A parameter that an earlier module owns keeps its values, but the initialisation runs all the same, on something
-    else: the serial model drew those random numbers too, before its weights were tied.
-
-    Raises:
-        ValueError: the module cannot initialise itself.
-    """
-    own = {name: p for name, p in module._parameters.items() if p is not None and (p.is_meta or id(p) in made)}
-    buffers = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
-    if not own and not buffers:
-        return
-    for name, parameter in own.items():
-        fresh = nn.Parameter(torch.empty(layout_of(parameter).shape, dtype=parameter.dtype, device=device))
-        if parameter.is_meta:
-            fresh.requires_grad_(parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, fresh)
-        else:
-            module._parameters[name] = fresh
-    for name, buffer in buffers.items():
-        module._buffers[name] = torch.empty_like(buffer, device=device)
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise ValueError(
-            f"{type(module).__name__} is on the meta device and has no reset_parameters() to initialise "
-            f"{', '.join([*own, *buffers])}; add one, or build the model on a real device"
-        )
-    reset()
-    module._parameters.update(own)
-    made.update(id(parameter) for parameter in own.values())
-
-
 def parallelize(
-    model: nn.Module, mesh: Mesh, plan: Mapping[str, LayerPlan] | None = None, options: Options | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Mapping[str, LayerPlan] | Literal["auto"] | None = None,
+    options: Options | None = None,
+    example_inputs: Any = None,
 ) -> nn.Module:
     """Turn a serial model into a parallel one, in place; every rank calls it.
 
     Rank 0's weights are what is split. A model on the meta device is built layer by layer, each module by its own
-    `reset_parameters()` in the order of `named_modules`, so the same seed gives the serial model's weights.
+    `reset_parameters()` in the order of `named_modules`, so the same seed gives the serial model's weights (HF models:
+    by their `_init_weights`, see `axonn_tp.materialise`).
 
     Args:
         model: the serial model; optimizers that already hold its parameters keep holding them.
         mesh: the mesh.
-        plan: see `place`.
+        plan: see `place`; ``"auto"`` finds one and prints it on rank 0 (see `auto_plan`).
         options: layout of activations, overlap, what is kept; see `Options`.
+        example_inputs: for the automatic plan, see `auto_plan`.
 
     Returns:
         `model`.
@@ -394,13 +416,22 @@ def parallelize(
         ValueError: see `place`.
     """
     options = options or Options()
+    if plan == "auto":
+        # The search builds on this file's plans.
+        from axonn_tp.auto import auto_plan
+
+        plan, report = auto_plan(model, mesh.grid, example_inputs)
+        if dist.get_rank() == 0:
+            print(report, flush=True)
+    elif isinstance(plan, str):
+        raise ValueError(f'plan = {plan!r} is not a plan; give LayerPlans by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache()) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
-    made: set[int] = set()
+    materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()
     for name, module in model.named_modules():
-        _materialise(module, mesh.device, made)
+        materialise(module)
         if isinstance(module, Split):
             module.remark()
         for parameter in module._parameters.values():
@@ -415,6 +446,7 @@ def parallelize(
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
     watch_dropout(model, mesh)
+    _count_locally(model, placements)
     _watch_forward(model, mesh, tuner)
     return model
 
@@ -486,6 +518,22 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:
         module.gathers = gathers
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
     module.register_forward_pre_hook(_keep_slow_path)
+
+
+def _count_locally(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+    """Divide what plans name as counts, once where several layers of one module name it."""
+    done: set[tuple[str, str]] = set()
+    for name, placement in placements.items():
+        holder = name.rpartition(".")[0]
+        names = [count for count in placement.counts if (holder, count) not in done]
+        done.update((holder, count) for count in names)
+        if names:
+            count_locally(model.get_submodule(holder), names, partial(_shares, placement.module))
+
+
+def _shares(layer: nn.Module) -> int:
+    """Into how many shares a layer's output is split now; one where it computes as in the serial model (`as_serial`)."""
+    return math.prod(layer.mesh.size(axis) for axis in layer.split.split_over) if isinstance(layer, Linear) else 1
 
 
 def _keep_slow_path(module: nn.Module, inputs: tuple) -> None:

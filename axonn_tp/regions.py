@@ -91,7 +91,8 @@ def regions(
             if all(length > 0 for _, _, length in cut):
                 local = sum(at * stride for (at, _, _), stride in zip(cut, strides, strict=True))
                 offsets, lengths = tuple(at for _, at, _ in cut), tuple(length for _, _, length in cut)
-                found.append(Region(local - begin, strides, offsets, lengths))
+                turn = slice(None, None, -1 if layout.transposed else 1)
+                found.append(Region(local - begin, strides[turn], offsets[turn], lengths[turn]))
     return found
 
 
@@ -99,9 +100,9 @@ def regions(
 def _segments(layout: Layout, grid: Grid, position: tuple[int, ...], dim: int) -> list[Segment]:
     """Runs (start in the block, start in the serial tensor, length) of one dim, found by splitting its indices."""
     split = tuple((0, axis) for other, axis in layout.split if other == dim)
-    alone = replace(
-        layout, shape=(layout.shape[dim],), split=split, parts=layout.parts if dim == 0 else 1, over_z=False
-    )
+    even = tuple((0, axis) for other, axis in layout.even if other == dim)
+    parts = layout.parts if dim == 0 else 1
+    alone = replace(layout, shape=(layout.shape[dim],), split=split, even=even, parts=parts, over_z=False)
     # Counted from 1, so that 0 is padding.
     indices = alone.block(torch.arange(1, layout.shape[dim] + 1), grid, dict(zip(AXES, position, strict=True)))
     places = indices.nonzero().flatten()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from plugins import __version__
@@ -49,19 +49,26 @@ class Layer(Block):
     )
     parts: Size = Field(1, description="The output is this many equal matrices side by side, 3 for a fused q, k, v.")
     heads: Size | None = Field(None, description="Attention heads in each part; they are never cut.")
+    counts: Annotated[list[str], Field(strict=True)] = Field(
+        default_factory=list,
+        description="Integer attributes (name or config.name) of the module that holds the layer, such as num_heads, which its "
+        "forward reads and which must be divided by the number of shares.",
+    )
 
 
-def _layers(value: Any) -> Any:
+def _layers(value: Any, either: Any) -> Any:
+    # Not by `either`, the union, whose errors would speak of both kinds.
     if value == "auto":
-        return {}
+        return value
     if isinstance(value, Mapping):
-        return {pattern: {"kind": layer} if isinstance(layer, str) else layer for pattern, layer in value.items()}
-    return value
+        value = {pattern: {"kind": layer} if isinstance(layer, str) else layer for pattern, layer in value.items()}
+    return _LAYERS.validate_python(value)
 
 
+_LAYERS = TypeAdapter(dict[str, Layer], config=ConfigDict(strict=True))
 Plan = Annotated[
-    dict[str, Layer],
-    BeforeValidator(_layers, json_schema_input_type=Literal["auto"] | dict[str, LayerKind | Layer]),
+    Literal["auto"] | dict[str, Layer],
+    WrapValidator(_layers, json_schema_input_type=Literal["auto"] | dict[str, LayerKind | Layer]),
 ]
 
 
@@ -79,7 +86,7 @@ class TensorParallel(Block):
     )
     plan: Plan = Field(
         default_factory=dict,
-        description='Layers by name pattern (* matches anything, the first match wins), or "auto". '
+        description='Layers by name pattern (* matches anything, the first match wins), or "auto" to find the pairs and print them. '
         "Linear layers that no pattern names become self_contained.",
     )
     layout: Literal["scattered", "replicated"] = Field(

@@ -84,7 +84,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _items(self, name: str, shard: Shard) -> Iterator[WriteItem]:
         flat = shard.tensor.detach().reshape(-1)
-        properties, size = TensorProperties(dtype=flat.dtype), torch.Size(shard.layout.shape)
+        properties, size = TensorProperties(dtype=flat.dtype), torch.Size(shard.layout.serial_shape)
         for region in shard.regions(self.place):
             for piece in region.pieces(_PIECE_BYTES // flat.element_size()):
                 index = MetadataIndex(name, piece.offsets)

@@ -61,7 +61,8 @@ def export_safetensors(
     def kinds() -> dict[str, Kind]:
         shards, notes = model_state(model)
         found = {
-            name.removeprefix("model."): _kind(s.layout.shape, s.tensor.dtype, dtype) for name, s in shards.items()
+            name.removeprefix("model."): _kind(s.layout.serial_shape, s.tensor.dtype, dtype)
+            for name, s in shards.items()
         }
         return found | {name: found[known] for name, known in notes["aliases"].items()}
 
@@ -170,15 +171,15 @@ def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -
             if name not in source:
                 raise CheckpointError(f"{file} has no {name}; import it into the model that it is of")
             shape = tuple(stored.get_slice(source[name]).get_shape())
-            if shape != shard.layout.shape:
+            if shape != shard.layout.serial_shape:
                 raise CheckpointError(
-                    f"{name} has shape {shape} in {file} and {shard.layout.shape} here; import it into the model that it is of"
+                    f"{name} has shape {shape} in {file} and {shard.layout.serial_shape} here; import it into the model that it is of"
                 )
         for name in names - shards.keys() - aliases.keys():
             raise CheckpointError(f"{file} has {name}, which the model has not; import it into the model that it is of")
         for name, shard in shards.items():
             # A tensor without dims cannot be sliced.
-            whole = stored.get_slice(source[name]) if shard.layout.shape else stored.get_tensor(source[name])
+            whole = stored.get_slice(source[name]) if shard.layout.serial_shape else stored.get_tensor(source[name])
             flat = shard.tensor.detach().contiguous().view(-1)
             for region in shard.regions(place):
                 cut = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))

@@ -56,9 +56,9 @@ def check_tensors(shards: Shards, stored: Mapping[str, tuple[tuple[int, ...], to
         if name not in stored:
             raise CheckpointError(f"the checkpoint has no {name}; load it into the model that was saved")
         shape, dtype = stored[name]
-        if shape != shard.layout.shape:
+        if shape != shard.layout.serial_shape:
             raise CheckpointError(
-                f"{name} has shape {shape} in the checkpoint and {shard.layout.shape} here; load it into the model that was saved"
+                f"{name} has shape {shape} in the checkpoint and {shard.layout.serial_shape} here; load it into the model that was saved"
             )
         if dtype != shard.tensor.dtype:
             raise CheckpointError(

@@ -122,7 +122,7 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks) -> None:
 
     def complete() -> None:
         # torch notes shapes and dtypes too, but not of tensors without elements.
-        tensors = {name: (shard.layout.shape, shard.tensor.dtype) for name, shard in shards.items()}
+        tensors = {name: (shard.layout.serial_shape, shard.tensor.dtype) for name, shard in shards.items()}
         randoms = [state for _, state in gathered]
         state = {**notes, "tensors": tensors, "random": randoms, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)

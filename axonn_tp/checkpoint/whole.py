@@ -52,7 +52,7 @@ def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None
 
 def assemble(shards: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     """The serial tensor from the local ones of all ranks, in rank order."""
-    whole = shards[0].new_empty(layout.shape)
+    whole = shards[0].new_empty(layout.serial_shape)
     for rank, shard in enumerate(shards):
         at = mesh.grid.coordinates(rank)
         if layout.counted_here(at, ("x", "y", "z", "data")):

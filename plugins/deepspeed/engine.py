@@ -26,6 +26,7 @@ from axonn_tp import (
     LayerPlan,
     Mesh,
     Options,
+    auto_plan,
     clip_grad_norm_,
     first_difference,
     grad_norm,
@@ -82,8 +83,12 @@ class GridUnit:
 
 
 def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
-    """The block's plan as axonn_tp takes it."""
-    return {pattern: LayerPlan(layer.kind, layer.parts, layer.heads) for pattern, layer in block.plan.items()}
+    """The block's plan as axonn_tp takes it; nothing for "auto", which `auto_plan` finds in a model."""
+    given = {} if block.plan == "auto" else block.plan
+    return {
+        pattern: LayerPlan(layer.kind, layer.parts, layer.heads, tuple(layer.counts))
+        for pattern, layer in given.items()
+    }
 
 
 def options(block: TensorParallel) -> Options:
@@ -114,9 +119,9 @@ def _agree(problem: str | None, fingerprint: str) -> None:
         )
 
 
-def _fingerprint(model: nn.Module, block: Axonn) -> str:
+def _fingerprint(model: nn.Module, block: Axonn, plan: dict[str, LayerPlan]) -> str:
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return hashlib.sha256(json.dumps([block.model_dump(), shapes]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([block.model_dump(), repr(plan), shapes]).encode()).hexdigest()
 
 
 class AxonnEngine(GridCheckpoints):
@@ -139,14 +144,16 @@ class AxonnEngine(GridCheckpoints):
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
-        self._verify = self._axonn.verify_plan and bool(plan)
-        problem, placements = None, []
+        problem, placements, found = None, [], None
         try:
             _check_model(model, optimizer)
+            if self._axonn.plan == "auto":
+                plan, found = auto_plan(model, grid)
             placements = place(model, grid, plan, options(self._axonn))
         except ValueError as error:
             problem = f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}"
-        _agree(problem, "" if problem else _fingerprint(model, block))
+        _agree(problem, "" if problem else _fingerprint(model, block, plan))
+        self._verify = self._axonn.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0])
         replicas.align_random_state(self.mesh)
         parallelize(model, self.mesh, plan, options(self._axonn))
@@ -163,6 +170,8 @@ class AxonnEngine(GridCheckpoints):
                 file=sys.stderr,
                 flush=True,
             )
+            if found is not None:
+                print(found, file=sys.stderr, flush=True)
         keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 

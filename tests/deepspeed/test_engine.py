@@ -151,6 +151,8 @@ for stage in (0, 1, 2):
 for where, grid in GRIDS.items():
     OTHERS[f"fp64-{where}"] = Case(gpt, ids, grid, GPT_PLAN, dtype="fp64")
 OTHERS["fp64-odd"] = Case(odd, rows(7, 3), GRIDS["gx2gy2"], dtype="fp64")
+OTHERS["fp64-auto"] = Case(gpt, ids, GRIDS["gx2gy2"], "auto", dtype="fp64")
+OTHERS["encoder-auto"] = Case(Encoder, sequences, GRIDS["gx2gz2"], "auto", after=evaluate)
 CASES = MATRIX | OTHERS
 
 

@@ -49,7 +49,7 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, ...]]
     grid: Grid = (1, 1, 1)
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] | str = field(default_factory=dict)
     stage: int = 0
     dtype: str = "fp32"
     groups: Callable[[nn.Module], list[dict[str, Any]]] = all_trained

@@ -36,7 +36,10 @@ def test_a_plan_in_all_its_forms() -> None:
     block = parse({"tensor_parallel": {"gx": 2, "plan": {"a": "normal", "b": {"kind": "transposed"}}}}).tensor_parallel
     assert block is not None
     assert {name: plan.kind for name, plan in layer_plans(block).items()} == {"a": "normal", "b": "transposed"}
-    assert parse({"tensor_parallel": {"plan": "auto"}}) == parse({"tensor_parallel": {}})
+    counted = parse({"tensor_parallel": {"plan": {"a": {"kind": "normal", "counts": ["n_head"]}}}}).tensor_parallel
+    assert counted is not None and layer_plans(counted)["a"].counts == ("n_head",)
+    automatic = parse({"tensor_parallel": {"plan": "auto"}}).tensor_parallel
+    assert automatic is not None and automatic.plan == "auto" and layer_plans(automatic) == {}
     assert parse({}) == Axonn()
     assert parse({"requires": "0.1"}).requires == "0.1"
 

@@ -1,0 +1,91 @@
+"""Attributes that count what is split, such as `num_heads`, hold this rank's count while their module runs.
+
+Code between a normal layer and its transposed partner often reads widths or heads from its module instead of its
+tensors. A plan names those attributes (`LayerPlan.counts`); outside of the module's forward they keep their values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def read_count(module: nn.Module, name: str) -> int | None:
+    """The attribute ``name`` or ``config.name`` of a module, if it is a positive integer."""
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def check_counts(module: nn.Module, names: Iterable[str], shares: int, layer: str) -> None:
+    """Refuse counts that cannot be divided.
+
+    Raises:
+        ValueError: names the layer, the attribute and its value.
+    """
+    for name in names:
+        count = read_count(module, name)
+        if count is None or count % shares:
+            found = "missing or not a positive integer" if count is None else f"{count}"
+            raise ValueError(
+                f"layer {layer}: counts name {name!r} of its module {type(module).__name__}, which is {found}; "
+                f"name integers that {shares} divides"
+            )
+
+
+def _divide(module: nn.Module, names: Iterable[str], shares: int) -> list[tuple[str, Any]]:
+    """Set the shares' counts; returns the attributes of `module` as they were."""
+    before: dict[str, Any] = {}
+    for name in names:
+        holder: Any = module
+        first, _, inner = name.partition(".")
+        before.setdefault(first, getattr(module, first))
+        if inner:
+            # Modules share one configuration: the others go on reading the whole model's counts.
+            if getattr(module, first) is before[first]:
+                setattr(module, first, copy.copy(before[first]))
+            holder, first = getattr(module, first), inner
+        setattr(holder, first, getattr(holder, first) // shares)
+    return list(before.items())
+
+
+@contextmanager
+def local_counts(module: nn.Module, names: Iterable[str], shares: int) -> Iterator[None]:
+    """Inside, the named attributes are divided by `shares`."""
+    before = _divide(module, names, shares)
+    try:
+        yield
+    finally:
+        for name, value in before:
+            setattr(module, name, value)
+
+
+def count_locally(module: nn.Module, names: Iterable[str], shares: Callable[[], int]) -> None:
+    """From now on each forward of `module` finds the named attributes divided by what `shares()` then returns.
+
+    Calls may nest, as where a forward calls its own module again.
+    """
+    names = tuple(names)
+    running: list[list[tuple[str, Any]]] = []
+
+    def enter(*_: Any) -> None:
+        running.append(_divide(module, names, 1 if running else shares()))
+
+    def leave(*_: Any) -> None:
+        for name, value in running.pop():
+            setattr(module, name, value)
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, largest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)}, reverse=True)

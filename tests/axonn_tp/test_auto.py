@@ -1,0 +1,443 @@
+"""plan="auto": pairs found in models of others train as the serial model does, in float64, on every grid of 4 ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import axonn_tp
+from axonn_tp import Grid, LayerPlan, Mesh, auto_plan, factorisations
+from axonn_tp.counts import count_locally
+from axonn_tp.example import guesses
+from axonn_tp.linear import features
+from recipes.models.gpt import GPT, GPTConfig
+from tests.axonn_tp.test_grids import largest_error
+from tests.distributed import run_ranks
+
+TOLERANCE = 1e-10
+VOCABULARY = 50
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def hf(name: str, **sizes: Any) -> nn.Module:
+    """A model of HF transformers by class name, from a configuration alone."""
+    transformers = pytest.importorskip("transformers")
+    family = name.partition("For")[0].removesuffix("LMHeadModel").removesuffix("Model")
+    config = getattr(transformers, f"{family}Config")(**{**NO_TOKENS, **sizes})
+    model = getattr(transformers, name)(config).eval()
+    # The default product of experts knows no float64.
+    model.set_experts_implementation("eager")
+    return model
+
+
+def litgpt(**sizes: Any) -> nn.Module:
+    model = pytest.importorskip("litgpt.model")
+    config = pytest.importorskip("litgpt.config")
+    common = {"block_size": 16, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY, "n_layer": 2, "n_embd": 32}
+    return model.GPT(config.Config(**common, n_head=4, **sizes))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention reads its weights directly, and an nn.Sequential head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+class Mixing(nn.Module):
+    """Code between up and down that keeps all shapes valid on a share and computes something else there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        between = {
+            "softmax": lambda: h.softmax(-1),
+            "mean": lambda: h - h.mean(-1, keepdim=True),
+            "flip": lambda: h.flip(-1),
+            "shared": lambda: F.pad(h, (0, 12 - h.shape[-1])) if h.shape[-1] < 12 else h,
+            "width": lambda: h / h.shape[-1],
+            "good": lambda: F.silu(h),
+        }
+        x = self.down(between[self.kind]())
+        return x + h.sum() if self.kind == "shared" else x
+
+
+LLAMA = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": None, "gate_proj": None, "up_proj": None, "down_proj": None}
+MHA = {"q_proj": 4, "k_proj": 4, "v_proj": 4, "fc1": None, "fc2": None}
+VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}
+VISION |= {"image_size": 16, "patch_size": 4}
+OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
+WHISPER = {
+    "d_model": 32,
+    "vocab_size": VOCABULARY,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 16,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "vocab_size": VOCABULARY}
+T5 |= {"pad_token_id": 0, "decoder_start_token_id": 0}
+# By family: how to build it, and the heads of each layer (by the end of its name) that becomes part of a pair.
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int | None]]] = {
+    "llama": (lambda: hf("LlamaForCausalLM", **GROUPED), LLAMA),
+    "mistral": (lambda: hf("MistralForCausalLM", **GROUPED), LLAMA),
+    "qwen2": (lambda: hf("Qwen2ForCausalLM", **GROUPED), LLAMA),
+    "qwen3": (lambda: hf("Qwen3ForCausalLM", **GROUPED, head_dim=8), LLAMA),
+    "gemma2": (lambda: hf("Gemma2ForCausalLM", **GROUPED, head_dim=8), LLAMA),
+    "phi3": (lambda: hf("Phi3ForCausalLM", **GROUPED), {"gate_up_proj": None, "down_proj": None}),
+    "mixtral": (
+        lambda: hf("MixtralForCausalLM", **GROUPED, num_local_experts=4),
+        {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": None},
+    ),
+    "bert": (
+        lambda: hf("BertForMaskedLM", **SIZES, pad_token_id=0),
+        {"self.query": 4, "self.key": 4, "self.value": 4, "intermediate.dense": None, "output.dense": None},
+    ),
+    "vit": (lambda: hf("ViTForImageClassification", **VISION, num_labels=VOCABULARY), {**MHA, "o_proj": None}),
+    "opt": (lambda: hf("OPTForCausalLM", **OPT, pad_token_id=1), {**MHA, "out_proj": None}),
+    "whisper": (lambda: hf("WhisperForConditionalGeneration", **WHISPER), {**MHA, "out_proj": None}),
+    "neox": (
+        lambda: hf("GPTNeoXForCausalLM", **SIZES),
+        {"query_key_value": 4, "attention.dense": None, "dense_h_to_4h": None, "dense_4h_to_h": None},
+    ),
+    "t5": (
+        lambda: hf("T5ForConditionalGeneration", **T5),
+        {"EncDecAttention.q": 4, "EncDecAttention.k": 4, "EncDecAttention.v": 4, "EncDecAttention.o": None}
+        | {"wi": None, "wo": None},
+    ),
+    "bloom": (
+        lambda: hf("BloomForCausalLM", hidden_size=32, n_head=4, n_layer=2, vocab_size=VOCABULARY),
+        {"dense_h_to_4h": None, "dense_4h_to_h": None},
+    ),
+    "gpt2": (
+        lambda: hf("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2, vocab_size=VOCABULARY, n_positions=16),
+        {"c_attn": 4, "attn.c_proj": None, "c_fc": None, "mlp.c_proj": None},
+    ),
+    "litgpt": (lambda: litgpt(), {"attn.qkv": 4, "attn.proj": None, "mlp.fc": None, "mlp.proj": None}),
+    "litgpt grouped": (
+        lambda: litgpt(n_query_groups=2, mlp_class_name="LLaMAMLP", intermediate_size=48, bias=False),
+        {"mlp.fc_1": None, "mlp.fc_2": None, "mlp.proj": None},
+    ),
+    "torch": (Encoder, {"linear1": None, "linear2": None, "head.0": None, "head.3": None}),
+    "ours": (
+        lambda: GPT(GPTConfig(VOCABULARY, 16, 2, 4, 32)),
+        {"qkv": 4, "proj": None, "fc1": None, "fc2": None},
+    ),
+}
+
+
+def token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    output = model(ids[:, :-1])
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def image_loss(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(pixels).logits, labels)
+
+
+def batch_for(model: nn.Module) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(5)
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        pixels = torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return image_loss, (pixels, torch.randint(VOCABULARY, (4,), generator=generator))
+    return token_loss, (torch.randint(VOCABULARY, (4, 9), generator=generator),)
+
+
+def three_steps(serial: nn.Module, parallel: nn.Module, mesh: Mesh) -> dict[str, float]:
+    """Largest errors of losses and gradients over three steps of SGD."""
+    loss_of, batch = batch_for(serial)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (serial, parallel)]
+    errors = {"loss": 0.0, "gradients": 0.0}
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = loss_of(serial, *batch)
+        expected.backward()
+        loss = loss_of(parallel, *(mesh.shard_batch(tensor) for tensor in batch))
+        loss.backward()
+        axonn_tp.sync_gradients(parallel.parameters(), mesh)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh.group("batch"))
+        errors["loss"] = max(errors["loss"], (mean / mesh.grid.batch - expected).abs().item())
+        errors["gradients"] = max(errors["gradients"], largest_error(serial, parallel, mesh, lambda p: p.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+    return errors
+
+
+def train_on_grids(names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    torch.manual_seed(1)
+    models = {name: FAMILIES[name][0]().double() for name in names}
+    for grid in factorisations(dist.get_world_size()):
+        mesh = Mesh(grid)
+        for name, model in models.items():
+            serial = copy.deepcopy(model)
+            parallel = axonn_tp.parallelize(copy.deepcopy(model), mesh, "auto")
+            ends = [m for m in parallel.modules() if isinstance(m, axonn_tp.Linear) and m.split.transposed]
+            found[f"{name} {grid}"] = {**three_steps(serial, parallel, mesh), "pairs": len(ends)}
+    return found
+
+
+def test_losses_and_gradients_equal_serial() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("litgpt")
+    for rank in run_ranks(train_on_grids, 4, ["llama", "gpt2", "vit", "litgpt"]):
+        for case, errors in rank.items():
+            assert errors["loss"] < TOLERANCE and errors["gradients"] < TOLERANCE, (case, errors)
+            assert errors["pairs"] >= 2, case
+
+
+def from_meta(family: str, weight: str) -> dict[str, Any]:
+    """A model built on the meta device against a serial one with its weights."""
+    mesh = Mesh.create(2, 1, 2)
+    build, _ = FAMILIES[family]
+    with torch.device("meta"):
+        model = build().double()
+    torch.manual_seed(dist.get_rank())
+    axonn_tp.parallelize(model, mesh, "auto")
+    everyone: list[Any] = [axonn_tp.full_state_dict(model, mesh)]
+    dist.broadcast_object_list(everyone, src=0)
+    serial = build().double()
+    serial.load_state_dict(everyone[0])
+    loss_of, batch = batch_for(serial)
+    difference = axonn_tp.first_difference(model, lambda: loss_of(model, *batch), mesh, 1e-9)
+    std = everyone[0][weight].std().item()
+    return {**three_steps(serial, model, mesh), "std": std, "difference": difference}
+
+
+@pytest.mark.parametrize(
+    ("family", "weight"),
+    [("llama", "model.layers.0.mlp.down_proj.weight"), ("gpt2", "transformer.h.0.attn.c_attn.weight")],
+)
+def test_an_hf_model_from_the_meta_device(family: str, weight: str) -> None:
+    pytest.importorskip("transformers")
+    for found in run_ranks(from_meta, 4, family, weight):
+        assert found["loss"] < TOLERANCE and found["gradients"] < TOLERANCE, found
+        assert found["difference"] is None
+        assert found["std"] == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pairs_of_known_families(family: str) -> None:
+    build, expected = FAMILIES[family]
+    model = build()
+    for grid in (Grid(2, 1, 1, 1), Grid(2, 2, 1, 1), Grid(1, 1, 4, 1)):
+        plan, report = auto_plan(model, grid)
+        names = [name for name, m in model.named_modules() if features(m) and name.endswith(tuple(expected))]
+        names = [name for name in names if name.endswith(tuple(f".{end}" for end in expected)) or name in expected]
+        assert set(plan) == set(names), report
+        for name, layer in plan.items():
+            assert layer.heads == next(h for end, h in expected.items() if name.endswith(end)), (name, report)
+
+
+def outputs_of_families() -> dict[str, float]:
+    """Largest difference of each family's outputs from the serial model's, in float64."""
+    found = {}
+    for grid in (Grid(2, 2, 1, 1), Grid(4, 1, 1, 1)):
+        mesh = Mesh(grid)
+        for family, (build, _) in FAMILIES.items():
+            torch.manual_seed(2)
+            model = build().double().eval()
+            args, keywords = next(guesses(model))
+            args = tuple(a.double() if a.is_floating_point() else a for a in args)
+            keywords = {k: v.double() if v.is_floating_point() else v for k, v in keywords.items()}
+            with torch.no_grad():
+                expected = model(*args, **keywords)
+                got = axonn_tp.parallelize(model, mesh, "auto")(*args, **keywords)
+            first = [out if isinstance(out, torch.Tensor) else out.logits for out in (expected, got)]
+            found[f"{family} {grid}"] = (first[0] - first[1]).abs().max().item()
+    return found
+
+
+def test_outputs_of_known_families_equal_serial() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("litgpt")
+    for found in run_ranks(outputs_of_families, 4):
+        assert max(found.values()) < 1e-9, found
+
+
+def test_only_what_a_share_computes_right_is_split() -> None:
+    for kind in ("softmax", "mean", "flip", "shared", "width", "good"):
+        plan, report = auto_plan(Mixing(kind), Grid(2, 1, 1, 1))
+        assert bool(plan) == (kind == "good"), (kind, report)
+
+
+def test_attention_that_reads_the_input_width_stays_whole() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_head, self.n_embd = 4, 32
+            self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, tokens, width = x.shape
+            q, k, v = (
+                t.view(rows, tokens, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, 2)
+            )
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            return self.c_proj(y.reshape(rows, tokens, width))
+
+    plan, report = auto_plan(Attention(), Grid(2, 1, 1, 1))
+    assert not plan
+    assert "needs all features" in str(report)
+
+
+def test_one_kv_head_or_too_few_stay_whole() -> None:
+    few = {**GROUPED, "num_key_value_heads": 1}
+    plan, report = auto_plan(hf("LlamaForCausalLM", **few), Grid(2, 1, 1, 1))
+    assert not any("self_attn" in name for name in plan) and any("mlp" in name for name in plan)
+    assert "needs all features" in str(report)
+    plan, report = auto_plan(FAMILIES["llama"][0](), Grid(4, 1, 1, 1))
+    assert not any("self_attn" in name for name in plan)
+    assert "2 heads do not divide by gx = 4" in str(report)
+
+
+def test_counts_are_local_while_the_module_runs_only() -> None:
+    model = litgpt()
+    plan, _ = auto_plan(model, Grid(2, 1, 1, 1))
+    name = "transformer.h.0.attn.qkv"
+    assert plan[name] == LayerPlan("normal", 3, 4, ("config.n_head", "config.n_query_groups"))
+    attention = model.transformer.h[0].attn
+    seen: list[tuple[int, bool]] = []
+    count_locally(attention, plan[name].counts, lambda: 2)
+    attention.qkv.register_forward_pre_hook(
+        lambda *_: seen.append((attention.config.n_head, attention.config is model.config))
+    )
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert seen == [(2, False)]
+    assert attention.config is model.config and model.config.n_head == 4
+    wrong = {name: LayerPlan("normal", 3, 4, ("config.n_layer_",))}
+    with pytest.raises(ValueError, match="counts name 'config.n_layer_'.*missing"):
+        axonn_tp.place(model, Grid(2, 1, 1, 1), wrong)
+
+
+def test_the_search_changes_nothing() -> None:
+    model = FAMILIES["llama"][0]().train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    auto_plan(model, Grid(2, 2, 1, 1))
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert model.training and model.config.use_cache and model.config.num_attention_heads == 4
+
+
+def test_the_report_counts_what_placements_send() -> None:
+    model, grid = FAMILIES["ours"][0](), Grid(2, 2, 2, 1)
+    plan, report = auto_plan(model, grid)
+    sent = sum(c.sent for placement in axonn_tp.place(model, grid, plan) for c in placement.collectives(7, grid))
+    assert report.bytes_sent(7) == 4 * sent
+    row = next(row for row in report.rows if row.pattern == "blocks.*.attention.qkv")
+    assert (row.number, row.kind, row.detail) == (2, "normal", "parts=3 heads=4")
+    assert row.pattern in str(report)
+
+
+class Odd(nn.Module):
+    """Inputs that nobody can guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.inner = Mixing("good")
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * gate)
+
+
+def test_inputs_given_or_guessed() -> None:
+    plan, report = auto_plan(Odd(), Grid(2, 1, 1, 1))
+    assert set(plan) == {"inner.up", "inner.down"}
+    assert "Give example_inputs" in report.note
+    for inputs in ((torch.randn(2, 8), torch.ones(8)), {"x": torch.randn(2, 8), "gate": torch.ones(8)}):
+        plan, report = auto_plan(Odd(), Grid(2, 1, 1, 1), inputs)
+        assert set(plan) == {"inner.up", "inner.down"} and not report.note
+
+
+def test_a_published_plan_is_taken_where_nothing_can_be_run() -> None:
+    model = FAMILIES["llama"][0]()
+    del model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = None
+    plan, report = auto_plan(model, Grid(2, 1, 1, 1))
+    assert plan["model.layers.0.self_attn.q_proj"].heads == 2
+    assert "its model's tp_plan" in str(report)
+
+
+def unguessable_plan() -> str:
+    with pytest.raises(ValueError) as error:
+        axonn_tp.parallelize(Mixing("good"), Mesh.create(1), "automatic")  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def meta_without_initialisation() -> str:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.ones(4), persistent=False)
+
+        def reset_parameters(self) -> None:
+            """Forgets the buffer."""
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Rotary())
+    with pytest.raises(ValueError) as error:
+        axonn_tp.parallelize(model, Mesh.create(1))
+    return str(error.value)
+
+
+def test_errors_say_what_to_do() -> None:
+    assert run_ranks(unguessable_plan, 1)[0].endswith('give LayerPlans by name pattern, or "auto"')
+    assert (
+        "nothing initialises its frequencies; add a reset_parameters()" in run_ranks(meta_without_initialisation, 1)[0]
+    )
+
+
+def meta_gpt2_style() -> tuple[float, float]:
+    """Standard deviations of an inner and of a residual layer: HF scales the latter through its parent."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=64, n_head=4, n_layer=8, vocab_size=50, **NO_TOKENS)
+        )
+    axonn_tp.parallelize(model, Mesh.create(1))
+    block = model.transformer.h[0].mlp
+    return block.c_fc.weight.std().item(), block.c_proj.weight.std().item()
+
+
+def test_a_parent_initialises_its_children_on_the_meta_device() -> None:
+    pytest.importorskip("transformers")
+    inner, residual = run_ranks(meta_gpt2_style, 1)[0]
+    assert inner == pytest.approx(0.02, rel=0.05) and residual == pytest.approx(0.02 / 4, rel=0.05)
