@@ -21,9 +21,14 @@ PEERS = {
     "tp": "DTensor tensor parallelism over all ranks",
     "zero3": "DeepSpeed ZeRO-3",
 }
-# The options of `axonn_tp.parallelize` that each stage of Figure 5.4 switches on, one after another. Overlap options
-# belong here as soon as parallelize has them: ("+OAR", {"overlap_all_reduce": True, ...}), and so on.
-STAGES: list[tuple[str, dict[str, object]]] = [("no overlap", {})]
+# The options of `axonn_tp.parallelize` that each stage of Figure 5.4 switches on, one after another.
+_OFF: dict[str, object] = {"overlap_all_reduce": False, "overlap_reduce_scatter": False, "overlap_all_gather": False}
+STAGES: list[tuple[str, dict[str, object]]] = [
+    ("no overlap", _OFF),
+    ("+OAR", _OFF | {"overlap_all_reduce": True}),
+    ("+ORS", _OFF | {"overlap_all_reduce": True, "overlap_reduce_scatter": True}),
+    ("+OAG", {}),
+]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object]) -> Step:
     Args:
         settings: the run.
         grid: the grid.
-        options: passed on to `axonn_tp.parallelize`, for the overlap stages.
+        options: of `axonn_tp.Options`, for the overlap stages.
     """
     model, batch = _model(settings), _batch(settings)
     mesh = Mesh(grid, device().type)
@@ -68,7 +68,7 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object]) -> Step:
         **{"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")},
         **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
     }
-    axonn_tp.parallelize(model, mesh, plan, **options)  # type: ignore[arg-type]
+    axonn_tp.parallelize(model, mesh, plan, axonn_tp.Options(**options))  # type: ignore[arg-type]
     share = [mesh.shard_batch(tensor) for tensor in batch]
     parameters = list(model.parameters())
     return _step(model, share, lambda: axonn_tp.sync_gradients(parameters, mesh))
