@@ -36,6 +36,7 @@ from axonn_tp.overlap import Gathers
 from axonn_tp.rms_norm import RMSNorm, check_rms_norm, is_rms_norm, rms_norm_collectives, rms_norm_layout
 from axonn_tp.tuning import TunedMatmul, Tuner
 from axonn_tp.tuning_cache import default_cache
+from axonn_tp.unnamed import sum_unnamed
 from axonn_tp.weight import Split, SplitWeight
 
 KINDS: dict[str, str] = {
@@ -446,6 +447,7 @@ def parallelize(
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
     watch_dropout(model, mesh)
+    sum_unnamed(model, mesh)
     _count_locally(model, placements)
     _watch_forward(model, mesh, tuner)
     return model

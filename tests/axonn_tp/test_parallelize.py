@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -130,6 +131,47 @@ def losses_and_norms() -> dict[str, float]:
 def test_layers_equal_their_serial_references() -> None:
     for found in run_ranks(losses_and_norms, 4):
         assert max(found.values()) < 1e-10, found
+
+
+class Unnamed(GPT):
+    """Parameters that the plan does not name: norms in the stream, a norm of query heads, a scale of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL)
+        self.scale = nn.Linear(1, 1, bias=False)
+        for block in self.blocks:
+            block.attention.heads_norm = nn.RMSNorm(SMALL.hidden // SMALL.heads)
+            block.attention.forward = functools.partial(self._attend, block.attention)
+
+    @staticmethod
+    def _attend(attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 6)).transpose(1, 2) for t in attention.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(attention.heads_norm(q), k, v, is_causal=True)
+        return attention.proj(attended.transpose(1, 2).flatten(2))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(ids, targets) * self.scale(torch.ones(1, dtype=self.scale.weight.dtype)).square()
+
+
+def unnamed_parameters() -> list:
+    from tests.axonn_tp.test_grids import train_one_step
+
+    torch.manual_seed(8)
+    ids = torch.randint(50, (4, 7))
+    found = []
+    for grid in axonn_tp.factorisations(dist.get_world_size()):
+        plan = gpt_plan(SMALL.heads)
+        if grid.gy == 1:
+            del plan["*.ln?"]
+        run = lambda model, ids: model(ids[:, :-1], ids[:, 1:])  # noqa: E731
+        found.append((grid, train_one_step(Unnamed, plan, run, (ids,), Mesh(grid))))
+    return found
+
+
+def test_gradients_of_parameters_that_no_plan_names() -> None:
+    for found in run_ranks(unnamed_parameters, 4):
+        for grid, errors in found:
+            assert max(errors.values()) < 1e-10, (grid, errors)
 
 
 class Mlp(nn.Module):
