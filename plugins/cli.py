@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what is installed, what works here and what is missing")
     write = commands.add_parser("schema", help='print the JSON schema of the "axonn" block')
     write.add_argument("--write", type=Path, metavar="FILE", help="write it to a file instead")
+    ledger = commands.add_parser("ledger", help="the collectives of a run's last watched step: table and timeline")
+    ledger.add_argument("run", type=Path, metavar="RUN", help="the run's folder, such as runs/quickstart")
     bench = commands.add_parser("bench", help="measure systems side by side: axonn bench tp", add_help=False)
     bench.add_argument("recipe", nargs="?")
     bench.add_argument("options", nargs=argparse.REMAINDER)
@@ -79,6 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
             from plugins.doctor import main as doctor
 
             return doctor()
+        if parsed.command == "ledger":
+            from plugins.ledger_report import main as ledger_of
+
+            return ledger_of(parsed.run)
         if parsed.command == "schema":
             if parsed.write is None:
                 print(schema(), end="")

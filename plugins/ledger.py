@@ -1,7 +1,8 @@
-"""Count every collective that goes over the wire: calls and bytes by axis, forward, backward and step."""
+"""Count every collective that goes over the wire: calls, bytes and time by axis, forward, backward and step."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,12 +35,24 @@ _INPLACE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """A collective that happened, and the bytes of one element."""
+    """A collective that happened.
+
+    Attributes:
+        collective: which.
+        itemsize: bytes of one element.
+        started: seconds from the ledger's start to the call.
+        ended: the same to the moment when its result was there for use.
+        exposed: seconds of these in which this rank did nothing but wait; None where that cannot be seen: on a GPU, whose
+            host does not wait, and for c10d's own calls (DeepSpeed's gradient sums), whose waits are not operators.
+    """
 
     collective: Collective
     itemsize: int
+    started: float = 0.0
+    ended: float = 0.0
+    exposed: float | None = None
 
     @property
     def sent(self) -> Fraction:
@@ -65,23 +78,47 @@ class Ledger(TorchDispatchMode):
         self.axes = dict(axes or {})
         self.entries: list[Entry] = []
         self.unknown: set[str] = set()
+        self._began = time.perf_counter()
+        self._under_way: dict[int, Entry] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Record, then run."""
+        """Record, and run."""
         name = function._schema.name.split("::")
+        kwargs = kwargs or {}
         if name[0] == "_c10d_functional":
-            self._functional(name[1].rstrip("_"), args)
-        elif name[0] == "c10d":
-            self._in_place(name[1], args)
-        return function(*args, **(kwargs or {}))
+            return self._functional(name[1].rstrip("_"), function, args, kwargs)
+        if name[0] != "c10d":
+            return function(*args, **kwargs)
+        before, now = len(self.entries), self._now()
+        self._in_place(name[1], args)
+        result = function(*args, **kwargs)
+        for entry in self.entries[before:]:
+            entry.started, entry.ended = now, self._now()
+        return result
 
-    def _functional(self, name: str, args: tuple) -> None:
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _functional(self, name: str, function: Any, args: tuple, kwargs: dict) -> Any:
+        now = self._now()
+        if name == "wait_tensor":
+            entry = self._under_way.pop(args[0].untyped_storage().data_ptr(), None)
+            result = function(*args, **kwargs)
+            if entry is not None:
+                entry.ended = self._now()
+                entry.exposed = None if args[0].is_cuda else (entry.exposed or 0.0) + entry.ended - now
+            return result
+        before = len(self.entries)
         if name in _FUNCTIONAL:
             group = args[-1]
-            size = _resolve_process_group(group).size()
-            self._record(_FUNCTIONAL[name], group, size, args[0])
-        elif name not in ("wait_tensor",):
+            self._record(_FUNCTIONAL[name], group, _resolve_process_group(group).size(), args[0])
+        else:
             self.unknown.add(name)
+        result = function(*args, **kwargs)
+        for entry in self.entries[before:]:
+            entry.started, entry.ended, entry.exposed = now, self._now(), self._now() - now
+            self._under_way[result.untyped_storage().data_ptr()] = entry
+        return result
 
     def _in_place(self, name: str, args: tuple) -> None:
         if name not in _INPLACE:
@@ -104,6 +141,14 @@ class Ledger(TorchDispatchMode):
     def collectives(self) -> list[Collective]:
         """What happened, without element sizes."""
         return [entry.collective for entry in self.entries]
+
+    def exposed_by_axis(self) -> dict[str, float]:
+        """Seconds that this rank waited, by axis, where that can be seen."""
+        totals: dict[str, float] = defaultdict(float)
+        for entry in self.entries:
+            if entry.exposed is not None:
+                totals[entry.collective.axis] += entry.exposed
+        return dict(totals)
 
     def by_axis(self) -> dict[str, tuple[int, Fraction]]:
         """Calls and bytes sent by this rank, by axis."""

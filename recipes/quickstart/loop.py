@@ -64,20 +64,36 @@ def train(side: Side, settings: Settings, run: Path, resume: bool, save_every: i
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     peak = peak_flops(name, settings.precision)
     ranks = 1 if settings.serial else settings.ranks
-    outcome = Outcome(step=done)
+    outcome, waited = Outcome(step=done), {}
     for number in range(done + 1, settings.steps + 1):
         began = time.perf_counter()
-        loss, norm = side.step(number)
+        communicated: dict[str, float] = {}
+        # Watching costs some time, so it is the step before the one whose speed is printed.
+        if (number + 1) % every == 0 and number > 2:
+            loss, norm, communicated = side.watched_step(number)
+            waited = {name.removesuffix("_exposed_s"): s for name, s in communicated.items() if name.endswith("_s")}
+        else:
+            loss, norm = side.step(number)
         rate = settings.batch * settings.context / (time.perf_counter() - began)
         outcome.losses[number], outcome.step = loss, number
         if metrics is not None:
             lr, memory = settings.lr_at(number), process_memory_bytes()
             utilisation = None if peak is None else rate * flops / (peak * ranks)
             metrics.log(
-                number, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=rate, memory_bytes=memory, mfu=utilisation
+                number,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                tokens_per_s=rate,
+                memory_bytes=memory,
+                mfu=utilisation,
+                **communicated,
             )
             if show and (number % every == 0 or number in (1, settings.steps)):
                 line = format_step(number, settings.steps, loss, norm, lr, rate, memory, utilisation)
+                line += (
+                    "  waited " + ", ".join(f"{axis} {s * 1e3:.0f} ms" for axis, s in waited.items()) if waited else ""
+                )
                 tqdm.write(line, file=sys.stdout)
                 sys.stdout.flush()
             bar.update()

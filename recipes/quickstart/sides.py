@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugins.ledger import Ledger
+from plugins.ledger_report import write_ledger
 from recipes.data import Corpus
 from recipes.models.gpt import GPT
 from recipes.quickstart.settings import Settings
@@ -29,6 +31,9 @@ class Side(Protocol):
 
     def step(self, number: int) -> tuple[float, float]:
         """Train on the batch of step `number`; returns its loss and gradient norm over all ranks."""
+
+    def watched_step(self, number: int) -> tuple[float, float, dict[str, float]]:
+        """The same, and what this rank communicated: calls, bytes and seconds waited, by axis."""
 
     def validate(self) -> float:
         """Loss on the held-out text."""
@@ -89,6 +94,16 @@ class Parallel:
         self.engine.backward(loss)
         self.engine.step()
         return self._mean(loss), float(self.engine.get_global_grad_norm() or math.nan)
+
+    def watched_step(self, number: int) -> tuple[float, float, dict[str, float]]:  # noqa: D102
+        with Ledger(self.engine.mesh.axis_names()) as ledger:
+            loss, norm = self.step(number)
+        if self.first:
+            write_ledger(ledger.entries, number, self.folder.parent)
+        seen: dict[str, float] = {}
+        for axis, (calls, sent) in ledger.by_axis().items():
+            seen |= {f"{axis}_calls": calls, f"{axis}_bytes": float(sent)}
+        return loss, norm, seen | {f"{axis}_exposed_s": waited for axis, waited in ledger.exposed_by_axis().items()}
 
     @torch.no_grad()
     def validate(self) -> float:  # noqa: D102
@@ -160,6 +175,9 @@ class Serial:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item(), norm.item()
+
+    def watched_step(self, number: int) -> tuple[float, float, dict[str, float]]:  # noqa: D102
+        return *self.step(number), {}
 
     @torch.no_grad()
     def validate(self) -> float:  # noqa: D102

@@ -1,0 +1,45 @@
+"""What a run keeps of its collectives, and the table and picture made of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axonn_tp import Mesh
+from axonn_tp.collectives import start_all_gather
+from plugins.cli import main
+from plugins.ledger import Ledger
+from plugins.ledger_report import read_ledger, write_ledger
+from tests.distributed import run_ranks
+
+
+def hidden_and_waited_for(folder: Path) -> None:
+    mesh = Mesh.create(1, 1, 2)
+    with Ledger(mesh.axis_names()) as ledger:
+        under_way = start_all_gather(torch.ones(6), mesh, "z")
+        time.sleep(0.05)
+        under_way.wait()
+        dist.all_reduce(torch.ones(4), group=mesh.group("z"))
+    if dist.get_rank() == 0:
+        write_ledger(ledger.entries, 7, folder)
+
+
+def test_a_run_keeps_one_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_ranks(hidden_and_waited_for, 2, tmp_path)
+    gather, reduce = read_ledger(tmp_path)["collectives"]
+    assert (gather["op"], gather["axis"], gather["ranks"], gather["bytes"]) == ("all_gather", "z", 2, 24.0)
+    assert gather["ended"] - gather["started"] >= 0.05 and 0 <= gather["exposed"] <= gather["ended"] - gather["started"]
+    assert (reduce["op"], reduce["bytes"], reduce["exposed"]) == ("all_reduce", 16.0, None)
+    assert main(["ledger", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "step 7, rank 0" in printed and "all_gather" in printed
+    assert (tmp_path / "ledger.png").stat().st_size > 1000
+
+
+def test_a_folder_without_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["ledger", str(tmp_path)]) == 2
+    assert "holds no ledger.json" in capsys.readouterr().err
