@@ -78,6 +78,11 @@ def start_all_reduce(tensor: Tensor, mesh: Mesh, axis: str, op: str = "sum") -> 
     return Pending(_ops.all_reduce(tensor.contiguous(), op, mesh.group(axis).group_name))
 
 
+def start_all_reduce_(tensor: Tensor, mesh: Mesh, axis: str) -> Pending:
+    """Begin the sum of a contiguous tensor over an axis of more than one rank, in place."""
+    return Pending(_ops.all_reduce_(tensor, "sum", mesh.group(axis).group_name))
+
+
 def start_all_gather(
     tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None
 ) -> Pending:

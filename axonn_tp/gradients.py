@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_tp.collectives import all_reduce
+from axonn_tp.collectives import all_reduce, start_all_reduce_
 from axonn_tp.layout import layout_of
 from axonn_tp.mesh import Mesh
+
+_BUCKET_BYTES = 2**25
 
 
 @torch.no_grad()
@@ -26,22 +28,43 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
     """
-    buckets: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+    pending = []
+    for axis, members in _buckets(parameters, mesh):
+        if mesh.size(axis) == 1:
+            if average and mesh.grid.batch > 1:
+                torch._foreach_div_([p.grad for p in members if p.grad is not None], mesh.grid.batch)
+            continue
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in members])  # type: ignore[union-attr]
+        # The gradients live in the bucket from here on, so that nothing is copied back.
+        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        pending.append(start_all_reduce_(flat, mesh, axis))
+    for under_way in pending:
+        flat = under_way.wait()
+        if average and mesh.grid.batch > 1:
+            flat.div_(mesh.grid.batch)
+
+
+def _buckets(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterator[tuple[str, list[nn.Parameter]]]:
+    """Trained parameters by the group that sums their gradients, in buckets of `_BUCKET_BYTES`; a missing gradient is zero."""
+    filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    sizes: dict[tuple[str, torch.dtype], int] = defaultdict(int)
     # Where some axes have size 1, two names may mean one group: one call is enough.
     axes: dict[dist.ProcessGroup, str] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
-            buckets[axis, parameter.grad.dtype].append(parameter.grad)
-    for (axis, _), gradients in buckets.items():
-        if mesh.size(axis) > 1:
-            summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), mesh, axis)
-            for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-        if average and mesh.grid.batch > 1:
-            torch._foreach_div_(gradients, mesh.grid.batch)
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
+        key = (axis, parameter.grad.dtype)
+        filling[key].append(parameter)
+        sizes[key] += parameter.grad.nbytes
+        if sizes[key] >= _BUCKET_BYTES:
+            yield axis, filling.pop(key)
+            del sizes[key]
+    for (axis, _), members in filling.items():
+        yield axis, members
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from axonn_tp import Grid
 from plugins.config import ConfigError
 from recipes.bench_tp import sides
 from recipes.bench_tp.memory import PeakMemory
-from recipes.bench_tp.settings import STAGES, Settings, name
+from recipes.bench_tp.settings import RESHARD, STAGES, Settings, name, options_of
 
 TOLERANCE = 1e-3  # of the first losses, in nats: what rounding of fp32 explains, and no mistake
 _CHECKED_STEPS, _SCREENED_STEPS = 3, 2
@@ -72,8 +72,9 @@ def measure(settings: Settings) -> list[Side]:
         steps[side.name] = _first_steps(side)
     grids = _fastest_grids(settings, chosen) if settings.screen else list(settings.grids)
     for grid in grids:
-        chosen.append(side := Side(name(grid), "ours", _ours(grid, settings, {})))
-        steps[side.name] = _first_steps(side)
+        for called in (name(grid), f"{name(grid)}, {RESHARD}") if grid.gz > 1 else (name(grid),):
+            chosen.append(side := Side(called, "ours", _ours(grid, settings, options_of(called.partition(", ")[2]))))
+            steps[side.name] = _first_steps(side)
     for stage, options in STAGES:
         chosen.append(side := Side(f"{name(grids[0])}, {stage}", "stage", _ours(grids[0], settings, options)))
         steps[side.name] = _first_steps(side)
@@ -98,7 +99,7 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
     steps = {}
     for side in names:
         grid, _, stage = side.partition(", ")
-        make = _ours(grids[grid], settings, dict(STAGES).get(stage, {})) if grid in grids else _peer(side, settings)
+        make = _ours(grids[grid], settings, options_of(stage)) if grid in grids else _peer(side, settings)
         steps[side] = make()
         steps[side]()
     found: dict[str, list[float]] = {side: [] for side in names}

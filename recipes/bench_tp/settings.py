@@ -30,6 +30,14 @@ STAGES: list[tuple[str, dict[str, object]]] = [
     ("+OAG", {}),
 ]
 
+# Grids that split weights over z run with gathered weights kept, and let go after forward as FSDP2 does by default.
+RESHARD = "reshard"
+
+
+def options_of(side: str) -> dict[str, object]:
+    """The options of a side of ours by what stands behind its grid."""
+    return {"reshard_after_forward": True} if side == RESHARD else dict(STAGES).get(side, {})
+
 
 @dataclass(frozen=True)
 class Settings:

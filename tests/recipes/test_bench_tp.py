@@ -13,7 +13,7 @@ from plugins.config import ConfigError
 from recipes.bench_tp.measure import Side, _check_losses
 from recipes.bench_tp.memory import PeakMemory
 from recipes.bench_tp.report import comparisons
-from recipes.bench_tp.settings import PEERS
+from recipes.bench_tp.settings import PEERS, STAGES
 
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
 
@@ -28,8 +28,8 @@ def test_every_side_runs_and_is_reported(
     assert {file.name for file in folder.iterdir()} == {"results.json", "table.txt", "steps.png"}
     numbers = json.loads((folder / "results.json").read_text())
     sides = {side["name"]: side for side in numbers["sides"]}
-    ours = ["x2 y1 z1 d1", "x1 y1 z2 d1"]
-    assert list(sides) == [*PEERS, *ours, "x2 y1 z1 d1, no overlap"]
+    ours = ["x2 y1 z1 d1", "x1 y1 z2 d1", "x1 y1 z2 d1, reshard"]
+    assert list(sides) == [*PEERS, *ours, *(f"x2 y1 z1 d1, {stage}" for stage, _ in STAGES)]
     for name, side in sides.items():
         assert name in text
         assert side["losses"] == pytest.approx(sides["ddp"]["losses"], abs=1e-3)
