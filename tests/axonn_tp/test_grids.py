@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -94,7 +96,13 @@ def train_one_step(
     return errors
 
 
-EVERYTHING = Options(reshard_after_forward=True, cache_gathers=3)
+EVERYTHING = Options(
+    overlap_all_reduce=True,
+    overlap_reduce_scatter=True,
+    overlap_all_gather=True,
+    reshard_after_forward=True,
+    cache_gathers=3,
+)
 NOTHING = Options(layout="replicated", overlap_all_reduce=False, overlap_reduce_scatter=False, overlap_all_gather=False)
 
 
@@ -146,3 +154,39 @@ def test_gpt_with_everything_on(ranks: int, grids: list[Grid], checkpointed: boo
     for found in run_ranks(gpt_on_grids, ranks, config, grids, EVERYTHING, checkpointed):
         for grid, errors in found.items():
             assert max(errors.values()) < TOLERANCE, (grid, errors)
+
+
+def attention_and_memory(grid: Grid, layout: str) -> tuple[int, int]:
+    """Heads that this rank attends with, and bytes that autograd keeps of one forward pass, without parameters."""
+    config = GPTConfig(vocabulary=64, context=16, layers=2, heads=8, hidden=64)
+    model = axonn_tp.parallelize(GPT(config), Mesh(grid), gpt_plan(config.heads), Options(layout=layout))
+    heads: list[int] = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(q: torch.Tensor, *rest: torch.Tensor, **keywords: bool) -> torch.Tensor:
+        heads.append(q.shape[1])
+        return attend(q, *rest, **keywords)
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(64, (4, 16))
+    with mock.patch.object(F, "scaled_dot_product_attention", watched):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(ids, ids)
+    return heads[0], sum(kept.values())
+
+
+def test_scattered_attends_and_keeps_less() -> None:
+    grid = Grid(2, 2, 1)
+    replicated, scattered = (
+        run_ranks(attention_and_memory, 4, grid, layout)[0] for layout in ("replicated", "scattered")
+    )
+    assert (replicated[0], scattered[0]) == (8 // 2, 8 // 4)
+    assert scattered[1] < replicated[1]
