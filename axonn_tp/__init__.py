@@ -14,7 +14,9 @@ from axonn_tp.loss import CrossEntropyLoss
 from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
 from axonn_tp.norm import LayerNorm
 from axonn_tp.options import Options
-from axonn_tp.parallelize import KINDS, LayerPlan, Placement, parallelize, place
+from axonn_tp.parallelize import parallelize
+from axonn_tp.placement import place
+from axonn_tp.plan import KINDS, LayerPlan, Placement
 from axonn_tp.report import Report
 from axonn_tp.verify import as_serial, first_difference
 

@@ -22,7 +22,8 @@ from axonn_tp.counts import divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
-from axonn_tp.parallelize import LayerPlan, free_layers, linear_split
+from axonn_tp.placement import free_layers
+from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.published import published_pairs
 from axonn_tp.report import Report, collapse, make_report
 from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow, counting_attributes

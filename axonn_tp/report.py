@@ -11,7 +11,8 @@ from torch import nn
 
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
-from axonn_tp.parallelize import LayerPlan, Placement, place
+from axonn_tp.placement import place
+from axonn_tp.plan import LayerPlan, Placement
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _HEADER = ("layers", "number", "became", "with", "a step sends", "a token sends", "why")

@@ -1,0 +1,159 @@
+"""What a layer becomes, and its place in the parallel model: layouts and collectives that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from axonn_tp.collectives import Collective
+from axonn_tp.conv import conv_collectives, conv_layout, positions_made
+from axonn_tp.embedding import embedding_collectives, embedding_layout
+from axonn_tp.group_norm import group_norm_layout
+from axonn_tp.layout import Layout
+from axonn_tp.linear import LinearSplit, features, linear_collectives
+from axonn_tp.loss import loss_collectives
+from axonn_tp.mesh import Grid
+from axonn_tp.norm import norm_collectives, norm_layout
+from axonn_tp.options import Options
+from axonn_tp.rms_norm import rms_norm_collectives, rms_norm_layout
+
+KINDS: dict[str, str] = {
+    "normal": "linear or convolution: contracts over y, output split over x",
+    "transposed": "linear or convolution: contracts over x, output split over y, or whole where no embedding starts a split stream",
+    "head": "linear: like normal, its output features padded to a multiple of gx",
+    "self_contained": "linear or convolution: whole features in and out, sizes padded where needed; what unnamed ones become",
+    "embedding": "embedding: vocabulary over x, features over y; from here on features are split over y",
+    "norm": "LayerNorm or RMSNorm over features split over y",
+    "group_norm": "GroupNorm between a normal and a transposed layer, over channels split as the normal one leaves them",
+    "loss": "CrossEntropyLoss over a vocabulary split over x",
+    "replicated": "left as it is, the same on every rank of x and y",
+}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer becomes.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        parts: for linears, see `LinearSplit`.
+        heads: for linears, see `LinearSplit`.
+        counts: for normal layers: integer attributes (``name`` or ``config.name``) of the module that holds the layer,
+            which its forward reads and which must be divided by the number of shares, such as ``num_heads``.
+    """
+
+    kind: str
+    parts: int = 1
+    heads: int | None = None
+    counts: tuple[str, ...] = ()
+
+
+@dataclass
+class Placement:
+    """One module's place in the parallel model."""
+
+    name: str
+    module: nn.Module = field(repr=False)
+    kind: str
+    split: LinearSplit | None = None
+    options: Options = field(default=Options(), repr=False)
+    scatter_tokens: bool = False
+    classes: int | None = None
+    tied: bool = False
+    scatter: bool = False
+    counts: tuple[str, ...] = ()
+
+    def _size(self) -> tuple[int, int]:
+        """(out, in) features of a linear."""
+        if isinstance(self.module, nn.Linear):
+            return self.module.out_features, self.module.in_features
+        size = features(self.module)
+        assert size is not None
+        return size[1], size[0]
+
+    def layouts(self) -> dict[str, Layout]:
+        """Layouts of the module's own parameters, by name."""
+        module = self.module
+        own = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+        if isinstance(module, _ConvNd) and self.split is not None:
+            bias = {"bias": self.split.bias_layout(module.out_channels)} if "bias" in own else {}
+            return {"weight": conv_layout(module, self.split), **bias}
+        if self.split is not None:
+            bias = {"bias": self.split.bias_layout(self._size()[0])} if "bias" in own else {}
+            return {"weight": self.split.weight_layout(*self._size()), **bias}
+        if self.kind == "embedding":
+            return {"weight": embedding_layout(own["weight"], self.tied)}
+        if self.kind == "group_norm":
+            return {name: group_norm_layout(shape[0], self.inner_axes) for name, shape in own.items()}
+        if not isinstance(module, nn.LayerNorm):
+            return {name: rms_norm_layout(shape[0], self.scatter_tokens) for name, shape in own.items()}
+        return {name: norm_layout(shape, self.scatter_tokens) for name, shape in own.items()}
+
+    def collectives(self, tokens: int, grid: Grid) -> list[Collective]:
+        """What one forward and backward pass over `tokens` rows of this rank's x-y plane communicates.
+
+        Rows of a convolution are images × positions of its input; its padding is taken to keep the image's size. What
+        a GroupNorm communicates, where a group is cut, depends on the number of images and is left out.
+        """
+        module = self.module
+        if isinstance(module, _ConvNd) and self.split is not None:
+            made = positions_made(module, tokens)
+            return conv_collectives(module, tokens, made, grid, self.split, self.options.reshard_after_forward)
+        if self.split is not None:
+            again, (n, k) = self.options.reshard_after_forward, self._size()
+            return linear_collectives(tokens, k, n, grid, self.split, again)
+        if self.kind == "embedding":
+            return embedding_collectives(tokens, self.layouts()["weight"], grid, self.scatter_tokens)
+        if self.kind == "norm":
+            count = norm_collectives if isinstance(module, nn.LayerNorm) else rms_norm_collectives
+            return count(tokens // grid.gx if self.scatter_tokens else tokens, grid)
+        if self.kind == "loss":
+            return loss_collectives(tokens, grid, self.loss_axes, module.label_smoothing)  # type: ignore[arg-type]
+        return []
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Axes over which the classes of a loss are split."""
+        return ("x", "y") if self.options.scattered else ("x",)
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes over which the channels between a normal and a transposed layer are split."""
+        return ("x", "y") if self.scatter else ("x",)
+
+
+def linear_split(
+    layer: LayerPlan,
+    stream_split: bool = False,
+    scatter_tokens: bool = False,
+    loss_split: bool = False,
+    scatter: bool = False,
+) -> LinearSplit:
+    """How a linear or a convolution of a plan uses the grid.
+
+    Args:
+        layer: its plan.
+        stream_split: the plan has an embedding, after which features are split over y.
+        scatter_tokens: and tokens are scattered over x.
+        loss_split: the plan has a loss over a split vocabulary.
+        scatter: features between the pair are scattered over both axes.
+    """
+    stream = "tokens" if scatter_tokens else "split" if stream_split else "whole"
+    inner = "features" if scatter else "split"
+    takes, gives = {
+        "normal": (stream, inner),
+        "transposed": (inner, stream),
+        "head": (stream, inner if loss_split else "whole"),
+        "self_contained": ("whole", "whole"),
+    }[layer.kind]
+    return LinearSplit(
+        transposed=layer.kind == "transposed",
+        parts=layer.parts,
+        heads=layer.heads,
+        takes=takes,
+        gives=gives,
+        pad=layer.kind == "self_contained",
+        pad_vocabulary=layer.kind == "head",
+    )
