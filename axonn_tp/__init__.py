@@ -17,6 +17,7 @@ from axonn_tp.options import Options
 from axonn_tp.parallelize import parallelize
 from axonn_tp.placement import place
 from axonn_tp.plan import KINDS, LayerPlan, Placement
+from axonn_tp.reducer import GradientReducer
 from axonn_tp.report import Report
 from axonn_tp.verify import as_serial, first_difference
 
@@ -26,6 +27,7 @@ __all__ = [
     "Collective",
     "CrossEntropyLoss",
     "Embedding",
+    "GradientReducer",
     "Grid",
     "LayerNorm",
     "LayerPlan",

@@ -28,8 +28,12 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
     """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     pending = []
-    for axis, members in _buckets(parameters, mesh):
+    for axis, members in buckets(trained, mesh, _BUCKET_BYTES):
         if mesh.size(axis) == 1:
             if average and mesh.grid.batch > 1:
                 torch._foreach_div_([p.grad for p in members if p.grad is not None], mesh.grid.batch)
@@ -45,22 +49,20 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
             flat.div_(mesh.grid.batch)
 
 
-def _buckets(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    """Trained parameters by the group that sums their gradients, in buckets of `_BUCKET_BYTES`; a missing gradient is zero."""
+def buckets(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, most_bytes: int
+) -> Iterator[tuple[str, list[nn.Parameter]]]:
+    """Parameters, in their order, by the group that sums their gradients; a bucket is full at `most_bytes`."""
     filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     sizes: dict[tuple[str, torch.dtype], int] = defaultdict(int)
     # Where some axes have size 1, two names may mean one group: one call is enough.
     axes: dict[dist.ProcessGroup, str] = {}
     for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
         axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
-        key = (axis, parameter.grad.dtype)
+        key = (axis, parameter.dtype)
         filling[key].append(parameter)
-        sizes[key] += parameter.grad.nbytes
-        if sizes[key] >= _BUCKET_BYTES:
+        sizes[key] += parameter.nbytes
+        if sizes[key] >= most_bytes:
             yield axis, filling.pop(key)
             del sizes[key]
     for (axis, _), members in filling.items():

@@ -70,8 +70,7 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object]) -> Step:
     }
     axonn_tp.parallelize(model, mesh, plan, axonn_tp.Options(**options))  # type: ignore[arg-type]
     share = [mesh.shard_batch(tensor) for tensor in batch]
-    parameters = list(model.parameters())
-    return _step(model, share, lambda: axonn_tp.sync_gradients(parameters, mesh))
+    return _step(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
 
 
 def _model(settings: Settings) -> GPT:

@@ -69,7 +69,8 @@ def train_one_step(
 ) -> dict[str, float]:
     """Errors of output loss, gradients, norm and the weights after one AdamW step against the serial model.
 
-    The first `forwards` − 1 passes are only for the order of gathers to be learned.
+    The first `forwards` − 1 passes are only for the order of gathers to be learned; where there are some, gradients are
+    summed while backward runs.
     """
     torch.manual_seed(7)
     serial = build().double()
@@ -77,11 +78,15 @@ def train_one_step(
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1) for model in (serial, parallel)]
     expected = run(serial, *batch)
     expected.backward()
+    reducer = axonn_tp.GradientReducer(parallel.parameters(), mesh, bucket_bytes=3000) if forwards > 1 else None
     for _ in range(forwards):
         parallel.zero_grad()
         mine = run(parallel, *(mesh.shard_batch(tensor) for tensor in batch))
         mine.backward()
-    axonn_tp.sync_gradients(parallel.parameters(), mesh)
+        if reducer is None:
+            axonn_tp.sync_gradients(parallel.parameters(), mesh)
+        else:
+            reducer.finish()
     loss = mine.detach().clone()
     dist.all_reduce(loss, group=mesh.group("batch"))
     errors = {

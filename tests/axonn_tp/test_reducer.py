@@ -1,0 +1,103 @@
+"""Gradient sums while backward runs against the reference: the same values, each byte sent once."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import axonn_tp
+from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
+from plugins.ledger import Ledger
+from tests.axonn_tp.test_grids import TOLERANCE
+from tests.distributed import run_ranks
+
+GRIDS = [Grid(1, 1, 1, 4), Grid(1, 1, 4, 1), Grid(2, 1, 2, 1), Grid(1, 1, 2, 2), Grid(1, 2, 1, 2)]
+OVERLAP = Options(overlap_all_reduce=True, overlap_reduce_scatter=True, overlap_all_gather=True)
+
+
+class Model(nn.Module):
+    """A pair of linears, a layer that no pass uses and a scale that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.unused = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(rows).tanh()) * self.scale
+
+
+def on_grids(grids: list[Grid]) -> None:
+    torch.manual_seed(3)
+    serial = Model().double()
+    batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
+    plan = {"up": LayerPlan("normal"), "down": LayerPlan("transposed")}
+    for grid in grids:
+        mesh = Mesh(grid)
+        reference = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan, OVERLAP)
+        model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan, OVERLAP)
+        reducer = GradientReducer(model.parameters(), mesh, bucket_bytes=200)
+        shares = [mesh.shard_batch(batch) for batch in batches]
+
+        for share in shares:
+            reference(share).square().mean().backward()
+        axonn_tp.sync_gradients(reference.parameters(), mesh)
+        with reducer.no_sync():
+            for share in shares[:-1]:
+                model(share).square().mean().backward()
+        model(shares[-1]).square().mean().backward()
+        reducer.finish()
+        compare(model, reference, grid)
+
+        # A second sum on top of the first: the gradients of both.
+        model(shares[0]).square().mean().backward()
+        reducer.finish()
+        for parameter in reference.parameters():
+            parameter.first = parameter.grad
+        reference.zero_grad()
+        reference(shares[0]).square().mean().backward()
+        axonn_tp.sync_gradients(reference.parameters(), mesh)
+        for parameter in reference.parameters():
+            parameter.grad += parameter.first
+        compare(model, reference, grid)
+
+        bytes_of_both = []
+        for each, last in ((reference, None), (model, reducer.finish)):
+            each.zero_grad()
+            with Ledger(mesh.axis_names()) as ledger:
+                each(shares[0]).square().mean().backward()
+                last() if last else axonn_tp.sync_gradients(each.parameters(), mesh)
+            bytes_of_both.append(sum(c.sent * 8 for c in ledger.collectives if c.op == "all_reduce"))
+        assert bytes_of_both[0] == bytes_of_both[1], grid
+        if mesh.size("data") > 1:
+            assert late_calls(model, reducer, shares[0], mesh) < len(reducer._buckets)
+
+
+def late_calls(model: Model, reducer: GradientReducer, share: torch.Tensor, mesh: Mesh) -> int:
+    """Calls that are left for `finish`; and a pass that nobody expects is refused."""
+    model.zero_grad()
+    loss = model(share).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=re.escape("call finish() after the last pass")):
+        loss.backward()
+    with Ledger(mesh.axis_names()) as ledger:
+        reducer.finish()
+    return len(ledger.collectives)
+
+
+def compare(model: nn.Module, reference: nn.Module, grid: Grid) -> None:
+    for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (mine.grad - other.grad).abs().max() < TOLERANCE, (grid, name)
+
+
+def test_sums_equal_the_reference_and_are_sent_once() -> None:
+    run_ranks(on_grids, 4, GRIDS)
+
+
+def test_bucket_bytes_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes = 0 is less than 1"):
+        GradientReducer([], None, bucket_bytes=0)  # type: ignore[arg-type]
