@@ -1,0 +1,1 @@
+"""PCCL: hierarchical collectives with few steps, after chapter 6 of the dissertation."""
