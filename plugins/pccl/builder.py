@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from plugins.pccl.program import Buffer, Kind, Op, Program, Span, cells
 
@@ -28,10 +28,13 @@ class Builder:
         size: ranks, and blocks.
         chunks: pieces a block is cut into.
         near: the ranks of this rank's node; operations with all others come first in the program.
+        root: who has a broadcast's data.
     """
 
-    def __init__(self, collective: str, rank: int, size: int, chunks: int, near: Collection[int] = ()) -> None:
-        self.collective, self.rank, self.size, self.chunks = collective, rank, size, chunks
+    def __init__(
+        self, collective: str, rank: int, size: int, chunks: int, near: Collection[int] = (), root: int = 0
+    ) -> None:
+        self.collective, self.rank, self.size, self.chunks, self.root = collective, rank, size, chunks, root
         self._near = frozenset(near)
         self._ops: list[Op] = []
         self._wrote: dict[tuple[Buffer, int, int], int] = {}
@@ -39,11 +42,10 @@ class Builder:
         self._ancestors: list[int] = []
         self._slots: dict[int, int] = {}
         self._freed: list[int] = []
+        self._leaving: list[int] = []
         self._left_to_send: dict[int, int] = {}
         self._work_slots = 0
-        blocks = [rank] if collective == "all_gather" else range(size)
-        slots = [0] if collective == "all_gather" else range(size)
-        places = {block: (Buffer.INPUT, slot) for block, slot in zip(blocks, slots, strict=True)}
+        places = inputs(collective, rank, size, root)
         self._at: list[dict[int, Place]] = [dict(places) for _ in range(chunks)]
 
     def send(self, peer: int, blocks: Collection[int], chunk: int) -> None:
@@ -63,20 +65,42 @@ class Builder:
         self.add(Kind.RECV, peer, dst=_spans(places), chunk=chunk)
         self._at[chunk].update(places)
 
-    def reduce(self, peer: int, blocks: Collection[int], chunk: int) -> None:
-        """Receive the peer's partial sums of the blocks' chunk and add them to this rank's."""
+    def reduce(self, peer: int, blocks: Collection[int], chunk: int, slots: Sequence[int] = ()) -> None:
+        """Receive the peer's partial sums of the blocks' chunk and add them to this rank's.
+
+        The sums stand where this rank needs them in the end or, if `slots` of WORK are given, there.
+        """
         if not blocks:
             return
         src = [(block, self._at[chunk][block]) for block in sorted(blocks)]
-        dst = [(block, self._sum_place(block)) for block in sorted(blocks)]
+        sums = [(Buffer.WORK, slot) for slot in slots] or [self._sum_place(block) for block in sorted(blocks)]
+        dst = list(zip(sorted(blocks), sums, strict=True))
         self.add(Kind.REDUCE, peer, dst=_spans(dst), src=_spans(src), chunk=chunk)
         self._at[chunk].update(dst)
 
-    def keep_own(self) -> None:
-        """Bring the own block of an all-gather, or of a reduce-scatter that nobody added to, to OUTPUT."""
-        home = self._home(self.rank)
-        if self._at[0][self.rank] != home:
-            self.add(Kind.COPY, -1, dst=_spans([(self.rank, home)]), src=_spans([(self.rank, self._at[0][self.rank])]))
+    def step(self) -> None:
+        """Begin a step: the slots that earlier steps sent are free.
+
+        Not those of the same step: if every rank of a ring received only when its own message had been taken, and
+        messages were taken only when received, none would ever be.
+        """
+        self._freed += self._leaving
+        self._leaving.clear()
+
+    def work(self, count: int) -> list[int]:
+        """Fresh WORK slots."""
+        self._work_slots += count
+        return list(range(self._work_slots - count, self._work_slots))
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Copy to their place in OUTPUT those of the blocks whose newest value stands elsewhere."""
+        for chunk in range(self.chunks):
+            astray = [block for block in sorted(blocks) if self._at[chunk][block] != self._home(block)]
+            if astray:
+                homes = [(block, self._home(block)) for block in astray]
+                places = [(block, self._at[chunk][block]) for block in astray]
+                self.add(Kind.COPY, -1, dst=_spans(homes), src=_spans(places), chunk=chunk)
+                self._at[chunk].update(homes)
 
     def add(
         self,
@@ -109,9 +133,8 @@ class Builder:
 
     def finish(self) -> Program:
         """The program: operations with other nodes as early as what they wait for allows, then the rest in order."""
-        return Program(
-            self.collective, self.rank, self.size, self.chunks, self._work_slots, _far_first(self._ops, self._near)
-        )
+        ops = _far_first(self._ops, self._near)
+        return Program(self.collective, self.rank, self.size, self.chunks, self._work_slots, ops, self.root)
 
     def _cells(self, spans: tuple[Span, ...], chunk: int) -> Iterable[tuple[Buffer, int, int]]:
         chunks = range(self.chunks) if chunk < 0 else (chunk,)
@@ -137,11 +160,20 @@ class Builder:
         return Buffer.WORK, self._slots[block]
 
     def _sent(self, block: int) -> None:
-        """A partial sum that has left is not needed here again: its slot is free when all its chunks have."""
+        """A partial sum that is sent is not needed here again: when all its chunks are, its slot is given up."""
         if block in self._slots:
             self._left_to_send[block] -= 1
             if not self._left_to_send[block]:
-                self._freed.append(self._slots[block])
+                self._leaving.append(self._slots.pop(block))
+
+
+def inputs(collective: str, rank: int, size: int, root: int = 0) -> dict[int, Place]:
+    """The blocks that a rank has at the start, and where."""
+    if collective == "all_gather":
+        return {rank: (Buffer.INPUT, 0)}
+    if collective == "broadcast" and rank != root:
+        return {}
+    return {block: (Buffer.INPUT, block) for block in range(size)}
 
 
 def canonical(collective: str, rank: int, buffer: Buffer, slot: int) -> Place:

@@ -85,6 +85,8 @@ class Program:
     chunks: int
     work_slots: int
     ops: tuple[Op, ...]
+    root: int = 0
+    """The rank whose INPUT a broadcast spreads; the others' is not read."""
 
 
 def block_lengths(elements: int, size: int) -> list[int]:

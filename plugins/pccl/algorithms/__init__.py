@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from plugins.pccl.algorithms.broadcast import binomial, chain
 from plugins.pccl.algorithms.flat import Nodes, flat
-from plugins.pccl.algorithms.patterns import bruck, direct, doubling, ring
+from plugins.pccl.algorithms.hierarchical import hierarchical, hierarchical_doubling
+from plugins.pccl.algorithms.patterns import bruck, direct, doubling, logarithmic, ring
+from plugins.pccl.algorithms.tiny import tiny
 from plugins.pccl.program import Program
 
 
 class Algorithm(Protocol):
     """Makes one rank's program."""
 
-    def __call__(self, collective: str, rank: int, size: int, nodes: Nodes, chunks: int = 1) -> Program:
-        """`nodes` are the group's ranks by node; every rank of `size` is on one."""
+    def __call__(self, collective: str, rank: int, size: int, nodes: Nodes, chunks: int, **options: Any) -> Program:
+        """`nodes` are the group's ranks by node, every rank on one; broadcasts take the option `root`."""
 
 
-ALGORITHMS: dict[str, Algorithm] = {
+BETWEEN = {"ring": ring, "log": logarithmic, "radix4": partial(bruck, radix=4), "direct": direct}
+"""Patterns between nodes, for "hierarchical_<between>_<within>"."""
+
+WITHIN = {"direct": direct, "ring": ring}
+"""Patterns within a node."""
+
+SCATTERING: dict[str, Algorithm] = {
     "ring": partial(flat, pattern=ring),
     "recursive": partial(flat, pattern=doubling),
     "bruck": partial(flat, pattern=bruck),
     "direct": partial(flat, pattern=direct),
+    **{
+        f"hierarchical_{between}_{within}": partial(hierarchical, inter=BETWEEN[between], intra=WITHIN[within])
+        for between in BETWEEN
+        for within in WITHIN
+    },
 }
+"""For all_gather, reduce_scatter and all_reduce. "recursive" needs a power of two; between nodes "log" is recursive
+doubling there, else Bruck's algorithm."""
+
+REDUCING: dict[str, Algorithm] = {
+    "tiny": tiny,
+    "hierarchical_doubling_direct": partial(hierarchical_doubling, intra=direct),
+}
+"""For all_reduce alone."""
+
+SPREADING: dict[str, Algorithm] = {"binomial": binomial, "chain": chain}
+"""For broadcast."""
+
+
+def algorithms(collective: str, size: int) -> dict[str, Algorithm]:
+    """Those that can do `collective` on `size` ranks."""
+    if collective == "broadcast":
+        return SPREADING
+    known = SCATTERING | (REDUCING if collective == "all_reduce" else {})
+    return {name: make for name, make in known.items() if name != "recursive" or not size & (size - 1)}

@@ -25,5 +25,5 @@ def flat(collective: str, rank: int, size: int, nodes: Nodes, chunks: int, patte
         scatter(builder, members, parts, pattern)
     if collective != "reduce_scatter":
         gather(builder, members, parts, pattern)
-    builder.keep_own()
+    builder.keep([rank])
     return builder.finish()

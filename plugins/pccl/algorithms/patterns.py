@@ -25,7 +25,7 @@ Pattern = Callable[[int, int], list[Step]]
 
 
 def ring(member: int, members: int) -> list[Step]:
-    """m - 1 steps, each passing one part to the next member: the least volume, and neighbours only."""
+    """For any m, m - 1 steps, each passing one part to the next member: neighbours only."""
     after, before = (member + 1) % members, (member - 1) % members
     return [
         Step(after, ((member - step) % members,), before, ((before - step) % members,)) for step in range(members - 1)
@@ -48,28 +48,27 @@ def doubling(member: int, members: int) -> list[Step]:
     return steps
 
 
-def bruck(member: int, members: int) -> list[Step]:
-    """ceil(log2 m) steps for any m: at distance d = 1, 2, 4, ... send the min(d, m - d) parts one has had longest.
+def bruck(member: int, members: int, radix: int = 2) -> list[Step]:
+    """For any m, ceil(log2 m) steps: at distance d = 1, 2, 4, ... send the min(d, m - d) parts one has had longest.
 
-    Bruck et al. 1997, without its final rotation: a part is received where it belongs.
+    Bruck et al. 1997, without its final rotation: a part is received where it belongs. With a larger radix there are
+    ceil(log_radix m) rounds of up to radix - 1 steps that wait for earlier rounds only: fewer latencies, more messages.
     """
     steps = []
     distance = 1
     while distance < members:
-        count = min(distance, members - distance)
-        mine = tuple((member + part) % members for part in range(count))
-        theirs = tuple((member + distance + part) % members for part in range(count))
-        steps.append(Step((member - distance) % members, mine, (member + distance) % members, theirs))
-        distance *= 2
+        for shift in range(distance, min(distance * radix, members), distance):
+            count = min(distance, members - shift)
+            mine = tuple((member + part) % members for part in range(count))
+            theirs = tuple((member + shift + part) % members for part in range(count))
+            steps.append(Step((member - shift) % members, mine, (member + shift) % members, theirs))
+        distance *= radix
     return steps
 
 
 def direct(member: int, members: int) -> list[Step]:
-    """Every member sends its part to each other one; no step waits for another."""
-    return [
-        Step((member + shift) % members, (member,), (member - shift) % members, ((member - shift) % members,))
-        for shift in range(1, members)
-    ]
+    """Every member sends its part to each other one: `bruck` in a single round, m - 1 messages and one latency."""
+    return bruck(member, members, radix=max(members, 2))
 
 
 def logarithmic(member: int, members: int) -> list[Step]:

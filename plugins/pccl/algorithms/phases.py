@@ -38,6 +38,7 @@ def scatter(builder: Builder, members: Sequence[int], parts: Sequence[Blocks], p
     if builder.rank not in members:
         return
     for step in reversed(pattern(members.index(builder.rank), len(members))):
+        builder.step()
         sends, sums = _union(parts, step.receives), _union(parts, step.sends)
         for chunk in range(builder.chunks):
             builder.send(members[step.source], sends, chunk)
