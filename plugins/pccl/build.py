@@ -1,0 +1,96 @@
+"""The C++ part: compiled when it is first asked for, and kept."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+_SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-DTORCH_EXTENSION_NAME=_pccl"]
+
+
+class BuildError(RuntimeError):
+    """The C++ part cannot be had."""
+
+
+def compiler() -> str:
+    """The C++ compiler's command.
+
+    Raises:
+        BuildError: there is none.
+    """
+    command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if command is None:
+        raise BuildError(
+            "pccl is compiled when it is first used, and no C++ compiler was found; install one (on Debian: apt-get install "
+            'g++), or name one in CXX, or use another backend ("gloo", "nccl")'
+        )
+    return command
+
+
+def folder() -> Path:
+    """Where what was compiled is kept: ``AXONN_CACHE``, or ``axonn`` in the user's cache folder."""
+    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
+    return Path(root) / "pccl"
+
+
+@cache
+def load() -> ModuleType:
+    """The extension module, compiled now if it never was with these sources, this torch and this Python.
+
+    Raises:
+        BuildError: it does not compile; the compiler's words are in it.
+    """
+    import torch
+
+    sources = sorted(_SOURCES.glob("*.[ch]pp"))
+    digest = hashlib.sha256(repr((torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), _FLAGS)).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    place = folder() / digest.hexdigest()[:16] / "_pccl.so"
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open(place.parent / "lock", "w") as lock:
+            # Ranks of one node ask at the same time: one compiles, the others wait.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.exists():
+                _compile([source for source in sources if source.suffix == ".cpp"], place)
+    spec = importlib.util.spec_from_file_location("_pccl", place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(sources: list[Path], place: Path) -> None:
+    from torch.utils import cpp_extension
+
+    command = compiler()
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    flags = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
+    with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = zip(sources, objects, strict=True)
+            list(pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])]), jobs))
+        built = Path(scratch) / place.name
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+        _run([command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)])
+        built.replace(place)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"pccl does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")

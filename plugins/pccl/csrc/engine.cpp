@@ -1,0 +1,287 @@
+#include "engine.hpp"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+
+namespace pccl {
+namespace {
+
+constexpr uint64_t kWake = 0;  // no link has this number
+
+std::string seconds(double value) {
+  std::ostringstream made;
+  made << value;
+  return made.str();
+}
+
+}  // namespace
+
+Engine::Engine() {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (epoll_ < 0 || wake_ < 0) throw std::runtime_error("no epoll or eventfd could be had");
+  epoll_event event{EPOLLIN, {.u64 = kWake}};
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+  thread_ = std::thread([this] { loop(); });
+}
+
+Engine::~Engine() {
+  post([this] { stop_ = true; });
+  thread_.join();
+  for (auto& [id, link] : links_) close(link->socket);
+  close(epoll_);
+  close(wake_);
+}
+
+void Engine::post(std::function<void()> command) {
+  {
+    std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+  }
+  uint64_t one = 1;
+  [[maybe_unused]] ssize_t written = ::write(wake_, &one, sizeof one);
+}
+
+void Engine::loop() {
+  while (!stop_) {
+    epoll_event events[64];
+    int count = epoll_wait(epoll_, events, 64, wait_milliseconds());
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.u64 != kWake) {
+        on_event(events[i].data.u64, events[i].events);
+        continue;
+      }
+      uint64_t posted;
+      [[maybe_unused]] ssize_t got = ::read(wake_, &posted, sizeof posted);
+    }
+    std::vector<std::function<void()>> commands;
+    {
+      std::lock_guard lock(mutex_);
+      commands.swap(commands_);
+    }
+    for (auto& command : commands) command();
+    expire();
+    past_.clear();
+  }
+  std::set<uint64_t> groups;
+  for (auto& [key, run] : runs_) groups.insert(key.first);
+  for (uint64_t group : groups) fail_group(group, "the process group was destroyed", false);
+}
+
+int Engine::wait_milliseconds() {
+  if (runs_.empty()) return -1;
+  Clock::time_point first = Clock::time_point::max();
+  for (auto& [key, run] : runs_) first = std::min(first, run->deadline);
+  auto left = std::chrono::duration_cast<std::chrono::milliseconds>(first - Clock::now()).count();
+  return static_cast<int>(std::clamp<long long>(left + 1, 0, 60000));
+}
+
+void Engine::expire() {
+  Clock::time_point now = Clock::now();
+  for (auto& [key, run] : runs_) {
+    if (run->deadline > now) continue;
+    std::set<std::string> missing;
+    for (auto& [at, posted] : posted_)
+      if (posted.run == run.get()) missing.insert(rank_name(run->group, std::get<2>(at)));
+    for (auto& [at, posted] : unread_)
+      if (posted.run == run.get()) missing.insert(rank_name(run->group, std::get<2>(at)));
+    std::string waited;
+    for (const std::string& name : missing) waited += (waited.empty() ? "" : ", ") + name;
+    fail_group(run->group,
+               describe(*run) + " was not done within " + seconds(run->timeout.count()) + " s; it waits for " +
+                   (waited.empty() ? "its own messages to be taken" : waited),
+               true);
+    return;  // runs_ has changed; what else has expired is seen next time round
+  }
+}
+
+void Engine::add_outgoing(int peer, int socket, pid_t process) {
+  post([=, this] {
+    auto link = std::make_unique<Link>();
+    link->id = next_link_++;
+    link->peer = peer;
+    link->socket = socket;
+    link->process = process;
+    outgoing_[peer] = link->id;
+    watch(*link);
+    links_[link->id] = std::move(link);
+  });
+}
+
+void Engine::add_incoming(int peer, int socket, pid_t process) {
+  post([=, this] {
+    auto link = std::make_unique<Link>();
+    link->id = next_link_++;
+    link->peer = peer;
+    link->socket = socket;
+    link->process = process;
+    link->incoming = true;
+    incoming_[peer] = link->id;
+    watch(*link);
+    links_[link->id] = std::move(link);
+  });
+}
+
+void Engine::watch(Link& link) {
+  fcntl(link.socket, F_SETFL, fcntl(link.socket, F_GETFL) | O_NONBLOCK);
+  epoll_event event{EPOLLIN, {.u64 = link.id}};
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, link.socket, &event);
+}
+
+void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
+  post([=, this] {
+    groups_[key] = Group{peers, ranks, rank, std::chrono::duration<double>(timeout), broken_early_[key]};
+    broken_early_.erase(key);
+  });
+}
+
+void Engine::remove_group(uint64_t key, const std::string& why) {
+  post([=, this] {
+    // Others may still be busy with what this rank has done its part of.
+    auto first = runs_.lower_bound({key, 0});
+    fail_group(key, why, first != runs_.end() && first->first.first == key);
+    groups_.erase(key);
+    newest_.erase(key);
+    std::erase_if(early_, [&](auto& item) { return std::get<0>(item.first) == key; });
+  });
+}
+
+void Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
+                   void* input, void* output, double timeout, Done done) {
+  auto run = std::make_shared<Run>();
+  run->group = group;
+  run->sequence = sequence;
+  run->program = std::move(program);
+  run->signature = signature;
+  run->timeout = std::chrono::duration<double>(timeout);
+  run->done = std::move(done);
+  Buffers& buffers = run->buffers;
+  buffers.input = static_cast<char*>(input);
+  buffers.output = static_cast<char*>(output);
+  buffers.whole_input = signature.collective != Collective::kAllGather;
+  buffers.whole_output = signature.collective != Collective::kReduceScatter;
+  buffers.element = type_bytes(signature.type);
+  size_t blocks = run->program->size, each = signature.elements / blocks, longer = signature.elements % blocks;
+  for (size_t block = 0; block <= blocks; ++block) buffers.starts.push_back(block * each + std::min(block, longer));
+  buffers.longest = each + (longer > 0);
+  post([this, run] {
+    auto found = groups_.find(run->group);
+    std::string broken = found == groups_.end() ? "its process group was destroyed" : found->second.broken;
+    if (!broken.empty()) return run->done(broken);
+    if (run->timeout.count() == 0) run->timeout = found->second.timeout;
+    run->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(run->timeout);
+    newest_[run->group] = std::max(newest_[run->group], run->sequence);
+    runs_[{run->group, run->sequence}] = run;
+    for (auto& [key, early] : early_) {
+      if (std::get<0>(key) != run->group || std::get<1>(key) != run->sequence) continue;
+      if (!(early.header.signature == run->signature))
+        return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
+    }
+    run->work.resize(run->program->work_slots * run->buffers.longest * run->buffers.element);
+    run->buffers.work = run->work.data();
+    const auto& ops = run->program->ops;
+    run->left = ops.size();
+    run->finished.resize(ops.size());
+    for (size_t i = 0; i < ops.size(); ++i) {
+      run->waits.push_back(ops[i].waits);
+      if (ops[i].waits == 0) run->ready.push_back(static_cast<int32_t>(i));
+    }
+    advance(*run);
+  });
+}
+
+// The group is out of order for good: its ranks no longer agree on what they have done.
+void Engine::fail_group(uint64_t key, const std::string& why, bool tell) {
+  auto found = groups_.find(key);
+  if (found == groups_.end() || !found->second.broken.empty()) return;
+  found->second.broken = why;
+  std::vector<std::shared_ptr<Run>> failed;
+  for (auto at = runs_.lower_bound({key, 0}); at != runs_.end() && at->first.first == key; ++at) failed.push_back(at->second);
+  for (auto& run : failed) forget(*run);
+  if (tell) {
+    std::string text = why.substr(0, Header::kMostText);
+    for (int peer : found->second.peers) {
+      auto out = outgoing_.find(peer);
+      if (out == outgoing_.end()) continue;
+      Message message;
+      message.owned.assign(text.begin(), text.end());
+      Header header;
+      header.frame = Frame::kError;
+      header.group = key;
+      header.bytes = text.size();
+      header.write(message.header);
+      Link& link = *links_.at(out->second);
+      link.queue.push_back(std::move(message));
+      Message& last = link.queue.back();
+      last.body = Cursor({{last.owned.data(), last.owned.size()}});
+      flush(link);
+    }
+  }
+  for (auto& run : failed) run->done(why);
+}
+
+// Nothing may touch the run's memory from here on.
+void Engine::forget(Run& run) {
+  run.over = true;
+  std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
+  std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
+  std::erase_if(early_, [&](auto& item) {
+    return std::get<0>(item.first) == run.group && std::get<1>(item.first) == run.sequence;
+  });
+  for (auto& [id, link] : links_) {
+    if (link->sink.run == &run) {
+      link->sink.kind = Sink::Kind::kDiscard;
+      link->sink.run = nullptr;
+    }
+    std::deque<Message>& queue = link->queue;
+    for (size_t i = 0; i < queue.size(); ++i) {
+      if (queue[i].run != &run) continue;
+      if (i > 0 || queue[i].header_sent == 0) {
+        queue.erase(queue.begin() + static_cast<std::ptrdiff_t>(i--));
+        continue;
+      }
+      // Half of it is on the wire: the rest must follow, from memory of its own.
+      Message& begun = queue[i];
+      begun.run = nullptr;
+      if (!begun.owned.empty()) continue;
+      Cursor rest = begun.body;
+      while (!rest.done()) {
+        begun.owned.insert(begun.owned.end(), rest.data(), rest.data() + rest.here());
+        rest.skip(rest.here());
+      }
+      begun.body = begun.owned.empty() ? Cursor() : Cursor({{begun.owned.data(), begun.owned.size()}});
+    }
+  }
+  auto found = runs_.find({run.group, run.sequence});
+  past_.push_back(std::move(found->second));
+  runs_.erase(found);
+}
+
+std::string Engine::describe(const Run& run) const {
+  const Group& group = groups_.at(run.group);
+  return "rank " + std::to_string(group.ranks[group.rank]) + ": " + run.signature.text() + ", call " +
+         std::to_string(run.sequence) + " of its group,";
+}
+
+std::string Engine::rank_name(uint64_t key, int peer) const {
+  const Group& group = groups_.at(key);
+  for (size_t i = 0; i < group.peers.size(); ++i)
+    if (group.peers[i] == peer) return "rank " + std::to_string(group.ranks[i]);
+  return "a process that is not of the group";
+}
+
+std::string Engine::mismatch(const Run& run, int peer, const Header& header) const {
+  std::string theirs = header.signature.text(), mine = run.signature.text();
+  if (theirs == mine) theirs += " by another schedule";
+  return describe(run) + " does not match: " + rank_name(run.group, peer) + " calls " + theirs +
+         " there; all ranks of a group must make the same calls in the same order";
+}
+
+}  // namespace pccl

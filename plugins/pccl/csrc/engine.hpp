@@ -1,0 +1,132 @@
+// Runs programs over links; one thread of its own does all communication and all sums of a process.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "frame.hpp"
+#include "link.hpp"
+#include "program.hpp"
+
+namespace pccl {
+
+using Clock = std::chrono::steady_clock;
+using Done = std::function<void(const std::string& error)>;
+
+// One collective call of this rank.
+struct Run {
+  uint64_t group, sequence;
+  std::shared_ptr<const Program> program;
+  Signature signature;
+  Buffers buffers;
+  std::vector<char> work;
+  std::vector<int32_t> waits;
+  std::deque<int32_t> ready;
+  std::vector<bool> finished;
+  size_t left = 0;
+  bool advancing = false, over = false;
+  std::chrono::duration<double> timeout;
+  Clock::time_point deadline;
+  Done done;
+};
+
+class Engine {
+ public:
+  Engine();
+  ~Engine();
+
+  // Links to and from a peer process, over connected sockets that the engine owns from here on. `process` > 0: its memory
+  // may be read here (incoming), or ours there (outgoing).
+  void add_outgoing(int peer, int socket, pid_t process);
+  void add_incoming(int peer, int socket, pid_t process);
+
+  // A group: its members' peer numbers and global ranks, by group rank.
+  void add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout);
+  // Gives up what is under way in the group.
+  void remove_group(uint64_t key, const std::string& why);
+
+  // Begins a collective; `done` is called once, by the engine's thread. The signature's elements are those of all blocks.
+  // `timeout`: in seconds, the group's where it is 0.
+  void start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature, void* input,
+             void* output, double timeout, Done done);
+
+ private:
+  struct Group {
+    std::vector<int> peers, ranks;
+    int rank;
+    std::chrono::duration<double> timeout;
+    std::string broken;
+  };
+  using Key = std::tuple<uint64_t, uint64_t, int, uint32_t>;  // group, sequence, peer, tag
+  struct Posted {
+    Run* run;
+    int32_t op;
+  };
+  struct Early {  // a message that came before its operation wanted it
+    Header header;
+    std::vector<char> body;
+    uint64_t link;
+  };
+
+  void post(std::function<void()> command);
+  void loop();
+  int wait_milliseconds();
+  void expire();
+
+  void advance(Run& run);
+  void begin(Run& run, int32_t op);
+  void send(Run& run, int32_t op);
+  void receive(Run& run, int32_t op);
+  void finish(Run& run, int32_t op);
+  void complete(Run& run);
+  void fail_group(uint64_t key, const std::string& why, bool tell);
+  void forget(Run& run);
+  std::string describe(const Run& run) const;
+  std::string rank_name(uint64_t group, int peer) const;
+  std::string mismatch(const Run& run, int peer, const Header& header) const;
+
+  void on_event(uint64_t link, uint32_t events);
+  void read(Link& link);
+  bool on_header(Link& link);
+  void on_body(Link& link);
+  void on_acknowledged(Link& link, const Header& header);
+  bool accept(Link& link, Run& run, int32_t op, const Header& header);
+  void take_early(Run& run, int32_t op, Early& early);
+  void read_remote(Run& run, int32_t op, const std::vector<char>& pieces, uint64_t link, const Header& header);
+  void flush(Link& link);
+  void lose(uint64_t link, const std::string& why);
+  void watch(Link& link);
+
+  std::thread thread_;
+  int epoll_ = -1, wake_ = -1;
+  std::mutex mutex_;
+  std::vector<std::function<void()>> commands_;
+  bool stop_ = false;
+
+  uint64_t next_link_ = 1;
+  std::unordered_map<uint64_t, std::unique_ptr<Link>> links_;
+  std::unordered_map<int, uint64_t> outgoing_, incoming_;
+  std::unordered_map<int, std::string> lost_;
+  std::map<uint64_t, Group> groups_;
+  std::map<uint64_t, std::string> broken_early_;
+  std::map<std::pair<uint64_t, uint64_t>, std::shared_ptr<Run>> runs_;
+  std::map<uint64_t, uint64_t> newest_;  // by group: sequence numbers up to here have begun
+  std::map<Key, Posted> posted_;
+  std::map<Key, Early> early_;
+  std::map<Key, Posted> unread_;  // sent as kRemote, not acknowledged yet
+  std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them
+};
+
+}  // namespace pccl

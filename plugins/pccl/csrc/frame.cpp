@@ -1,0 +1,86 @@
+#include "frame.hpp"
+
+#include <cstring>
+
+namespace pccl {
+namespace {
+
+constexpr uint32_t kMagic = 0x4c434350;  // "PCCL"
+
+template <class T>
+void put(unsigned char*& to, T value) {
+  std::memcpy(to, &value, sizeof value);
+  to += sizeof value;
+}
+
+template <class T>
+T take(const unsigned char*& from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  from += sizeof value;
+  return value;
+}
+
+}  // namespace
+
+size_t type_bytes(Type type) {
+  switch (type) {
+    case Type::kF64: case Type::kI64: return 8;
+    case Type::kF32: case Type::kI32: return 4;
+    case Type::kBF16: case Type::kF16: case Type::kI16: return 2;
+    default: return 1;
+  }
+}
+
+std::string Signature::text() const {
+  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"};
+  static const char* types[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"};
+  static const char* reductions[] = {"sum", "min", "max", "product", "average", ""};
+  std::string made = collectives[static_cast<int>(collective)];
+  if (collective != Collective::kBarrier) made += " of " + std::to_string(elements) + " " + types[static_cast<int>(type)];
+  if (reduction != Reduction::kNone) made += std::string(" (") + reductions[static_cast<int>(reduction)] + ")";
+  return made;
+}
+
+void Header::write(unsigned char* to) const {
+  put(to, kMagic);
+  put(to, frame);
+  put(to, signature.collective);
+  put(to, signature.type);
+  put(to, signature.reduction);
+  put(to, group);
+  put(to, sequence);
+  put(to, bytes);
+  put(to, signature.elements);
+  put(to, signature.schedule);
+  put(to, tag);
+  put(to, pieces);
+  put(to, uint32_t{0});
+}
+
+std::string Header::read(const unsigned char* from) {
+  if (take<uint32_t>(from) != kMagic) return "what it sent does not begin a frame";
+  frame = take<Frame>(from);
+  signature.collective = take<Collective>(from);
+  signature.type = take<Type>(from);
+  signature.reduction = take<Reduction>(from);
+  group = take<uint64_t>(from);
+  sequence = take<uint64_t>(from);
+  bytes = take<uint64_t>(from);
+  signature.elements = take<uint64_t>(from);
+  signature.schedule = take<uint32_t>(from);
+  tag = take<uint32_t>(from);
+  pieces = take<uint32_t>(from);
+  if (frame < Frame::kData || frame > Frame::kError) return "its frame is of no known kind";
+  if (signature.collective >= Collective::kEnd || signature.type >= Type::kEnd || signature.reduction >= Reduction::kEnd)
+    return "its frame is of no known operation";
+  if (bytes > kMostBytes) return "its frame is too long";
+  if (frame == Frame::kError && bytes > kMostText) return "its reason is too long";
+  if (frame == Frame::kAck && bytes != 0) return "its acknowledgement has a body";
+  if ((frame == Frame::kRemote) != (pieces != 0) || pieces > kMostPieces) return "its frame names a wrong number of pieces";
+  return "";
+}
+
+uint64_t Header::body() const { return frame == Frame::kRemote ? pieces * kPieceBytes : bytes; }
+
+}  // namespace pccl

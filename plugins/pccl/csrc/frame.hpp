@@ -1,0 +1,56 @@
+// What goes over a link: a header of fixed size, then its body.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace pccl {
+
+enum class Frame : uint8_t {
+  kData = 1,    // body: the bytes of a message
+  kRemote = 2,  // body: `pieces` × (address, bytes) in the sender's memory, which the receiver reads itself
+  kAck = 3,     // no body: a kRemote message was read, its memory may be reused
+  kError = 4,   // body: why the sender gave the operation up
+};
+
+enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kEnd };
+enum class Type : uint8_t { kF64, kF32, kBF16, kF16, kI64, kI32, kI16, kI8, kU8, kBool, kEnd };
+enum class Reduction : uint8_t { kSum, kMin, kMax, kProduct, kAverage, kNone, kEnd };
+
+// What the ranks of an operation must agree on; every message carries it.
+struct Signature {
+  Collective collective = Collective::kBarrier;
+  Type type = Type::kU8;
+  Reduction reduction = Reduction::kNone;
+  uint64_t elements = 0;
+  uint32_t schedule = 0;  // a digest of algorithm and chunks
+
+  bool operator==(const Signature&) const = default;
+  std::string text() const;
+};
+
+struct Header {
+  static constexpr size_t kBytes = 56;
+  static constexpr uint64_t kMostBytes = uint64_t{1} << 40;
+  static constexpr uint64_t kMostText = 4096;
+  static constexpr uint32_t kMostPieces = 4096;
+  static constexpr size_t kPieceBytes = 16;
+
+  Frame frame = Frame::kAck;
+  Signature signature;
+  uint64_t group = 0;
+  uint64_t sequence = 0;
+  uint64_t bytes = 0;  // of the message (of the text in kError)
+  uint32_t tag = 0;
+  uint32_t pieces = 0;
+
+  void write(unsigned char* to) const;
+  // Reads and checks; the reason why it is refused, or "".
+  std::string read(const unsigned char* from);
+  uint64_t body() const;
+};
+
+size_t type_bytes(Type type);
+
+}  // namespace pccl

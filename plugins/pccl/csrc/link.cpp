@@ -1,0 +1,125 @@
+#include "link.hpp"
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce.hpp"
+
+namespace pccl {
+namespace {
+
+constexpr size_t kBuffer = 8192;           // holds a header and a short message
+constexpr size_t kScratch = 128 * 1024;    // fits a core's own cache
+constexpr size_t kAtOnce = 1024 * 1024;    // of one link before the others have a turn
+
+}  // namespace
+
+void Cursor::skip(size_t bytes) {
+  while (bytes > 0) {
+    size_t step = std::min(bytes, here());
+    within_ += step;
+    bytes -= step;
+    if (within_ == pieces_[at_].bytes) ++at_, within_ = 0;
+  }
+}
+
+size_t Cursor::left() const {
+  size_t sum = 0;
+  for (size_t i = at_; i < pieces_.size(); ++i) sum += pieces_[i].bytes;
+  return sum - within_;
+}
+
+void Link::settle() {
+  size_t element = type_bytes(sink.type), used = 0;
+  size_t whole = sink.held / element * element;
+  while (used < whole) {
+    size_t step = std::min({whole - used, sink.to.here(), sink.from.here()});
+    combine(sink.type, sink.reduction, sink.to.data(), sink.from.data(), &sink.scratch[used], step / element);
+    sink.to.skip(step);
+    sink.from.skip(step);
+    used += step;
+  }
+  std::memmove(sink.scratch.data(), sink.scratch.data() + used, sink.held - used);
+  sink.held -= used;
+}
+
+void Link::pour(const char* from, size_t bytes) {
+  sink.left -= bytes;
+  switch (sink.kind) {
+    case Sink::Kind::kDiscard: return;
+    case Sink::Kind::kOwn: sink.own.insert(sink.own.end(), from, from + bytes); return;
+    case Sink::Kind::kPlace:
+      while (bytes > 0) {
+        size_t step = std::min(bytes, sink.to.here());
+        std::memcpy(sink.to.data(), from, step);
+        sink.to.skip(step);
+        from += step;
+        bytes -= step;
+      }
+      return;
+    case Sink::Kind::kReduce:
+      sink.scratch.resize(kScratch);
+      while (bytes > 0) {
+        size_t step = std::min(bytes, kScratch - sink.held);
+        std::memcpy(&sink.scratch[sink.held], from, step);
+        sink.held += step;
+        from += step;
+        bytes -= step;
+        if (sink.held == kScratch || sink.left == 0) settle();
+      }
+  }
+}
+
+ssize_t Link::fill() {
+  bool direct = in_body && begin == end && sink.left >= kBuffer;
+  if (direct && sink.kind == Sink::Kind::kPlace) {
+    std::vector<iovec> parts;
+    size_t planned = 0;
+    Cursor ahead = sink.to;
+    while (!ahead.done() && planned < std::min(sink.left, kAtOnce) && parts.size() < 64) {
+      size_t step = std::min(ahead.here(), std::min(sink.left, kAtOnce) - planned);
+      parts.push_back({ahead.data(), step});
+      ahead.skip(step);
+      planned += step;
+    }
+    ssize_t got = readv(socket, parts.data(), static_cast<int>(parts.size()));
+    if (got > 0) {
+      sink.to.skip(got);
+      sink.left -= got;
+    }
+    return got;
+  }
+  if (direct && sink.kind == Sink::Kind::kReduce) {
+    sink.scratch.resize(kScratch);
+    ssize_t got = ::read(socket, &sink.scratch[sink.held], std::min(kScratch - sink.held, sink.left));
+    if (got > 0) {
+      sink.held += got;
+      sink.left -= got;
+      if (sink.held == kScratch || sink.left == 0) settle();
+    }
+    return got;
+  }
+  if (direct && sink.kind == Sink::Kind::kOwn) {
+    size_t before = sink.own.size(), step = std::min(sink.left, kAtOnce);
+    sink.own.resize(before + step);
+    ssize_t got = ::read(socket, &sink.own[before], step);
+    sink.own.resize(before + std::max<ssize_t>(got, 0));
+    if (got > 0) sink.left -= got;
+    return got;
+  }
+  buffer.resize(kBuffer);
+  if (begin == end) begin = end = 0;
+  if (end == kBuffer) {
+    std::memmove(buffer.data(), buffer.data() + begin, end - begin);
+    end -= begin;
+    begin = 0;
+  }
+  ssize_t got = ::read(socket, &buffer[end], kBuffer - end);
+  if (got > 0) end += got;
+  return got;
+}
+
+}  // namespace pccl

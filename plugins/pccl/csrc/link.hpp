@@ -1,0 +1,80 @@
+// A socket in one direction: frames go one way, acknowledgements the other.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "frame.hpp"
+#include "program.hpp"
+
+namespace pccl {
+
+// Walks through the bytes of pieces.
+class Cursor {
+ public:
+  Cursor() = default;
+  explicit Cursor(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
+  bool done() const { return at_ == pieces_.size(); }
+  char* data() const { return pieces_[at_].at + within_; }
+  size_t here() const { return done() ? 0 : pieces_[at_].bytes - within_; }
+  void skip(size_t bytes);
+  size_t left() const;
+  const std::vector<Piece>& pieces() const { return pieces_; }
+
+ private:
+  std::vector<Piece> pieces_;
+  size_t at_ = 0, within_ = 0;
+};
+
+// A frame to be written.
+struct Message {
+  unsigned char header[Header::kBytes];
+  size_t header_sent = 0;
+  std::vector<char> owned;  // the body where it is the message's own
+  Cursor body;
+  uint64_t group = 0, sequence = 0;
+  void* run = nullptr;  // whose memory the body is in
+  int32_t op = -1;
+};
+
+// Where the body that is arriving goes.
+struct Sink {
+  enum class Kind { kDiscard, kOwn, kPlace, kReduce } kind = Kind::kDiscard;
+  size_t left = 0;
+  std::vector<char> own;
+  Cursor to, from;
+  void* run = nullptr;
+  int32_t op = -1;
+  Type type = Type::kU8;
+  Reduction reduction = Reduction::kNone;
+  std::vector<char> scratch;
+  size_t held = 0;  // bytes in scratch
+};
+
+struct Link {
+  uint64_t id = 0;
+  int peer = -1, socket = -1;
+  pid_t process = 0;
+  bool incoming = false, wants_write = false;
+
+  std::deque<Message> queue;
+
+  std::vector<unsigned char> buffer;
+  size_t begin = 0, end = 0;
+  bool in_body = false;
+  Header header;
+  Sink sink;
+
+  // Bytes into the sink, from the buffer or wherever they were read.
+  void pour(const char* from, size_t bytes);
+  // Reads from the socket into the sink or the buffer: bytes, 0 at the end of the stream, -1 with errno.
+  ssize_t fill();
+  // Combines what is in the scratch.
+  void settle();
+};
+
+}  // namespace pccl

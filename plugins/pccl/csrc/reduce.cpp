@@ -1,0 +1,157 @@
+#include "reduce.hpp"
+
+#include <cstdint>
+#include <cstring>
+
+namespace pccl {
+namespace {
+
+struct BF16 {
+  uint16_t bits;
+  operator float() const {
+    uint32_t wide = uint32_t{bits} << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+  }
+  static BF16 from(float value) {
+    uint32_t wide;
+    std::memcpy(&wide, &value, sizeof wide);
+    if (value != value) return {static_cast<uint16_t>((wide >> 16) | 0x40)};
+    return {static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};
+  }
+};
+
+struct F16 {
+  _Float16 value;
+  operator float() const { return value; }
+  static F16 from(float wide) { return {static_cast<_Float16>(wide)}; }
+};
+
+// torch's rule for bool: a sum is an or, a product an and.
+struct Bool {
+  uint8_t value;
+};
+
+template <class T>
+struct Arithmetic {
+  using Wide = T;
+  static T narrow(Wide value) { return value; }
+};
+template <>
+struct Arithmetic<BF16> {
+  using Wide = float;
+  static BF16 narrow(float value) { return BF16::from(value); }
+};
+template <>
+struct Arithmetic<F16> {
+  using Wide = float;
+  static F16 narrow(float value) { return F16::from(value); }
+};
+template <>
+struct Arithmetic<int64_t> {  // sums of integers wrap, which only unsigned arithmetic may
+  using Wide = uint64_t;
+  static int64_t narrow(uint64_t value) { return static_cast<int64_t>(value); }
+};
+template <>
+struct Arithmetic<int32_t> {
+  using Wide = uint32_t;
+  static int32_t narrow(uint32_t value) { return static_cast<int32_t>(value); }
+};
+template <>
+struct Arithmetic<int16_t> {
+  using Wide = uint32_t;
+  static int16_t narrow(uint32_t value) { return static_cast<int16_t>(value); }
+};
+
+template <class T>
+T load(const char* at) {
+  T value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+template <class T, class F>
+void each(void* to, const void* mine, const void* theirs, size_t elements, F apply) {
+  char* out = static_cast<char*>(to);
+  const char* a = static_cast<const char*>(mine);
+  const char* b = static_cast<const char*>(theirs);
+  for (size_t i = 0; i < elements * sizeof(T); i += sizeof(T)) {
+    T value = apply(load<T>(a + i), load<T>(b + i));
+    std::memcpy(out + i, &value, sizeof value);
+  }
+}
+
+template <class T>
+bool is_nan(T value) {
+  return value != value;
+}
+
+template <class T>
+void typed(Reduction reduction, void* to, const void* mine, const void* theirs, size_t n) {
+  using A = Arithmetic<T>;
+  using W = typename A::Wide;
+  switch (reduction) {
+    case Reduction::kSum: case Reduction::kAverage:
+      return each<T>(to, mine, theirs, n, [](T a, T b) { return A::narrow(static_cast<W>(a) + static_cast<W>(b)); });
+    case Reduction::kProduct:
+      return each<T>(to, mine, theirs, n, [](T a, T b) { return A::narrow(static_cast<W>(a) * static_cast<W>(b)); });
+    // Either operand's NaN goes on, as in torch.
+    case Reduction::kMin: return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a < b ? a : b; });
+    case Reduction::kMax: return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a > b ? a : b; });
+    default: return;
+  }
+}
+
+template <>
+void typed<Bool>(Reduction reduction, void* to, const void* mine, const void* theirs, size_t n) {
+  if (reduction == Reduction::kSum || reduction == Reduction::kMax)
+    each<Bool>(to, mine, theirs, n, [](Bool a, Bool b) { return Bool{static_cast<uint8_t>(a.value || b.value)}; });
+  else
+    each<Bool>(to, mine, theirs, n, [](Bool a, Bool b) { return Bool{static_cast<uint8_t>(a.value && b.value)}; });
+}
+
+template <class T>
+void scaled(void* data, size_t elements, int divisor) {
+  char* at = static_cast<char*>(data);
+  using A = Arithmetic<T>;
+  for (size_t i = 0; i < elements * sizeof(T); i += sizeof(T)) {
+    T value = A::narrow(static_cast<typename A::Wide>(load<T>(at + i)) / divisor);
+    std::memcpy(at + i, &value, sizeof value);
+  }
+}
+
+}  // namespace
+
+void combine(Type type, Reduction reduction, void* to, const void* mine, const void* theirs, size_t n) {
+  switch (type) {
+    case Type::kF64: return typed<double>(reduction, to, mine, theirs, n);
+    case Type::kF32: return typed<float>(reduction, to, mine, theirs, n);
+    case Type::kBF16: return typed<BF16>(reduction, to, mine, theirs, n);
+    case Type::kF16: return typed<F16>(reduction, to, mine, theirs, n);
+    case Type::kI64: return typed<int64_t>(reduction, to, mine, theirs, n);
+    case Type::kI32: return typed<int32_t>(reduction, to, mine, theirs, n);
+    case Type::kI16: return typed<int16_t>(reduction, to, mine, theirs, n);
+    case Type::kI8: return typed<int8_t>(reduction, to, mine, theirs, n);
+    case Type::kU8: return typed<uint8_t>(reduction, to, mine, theirs, n);
+    case Type::kBool: return typed<Bool>(reduction, to, mine, theirs, n);
+    case Type::kEnd: return;
+  }
+}
+
+void divide(Type type, void* data, size_t elements, int divisor) {
+  switch (type) {
+    case Type::kF64: return scaled<double>(data, elements, divisor);
+    case Type::kF32: return scaled<float>(data, elements, divisor);
+    case Type::kBF16: return scaled<BF16>(data, elements, divisor);
+    case Type::kF16: return scaled<F16>(data, elements, divisor);
+    default: return;
+  }
+}
+
+bool can_reduce(Type type, Reduction reduction) {
+  if (reduction == Reduction::kNone) return false;
+  return reduction != Reduction::kAverage || type <= Type::kF16;
+}
+
+}  // namespace pccl

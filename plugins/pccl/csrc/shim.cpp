@@ -1,0 +1,367 @@
+// The torch.distributed backend "pccl": collectives by the engine, all else by an inner backend.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <queue>
+#include <thread>
+
+#include "engine.hpp"
+#include "reduce.hpp"
+
+namespace pccl {
+namespace {
+
+using c10d::Work;
+using WorkPointer = c10::intrusive_ptr<Work>;
+using Tensors = std::vector<at::Tensor>;
+
+std::optional<Type> type_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble: return Type::kF64;
+    case at::kFloat: return Type::kF32;
+    case at::kBFloat16: return Type::kBF16;
+    case at::kHalf: return Type::kF16;
+    case at::kLong: return Type::kI64;
+    case at::kInt: return Type::kI32;
+    case at::kShort: return Type::kI16;
+    case at::kChar: return Type::kI8;
+    case at::kByte: return Type::kU8;
+    case at::kBool: return Type::kBool;
+    default: return std::nullopt;
+  }
+}
+
+std::optional<Reduction> reduction_of(const c10d::ReduceOp& op) {
+  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+    case c10d::ReduceOp::SUM: return Reduction::kSum;
+    case c10d::ReduceOp::MIN: return Reduction::kMin;
+    case c10d::ReduceOp::MAX: return Reduction::kMax;
+    case c10d::ReduceOp::PRODUCT: return Reduction::kProduct;
+    case c10d::ReduceOp::AVG: return Reduction::kAverage;
+    default: return std::nullopt;
+  }
+}
+
+// Completes futures: what hangs on them may call collectives, for which the engine's thread must be free.
+class Finisher {
+ public:
+  Finisher() : thread_([this] { loop(); }) {}
+  ~Finisher() {
+    post(nullptr);
+    thread_.join();
+  }
+  void post(std::function<void()> task) {
+    std::lock_guard lock(mutex_);
+    tasks_.push(std::move(task));
+    ready_.notify_one();
+  }
+
+ private:
+  void loop() {
+    while (true) {
+      std::unique_lock lock(mutex_);
+      ready_.wait(lock, [this] { return !tasks_.empty(); });
+      auto task = std::move(tasks_.front());
+      tasks_.pop();
+      lock.unlock();
+      if (!task) return;
+      task();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::queue<std::function<void()>> tasks_;
+  std::thread thread_;
+};
+
+// One call of the user's, of one or more runs of the engine.
+class Call : public Work {
+ public:
+  Call(int rank, c10d::OpType kind, Tensors outputs, std::shared_ptr<Finisher> finisher, uint64_t sequence)
+      : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), sequence_(sequence),
+        future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+  void expect(int runs) { left_ = runs; }
+  void hold(const at::Tensor& tensor) { held_.push_back(tensor); }
+  void copy_back(const at::Tensor& to, const at::Tensor& from) { copies_.emplace_back(to, from); }
+
+  void arrived(const std::string& error) {
+    {
+      std::lock_guard lock(parts_);
+      if (!error.empty()) error_ = error;
+      if (--left_ > 0) return;
+    }
+    std::exception_ptr failed;
+    if (!error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + error_));
+    if (!failed) {
+      c10::InferenceMode guard(false);
+      at::NoGradGuard no_grad;
+      for (auto& [to, from] : copies_) to.copy_(from);
+    }
+    copies_.clear();
+    held_.clear();
+    finish(failed);
+    auto self = c10::intrusive_ptr<Call>::reclaim_copy(this);
+    finisher_->post([self, failed] {
+      if (failed) self->future_->setError(failed);
+      else self->future_->markCompleted(c10::IValue(self->outputs_));
+    });
+  }
+
+  Tensors result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  // What is under way cannot be taken back; the group's end ends it.
+  void abort() override {}
+
+ private:
+  Tensors outputs_, held_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+  std::shared_ptr<Finisher> finisher_;
+  uint64_t sequence_;
+  c10::intrusive_ptr<at::ivalue::Future> future_;
+  std::mutex parts_;
+  int left_ = 1;
+  std::string error_;
+};
+
+// The engine and the thread beside it, for as long as a group lives.
+struct Core {
+  std::shared_ptr<Finisher> finisher = std::make_shared<Finisher>();
+  Engine engine;
+};
+
+class Shim : public c10d::Backend {
+ public:
+  Shim(std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
+       c10::intrusive_ptr<c10d::Backend> inner, py::object plan)
+      : Backend(rank, size), core_(std::move(core)), key_(key), timeout_(timeout), inner_(std::move(inner)),
+        plan_(new py::object(std::move(plan)), [](py::object* held) {
+          py::gil_scoped_acquire locked;
+          delete held;
+        }) {}
+  ~Shim() override { core_->engine.remove_group(key_, "rank " + std::to_string(rank_) + " destroyed its process group"); }
+
+  const std::string getBackendName() const override { return "pccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = static_cast<double>(timeout.count()) / 1000; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void shutdown() override { core_->engine.remove_group(key_, "rank " + std::to_string(rank_) + " shut its process group down"); }
+  void abort() override { shutdown(); }
+
+  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (tensors.size() != 1 || !knows(tensors[0], options.reduceOp)) return inner_->allreduce(tensors, options);
+    return reduced(tensors, options);
+  }
+
+  WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    for (const auto& tensor : tensors)
+      if (!knows(tensor, options.reduceOp)) return inner_->allreduce_coalesced(tensors, options);
+    return reduced(tensors, options);
+  }
+
+  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
+
+  WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) override {
+    TORCH_CHECK(outputs.size() == inputs.size(), "pccl: all_gather of ", inputs.size(), " inputs into ", outputs.size(), " outputs");
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!knows(inputs[i])) return inner_->allgather_into_tensor_coalesced(outputs, inputs, options);
+      TORCH_CHECK(outputs[i].scalar_type() == inputs[i].scalar_type() && outputs[i].numel() == inputs[i].numel() * size_,
+                  "pccl: all_gather into ", outputs[i].numel(), " ", outputs[i].scalar_type(), ", expected ", size_, " times ",
+                  inputs[i].numel(), " ", inputs[i].scalar_type(), " of the input");
+    }
+    auto call = make(c10d::OpType::_ALLGATHER_BASE, outputs, inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) gather(call, outputs[i], inputs[i], options.timeout);
+    return call;
+  }
+
+  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    if (inputs.size() != 1 || outputs.size() != 1 || !knows(inputs[0]) || !alike(outputs[0], inputs[0]))
+      return inner_->allgather(outputs, inputs, options);
+    auto call = make(c10d::OpType::ALLGATHER, outputs[0], 1);
+    gather(call, joined(*call, outputs[0], true), inputs[0], options.timeout);
+    return call;
+  }
+
+  WorkPointer allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                  const c10d::AllgatherOptions& options) override {
+    return inner_->allgather_coalesced(outputs, inputs, options);
+  }
+
+  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
+
+  WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::ReduceScatterOptions& options) override {
+    TORCH_CHECK(outputs.size() == inputs.size(), "pccl: reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs");
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!knows(inputs[i], options.reduceOp)) return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+      TORCH_CHECK(outputs[i].scalar_type() == inputs[i].scalar_type() && inputs[i].numel() == outputs[i].numel() * size_,
+                  "pccl: reduce_scatter of ", inputs[i].numel(), " ", inputs[i].scalar_type(), ", expected ", size_, " times ",
+                  outputs[i].numel(), " ", outputs[i].scalar_type(), " of the output");
+    }
+    auto call = make(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) scatter(call, outputs[i], inputs[i], options);
+    return call;
+  }
+
+  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                             const c10d::ReduceScatterOptions& options) override {
+    if (outputs.size() != 1 || inputs.size() != 1 || !knows(outputs[0], options.reduceOp) || !alike(inputs[0], outputs[0]))
+      return inner_->reduce_scatter(outputs, inputs, options);
+    auto call = make(c10d::OpType::REDUCE_SCATTER, outputs, 1);
+    scatter(call, outputs[0], joined(*call, inputs[0], false), options);
+    return call;
+  }
+
+  WorkPointer barrier(const c10d::BarrierOptions& options) override {
+    auto token = at::zeros({1}, at::kByte);
+    auto call = make(c10d::OpType::BARRIER, {}, 1);
+    run(call, {Collective::kBarrier, Type::kU8, Reduction::kMax, 1}, token, token, options.timeout);
+    return call;
+  }
+
+  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override { return inner_->broadcast(tensors, options); }
+  WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override { return inner_->allreduce_sparse(tensors, options); }
+  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override { return inner_->reduce(tensors, options); }
+  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override { return inner_->gather(outputs, inputs, options); }
+  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override { return inner_->scatter(outputs, inputs, options); }
+  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+                            const c10d::AllToAllOptions& options) override {
+    return inner_->alltoall_base(output, input, output_sizes, input_sizes, options);
+  }
+  WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override { return inner_->alltoall(outputs, inputs, options); }
+  WorkPointer send(Tensors& tensors, int to, int tag) override { return inner_->send(tensors, to, tag); }
+  WorkPointer recv(Tensors& tensors, int from, int tag) override { return inner_->recv(tensors, from, tag); }
+  WorkPointer recvAnysource(Tensors& tensors, int tag) override { return inner_->recvAnysource(tensors, tag); }
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
+
+ private:
+  using CallPointer = c10::intrusive_ptr<Call>;
+
+  static bool knows(const at::Tensor& tensor) {
+    return tensor.device().is_cpu() && tensor.layout() == at::kStrided && type_of(tensor).has_value();
+  }
+  static bool knows(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    auto reduction = reduction_of(op);
+    return knows(tensor) && reduction && can_reduce(*type_of(tensor), *reduction);
+  }
+  bool alike(const Tensors& parts, const at::Tensor& one) const {
+    if (parts.size() != static_cast<size_t>(size_)) return false;
+    for (const auto& part : parts)
+      if (!knows(part) || part.sizes() != one.sizes() || part.scalar_type() != one.scalar_type()) return false;
+    return true;
+  }
+  // Tensors of a list as one; `back`: what comes to lie there is copied to them.
+  static at::Tensor joined(Call& call, const Tensors& parts, bool back) {
+    int64_t each = parts[0].numel();
+    at::Tensor flat = at::empty({each * static_cast<int64_t>(parts.size())}, parts[0].options());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      at::Tensor part = flat.narrow(0, static_cast<int64_t>(i) * each, each).view(parts[i].sizes());
+      if (back) call.copy_back(parts[i], part);
+      else part.copy_(parts[i]);
+    }
+    return flat;
+  }
+
+  CallPointer make(c10d::OpType kind, const Tensors& outputs, size_t runs) {
+    auto call = c10::make_intrusive<Call>(rank_, kind, outputs, core_->finisher, sequence_);
+    call->expect(static_cast<int>(runs));
+    return call;
+  }
+
+  WorkPointer reduced(Tensors& tensors, const c10d::AllreduceOptions& options) {
+    auto call = make(c10d::OpType::ALLREDUCE, tensors, tensors.size());
+    for (const auto& tensor : tensors) {
+      at::Tensor flat = tensor.contiguous();
+      if (!flat.is_same(tensor)) call->copy_back(tensor, flat);
+      run(call, {Collective::kAllReduce, *type_of(tensor), *reduction_of(options.reduceOp), static_cast<uint64_t>(flat.numel())},
+          flat, flat, options.timeout);
+    }
+    if (tensors.empty()) call->arrived("");
+    return call;
+  }
+
+  void gather(const CallPointer& call, const at::Tensor& output, const at::Tensor& input, std::chrono::milliseconds timeout) {
+    at::Tensor flat = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+    if (!flat.is_same(output)) call->copy_back(output, flat);
+    run(call, {Collective::kAllGather, *type_of(input), Reduction::kNone, static_cast<uint64_t>(flat.numel())}, input.contiguous(),
+        flat, timeout);
+  }
+
+  void scatter(const CallPointer& call, const at::Tensor& output, const at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+    at::Tensor flat = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+    if (!flat.is_same(output)) call->copy_back(output, flat);
+    run(call, {Collective::kReduceScatter, *type_of(input), *reduction_of(options.reduceOp), static_cast<uint64_t>(input.numel())},
+        input.contiguous(), flat, options.timeout);
+  }
+
+  void run(const CallPointer& call, Signature signature, const at::Tensor& input, const at::Tensor& output,
+           std::chrono::milliseconds timeout) {
+    std::shared_ptr<const Program> program = programme(signature.collective, signature.elements * type_bytes(signature.type));
+    signature.schedule = program->digest;
+    call->hold(input);
+    call->hold(output);
+    double seconds = timeout == c10d::kUnsetTimeout ? timeout_ : static_cast<double>(timeout.count()) / 1000;
+    std::lock_guard lock(order_);
+    core_->engine.start(key_, ++sequence_, std::move(program), signature, input.data_ptr(), output.data_ptr(), seconds,
+                        [call](const std::string& error) { call->arrived(error); });
+  }
+
+  // The program for so many bytes; Python makes it, and the links that it needs, when it is asked for first.
+  std::shared_ptr<const Program> programme(Collective collective, size_t bytes) {
+    {
+      std::lock_guard lock(order_);
+      auto found = programs_.find({collective, bytes});
+      if (found != programs_.end()) return found->second;
+    }
+    py::gil_scoped_acquire locked;
+    auto made = (*plan_)(static_cast<int>(collective), bytes).cast<std::shared_ptr<Program>>();
+    std::lock_guard lock(order_);
+    return programs_[{collective, bytes}] = made;
+  }
+
+  std::shared_ptr<Core> core_;
+  uint64_t key_, sequence_ = 0;
+  double timeout_;
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  std::shared_ptr<py::object> plan_;
+  std::mutex order_;
+  std::map<std::pair<Collective, size_t>, std::shared_ptr<const Program>> programs_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<Program, std::shared_ptr<Program>>(module, "Program")
+      .def(py::init([](int size, int rank, int chunks, int work_slots, uint32_t digest, const std::vector<int32_t>& ops,
+                       const std::vector<int32_t>& spans, const std::vector<int32_t>& after) {
+        return std::make_shared<Program>(Program::parse(size, rank, chunks, work_slots, digest, ops, spans, after));
+      }));
+  py::class_<Core, std::shared_ptr<Core>>(module, "Core")
+      .def(py::init<>())
+      .def("add_outgoing", [](Core& core, int peer, int socket, int process) { core.engine.add_outgoing(peer, socket, process); })
+      .def("add_incoming", [](Core& core, int peer, int socket, int process) { core.engine.add_incoming(peer, socket, process); })
+      .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
+        core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
+      });
+  module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
+                           const c10::intrusive_ptr<c10d::Backend>& inner, py::object plan) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Shim>(std::move(core), key, rank, size, timeout, inner, std::move(plan));
+  });
+}
+
+}  // namespace pccl

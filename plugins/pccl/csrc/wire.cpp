@@ -1,0 +1,228 @@
+// Links' events: frames read, messages written, links lost.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace pccl {
+namespace {
+
+constexpr size_t kMostAtOnce = 4 * 1024 * 1024;  // read of one link before the others have a turn
+
+}  // namespace
+
+void Engine::on_event(uint64_t id, uint32_t events) {
+  if (events & EPOLLOUT) {
+    auto found = links_.find(id);
+    if (found != links_.end()) flush(*found->second);
+  }
+  auto found = links_.find(id);
+  if (found != links_.end() && events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read(*found->second);
+}
+
+void Engine::read(Link& link) {
+  uint64_t id = link.id;
+  for (size_t taken = 0; taken < kMostAtOnce;) {
+    ssize_t got = link.fill();
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      bool cut = link.in_body || link.begin != link.end;
+      return lose(id, got < 0 ? std::string("its link broke: ") + std::strerror(errno)
+                  : cut       ? "its link ended in the middle of a frame"
+                              : "it has gone");
+    }
+    taken += got;
+    // One read may bring many frames, and the end of one.
+    while (true) {
+      if (!link.in_body) {
+        if (link.end - link.begin < Header::kBytes) break;
+        std::string wrong = link.header.read(&link.buffer[link.begin]);
+        link.begin += Header::kBytes;
+        if (!wrong.empty()) return lose(id, wrong);
+        if (!on_header(link) || !links_.contains(id)) return;
+      }
+      size_t step = std::min(link.end - link.begin, link.sink.left);
+      if (step) link.pour(reinterpret_cast<char*>(&link.buffer[link.begin]), step);
+      link.begin += step;
+      if (link.sink.left > 0) break;
+      link.in_body = false;
+      on_body(link);
+      if (!links_.contains(id)) return;
+    }
+  }
+}
+
+// Decides where the body goes; false where the link was given up.
+bool Engine::on_header(Link& link) {
+  const Header& header = link.header;
+  link.sink = Sink();
+  link.sink.left = header.body();
+  link.in_body = true;
+  if (!link.incoming) {
+    if (header.frame == Frame::kAck) return true;
+    lose(link.id, "it sent data against the direction of its link");
+    return false;
+  }
+  if (header.frame == Frame::kAck) {
+    lose(link.id, "it acknowledged what was not sent");
+    return false;
+  }
+  if (header.frame == Frame::kRemote && link.process <= 0) {
+    lose(link.id, "its memory is not to be read here");
+    return false;
+  }
+  link.sink.kind = Sink::Kind::kOwn;
+  if (header.frame != Frame::kData) return true;
+  auto run = runs_.find({header.group, header.sequence});
+  if (run == runs_.end()) {
+    auto newest = newest_.find(header.group);
+    bool late = newest != newest_.end() && header.sequence <= newest->second;
+    if (late) link.sink.kind = Sink::Kind::kDiscard;
+    return true;
+  }
+  if (!(header.signature == run->second->signature)) {
+    link.sink.kind = Sink::Kind::kDiscard;
+    fail_group(header.group, mismatch(*run->second, link.peer, header), true);
+    return true;
+  }
+  auto found = posted_.find({header.group, header.sequence, link.peer, header.tag});
+  if (found == posted_.end()) return true;
+  Posted posted = found->second;
+  posted_.erase(found);
+  if (!accept(link, *posted.run, posted.op, header)) {
+    link.sink.kind = Sink::Kind::kDiscard;
+    return true;
+  }
+  const Op& op = posted.run->program->ops[posted.op];
+  const Program& program = *posted.run->program;
+  link.sink.kind = op.kind == Kind::kReduce ? Sink::Kind::kReduce : Sink::Kind::kPlace;
+  link.sink.to = Cursor(posted.run->buffers.pieces(op.to, op.chunk, program.chunks));
+  link.sink.from = Cursor(posted.run->buffers.pieces(op.from, op.chunk, program.chunks));
+  link.sink.run = posted.run;
+  link.sink.op = posted.op;
+  link.sink.type = posted.run->signature.type;
+  link.sink.reduction = posted.run->signature.reduction;
+  return true;
+}
+
+void Engine::on_body(Link& link) {
+  Header header = link.header;
+  Sink sink = std::move(link.sink);
+  link.sink = Sink();
+  if (!link.incoming) return on_acknowledged(link, header);
+  if (header.frame == Frame::kError) {
+    std::string why(sink.own.begin(), sink.own.end());
+    if (groups_.contains(header.group))
+      fail_group(header.group, why, true);
+    else
+      broken_early_[header.group] = why;
+    return;
+  }
+  if (sink.kind == Sink::Kind::kPlace || sink.kind == Sink::Kind::kReduce)
+    return finish(*static_cast<Run*>(sink.run), sink.op);
+  if (sink.kind == Sink::Kind::kDiscard) return;
+  Key key{header.group, header.sequence, link.peer, header.tag};
+  auto run = runs_.find({header.group, header.sequence});
+  if (run != runs_.end() && !(header.signature == run->second->signature))
+    return fail_group(header.group, mismatch(*run->second, link.peer, header), true);
+  Early early{header, std::move(sink.own), link.id};
+  // Its op may have come to wait for it while it arrived.
+  auto found = posted_.find(key);
+  if (found != posted_.end()) {
+    Posted posted = found->second;
+    posted_.erase(found);
+    return take_early(*posted.run, posted.op, early);
+  }
+  auto newest = newest_.find(header.group);
+  bool late = run == runs_.end() && newest != newest_.end() && header.sequence <= newest->second;
+  if (late) return;
+  if (!early_.emplace(key, std::move(early)).second) lose(link.id, "it sent one message twice");
+}
+
+void Engine::on_acknowledged(Link& link, const Header& header) {
+  auto found = unread_.find({header.group, header.sequence, link.peer, header.tag});
+  if (found == unread_.end()) return;  // of an operation that was given up
+  Posted posted = found->second;
+  unread_.erase(found);
+  finish(*posted.run, posted.op);
+}
+
+void Engine::flush(Link& link) {
+  uint64_t id = link.id;
+  while (!link.queue.empty()) {
+    Message& message = link.queue.front();
+    iovec parts[64];
+    int count = 0;
+    if (message.header_sent < Header::kBytes)
+      parts[count++] = {message.header + message.header_sent, Header::kBytes - message.header_sent};
+    Cursor ahead = message.body;
+    while (!ahead.done() && count < 64) {
+      parts[count++] = {ahead.data(), ahead.here()};
+      ahead.skip(ahead.here());
+    }
+    ssize_t sent = 0;
+    if (count > 0) {
+      msghdr block{};
+      block.msg_iov = parts;
+      block.msg_iovlen = count;
+      sent = sendmsg(link.socket, &block, MSG_NOSIGNAL);
+      if (sent < 0 && errno == EINTR) continue;
+      if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+      if (sent < 0) return lose(id, std::string("its link broke: ") + std::strerror(errno));
+    }
+    size_t of_header = std::min<size_t>(sent, Header::kBytes - message.header_sent);
+    message.header_sent += of_header;
+    message.body.skip(sent - of_header);
+    if (message.header_sent < Header::kBytes || !message.body.done()) continue;
+    auto run = message.op < 0 ? runs_.end() : runs_.find({message.group, message.sequence});
+    int32_t op = message.op;
+    link.queue.pop_front();
+    if (run != runs_.end()) {
+      finish(*run->second, op);
+      if (!links_.contains(id)) return;
+    }
+  }
+  bool wanted = !link.queue.empty();
+  if (wanted == link.wants_write) return;
+  link.wants_write = wanted;
+  epoll_event event{EPOLLIN | (wanted ? EPOLLOUT : 0u), {.u64 = id}};
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, link.socket, &event);
+}
+
+void Engine::lose(uint64_t id, const std::string& why) {
+  auto found = links_.find(id);
+  if (found == links_.end()) return;
+  std::unique_ptr<Link> link = std::move(found->second);
+  links_.erase(found);
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, link->socket, nullptr);
+  close(link->socket);
+  int peer = link->peer;
+  auto& known = link->incoming ? incoming_ : outgoing_;
+  auto here = known.find(peer);
+  if (here != known.end() && here->second == id) known.erase(here);
+  // What the peer sent before it went is still to be read, where it went in good order.
+  bool heard = !link->incoming && incoming_.contains(peer);
+  if (!heard) lost_.emplace(peer, why);
+  std::vector<std::pair<uint64_t, std::string>> broken;
+  auto note = [&](void* of) {
+    Run* run = static_cast<Run*>(of);
+    if (run != nullptr && !run->over)
+      broken.emplace_back(run->group, describe(*run) + " needs " + rank_name(run->group, peer) + ", but " + why);
+  };
+  for (auto& [key, posted] : posted_)
+    if (std::get<2>(key) == peer && !heard) note(posted.run);
+  for (auto& [key, posted] : unread_)
+    if (std::get<2>(key) == peer) note(posted.run);
+  note(link->sink.run);
+  for (const Message& message : link->queue) note(message.run);
+  for (auto& [group, text] : broken) fail_group(group, text, true);
+}
+
+}  // namespace pccl

@@ -1,0 +1,249 @@
+"""Authenticated links between processes, made when they are first needed, and handed to the C++ engine.
+
+A link goes one way: whoever has something to send connects, and the receiver's thread accepts at any time, whatever its
+program is doing, so that no order of calls can lock. Between nodes a link is a TCP connection; within one, a unix socket,
+and the receiver reads large messages from the sender's memory (process_vm_readv) where the kernel allows it. Both
+sides prove knowledge of the group's secret, which its rank 0 hands out through the store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.pccl.interfaces import address_of, node_name
+
+_MAGIC = b"AXPCCL01"
+_HELLO = struct.Struct("<8s8s16s32s")  # magic, group, identity, nonce
+_ANSWER = struct.Struct("<32s32s")  # nonce, proof
+_PROOF = struct.Struct("<32sQ8s")  # proof, address of a token, the token
+_READ, _STREAM = b"R", b"S"
+_PATIENCE = 20.0  # seconds for a handshake
+
+
+class LinkError(RuntimeError):
+    """A peer cannot be reached, or is not who it should be."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """Where one rank of a group is to be found."""
+
+    identity: str
+    node: str
+    host: str
+    port: int
+    unix: str
+
+    def record(self) -> bytes:
+        """For the store."""
+        return json.dumps(self.__dict__).encode()
+
+    @staticmethod
+    def read(record: bytes) -> Member:
+        """From the store."""
+        return Member(**json.loads(record))
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a process knows of a group: its secret, and a key made of it."""
+
+    secret: bytes
+
+    @property
+    def key(self) -> bytes:
+        """Names the group in frames; 8 bytes."""
+        return hashlib.sha256(b"group" + self.secret).digest()[:8]
+
+    def proof(self, side: bytes, *parts: bytes) -> bytes:
+        """That one knows the secret, for this one conversation."""
+        return hmac.digest(self.secret, side + b"".join(parts), "sha256")
+
+
+class Fabric:
+    """A process' links.
+
+    Args:
+        core: the engine.
+        interfaces: names of the network interfaces to use, of which this process takes one; None: the one that leads to
+            the master.
+        local_rank: number of the process on its node, which picks the interface (as the paper maps GCDs to NICs).
+    """
+
+    def __init__(self, core: Any, interfaces: Sequence[str] | None = None, local_rank: int = 0) -> None:
+        self.core = core
+        self.identity = secrets.token_bytes(16)
+        self._groups: dict[bytes, Group] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._connected: set[int] = set()
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._handshakes = threading.Semaphore(64)
+        host = address_of(interfaces, local_rank)
+        self._tcp = socket.create_server((host, 0), backlog=1024)
+        self._unix = socket.socket(socket.AF_UNIX)
+        name = f"axonn-pccl-{self.identity.hex()}"
+        self._unix.bind(f"\0{name}")
+        self._unix.listen(1024)
+        self.member = Member(self.identity.hex(), node_name(), host, self._tcp.getsockname()[1], name)
+        for listener in (self._tcp, self._unix):
+            threading.Thread(target=self._accept, args=(listener,), name="pccl-accept", daemon=True).start()
+
+    def join(self, group: Group) -> int:
+        """Accept links of a group from now on; the group's number in frames."""
+        with self._lock:
+            self._groups[group.key] = group
+        return int.from_bytes(group.key, "little")
+
+    def number(self, identity: str) -> int:
+        """The engine's number for a peer."""
+        with self._lock:
+            return self._numbers.setdefault(bytes.fromhex(identity), len(self._numbers))
+
+    def connect(self, group: Group, member: Member, timeout: float) -> None:
+        """Make the link to a member, if it is not there.
+
+        Raises:
+            LinkError: it cannot be reached in `timeout` seconds, or does not know the secret.
+        """
+        number = self.number(member.identity)
+        with self._connecting:
+            if number in self._connected:
+                return
+            connection = self._reach(member, timeout)
+            try:
+                readable = self._introduce(connection, group, member)
+            except (OSError, EOFError) as error:
+                connection.close()
+                raise LinkError(f"the process at {member.host} port {member.port} did not answer: {error}") from error
+            self.core.add_outgoing(number, connection.detach(), 1 if readable else 0)
+            self._connected.add(number)
+
+    def _reach(self, member: Member, timeout: float) -> socket.socket:
+        near = member.node == self.member.node
+        deadline = time.monotonic() + timeout
+        while True:
+            connection = socket.socket(socket.AF_UNIX if near else socket.AF_INET)
+            connection.settimeout(max(0.1, min(_PATIENCE, deadline - time.monotonic())))
+            try:
+                if near:
+                    connection.connect(f"\0{member.unix}")
+                else:
+                    connection.bind((self.member.host, 0))
+                    connection.connect((member.host, member.port))
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection
+            except OSError as error:
+                connection.close()
+                if time.monotonic() + 0.05 > deadline:
+                    raise LinkError(
+                        f"the process at {member.host} port {member.port} cannot be reached from {self.member.host}: {error}"
+                    ) from error
+                time.sleep(0.05)
+
+    def _introduce(self, connection: socket.socket, group: Group, member: Member) -> bool:
+        """The connecting side of the handshake; whether the other side reads this process' memory."""
+        mine, theirs = secrets.token_bytes(32), bytes.fromhex(member.identity)
+        connection.settimeout(_PATIENCE)
+        connection.sendall(_HELLO.pack(_MAGIC, group.key, self.identity, mine))
+        nonce, proof = _ANSWER.unpack(_exactly(connection, _ANSWER.size))
+        said = (group.key, self.identity, theirs, mine, nonce)
+        if not hmac.compare_digest(proof, group.proof(b"receiver", *said)):
+            raise LinkError(f"the process at {member.host} port {member.port} does not know the job's secret")
+        token = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
+        _let_read()
+        connection.sendall(_PROOF.pack(group.proof(b"sender", *said), ctypes.addressof(token), token.raw))
+        return _exactly(connection, 1) == _READ
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            # Whoever connects and says nothing must not keep the others waiting.
+            self._handshakes.acquire()
+            threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
+
+    def _meet(self, connection: socket.socket) -> None:
+        """The accepting side of the handshake; strangers are turned away without a word."""
+        try:
+            with connection:
+                connection.settimeout(_PATIENCE)
+                magic, key, identity, theirs = _HELLO.unpack(_exactly(connection, _HELLO.size))
+                with self._lock:
+                    group = self._groups.get(key)
+                if magic != _MAGIC or group is None:
+                    return
+                mine = secrets.token_bytes(32)
+                said = (key, identity, self.identity, theirs, mine)
+                connection.sendall(_ANSWER.pack(mine, group.proof(b"receiver", *said)))
+                proof, address, token = _PROOF.unpack(_exactly(connection, _PROOF.size))
+                if not hmac.compare_digest(proof, group.proof(b"sender", *said)):
+                    return
+                process = _process_of(connection)
+                readable = process > 0 and _read(process, address, len(token)) == token
+                # The engine listens before the other side may send.
+                self.core.add_incoming(
+                    self.number(identity.hex()), os.dup(connection.fileno()), process if readable else 0
+                )
+                connection.sendall(_READ if readable else _STREAM)
+        except (OSError, EOFError, struct.error):
+            pass
+        finally:
+            self._handshakes.release()
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size:
+        part = connection.recv(size - len(got))
+        if not part:
+            raise EOFError("the connection ended")
+        got += part
+    return got
+
+
+def _process_of(connection: socket.socket) -> int:
+    """The process at the other end of a unix socket, as the kernel knows it; 0 for TCP."""
+    if connection.family != socket.AF_UNIX:
+        return 0
+    process, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(process)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+def _read(process: int, address: int, size: int) -> bytes | None:
+    """Another process' memory, or None where that is not allowed."""
+    here = ctypes.create_string_buffer(size)
+    local = _Vector(ctypes.addressof(here), size)
+    remote = _Vector(address, size)
+    read = _libc.process_vm_readv
+    read.restype = ctypes.c_ssize_t
+    arguments = (ctypes.c_ulong(1), ctypes.byref(remote), ctypes.c_ulong(1), ctypes.c_ulong(0))
+    got = read(ctypes.c_int(process), ctypes.byref(local), *arguments)
+    return here.raw if got == size else None
+
+
+def _let_read() -> None:
+    """Where Yama keeps processes from each other's memory, let those of this user read this one's."""
+    pr_set_ptracer, anyone = 0x59616D61, ctypes.c_ulong(-1)
+    _libc.prctl(pr_set_ptracer, anyone, 0, 0, 0)
