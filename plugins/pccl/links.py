@@ -46,9 +46,9 @@ class Member:
     port: int
     unix: str
 
-    def record(self) -> bytes:
+    def record(self) -> str:
         """For the store."""
-        return json.dumps(self.__dict__).encode()
+        return json.dumps(self.__dict__)
 
     @staticmethod
     def read(record: bytes) -> Member:
