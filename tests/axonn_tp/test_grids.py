@@ -96,13 +96,7 @@ def train_one_step(
     return errors
 
 
-EVERYTHING = Options(
-    overlap_all_reduce=True,
-    overlap_reduce_scatter=True,
-    overlap_all_gather=True,
-    reshard_after_forward=True,
-    cache_gathers=3,
-)
+EVERYTHING = Options(reshard_after_forward=True, cache_gathers=3)
 NOTHING = Options(layout="replicated", overlap_all_reduce=False, overlap_reduce_scatter=False, overlap_all_gather=False)
 
 
