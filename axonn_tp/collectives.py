@@ -107,10 +107,15 @@ def start_all_gather(
             gathered = stacked.movedim(0, dim + 1).flatten(dim, dim + 2)
         return gathered if whole is None or whole == gathered.shape[dim] else gathered.narrow(dim, 0, whole)
 
-    return Pending(
-        _ops.all_gather_into_tensor(tensor.contiguous(), size, mesh.group(axis).group_name),
-        arrange,
-    )
+    return Pending(_start_flat_gather(tensor.contiguous(), size, mesh.group(axis).group_name), arrange)
+
+
+def _start_flat_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    # Not `all_gather_into_tensor`, which gloo runs as ALLGATHER_COALESCED: its two threads write the name of the work
+    # they have finished to one std::string without a lock, and a name of more than 15 characters lies on the heap, which
+    # they then free twice (torch 2.13, ProcessGroupGloo::runLoop). This operator is ALLGATHER.
+    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    return _ops.all_gather_into_tensor_out(tensor, size, group_name, out=gathered)
 
 
 def start_reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1) -> Pending:

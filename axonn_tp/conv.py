@@ -175,7 +175,7 @@ class Conv(SplitWeight):
         assert isinstance(module, cls)
         module.split, module.operation = split, Convolution(module)
         module.overlap_all_reduce, module.reshard_after_forward = (
-            bool(options.on(mesh.device).overlap_all_reduce),
+            options.overlap_all_reduce,
             options.reshard_after_forward,
         )
         module._split(mesh, layouts)

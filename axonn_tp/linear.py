@@ -224,10 +224,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
 
     def _distribute(self, mesh: Mesh, split: LinearSplit, options: Options, transposed: bool = False) -> None:
         self.split, self.operation = split, Matmul()
-        self.overlap_all_reduce, self.reshard_after_forward = (
-            bool(options.on(mesh.device).overlap_all_reduce),
-            options.reshard_after_forward,
-        )
+        self.overlap_all_reduce, self.reshard_after_forward = options.overlap_all_reduce, options.reshard_after_forward
         n = self.out_features
         weight = replace(split.weight_layout(n, self.in_features), transposed=transposed)
         self._split(mesh, {"weight": weight, "bias": split.bias_layout(n)})

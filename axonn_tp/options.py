@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 LAYOUTS = ("scattered", "replicated")
 
@@ -21,9 +19,7 @@ class Options:
             bytes on the wire, nothing computed or stored twice.
         overlap_all_reduce: OAR, the input gradient's reduction runs while the weight gradient is computed.
         overlap_reduce_scatter: ORS, weight gradients' reduce-scatters over z are waited for when backward ends.
-        overlap_all_gather: OAG, the next layer's weight is gathered over z while this layer computes. Each of the three is on
-            with NCCL and off with gloo where it is None: with gloo's collectives under way beside Python, ranks were seen to
-            end by "malloc(): unaligned tcache chunk" in one of some hundred runs (torch 2.13), never without.
+        overlap_all_gather: OAG, the next layer's weight is gathered over z while this layer computes.
         reshard_after_forward: let gathered weights go after the forward pass and gather them again in backward (as FSDP
             does by default); otherwise they are kept.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
@@ -35,9 +31,9 @@ class Options:
     """
 
     layout: str = "scattered"
-    overlap_all_reduce: bool | None = None
-    overlap_reduce_scatter: bool | None = None
-    overlap_all_gather: bool | None = None
+    overlap_all_reduce: bool = True
+    overlap_reduce_scatter: bool = True
+    overlap_all_gather: bool = True
     reshard_after_forward: bool = False
     cache_gathers: int | str = 0
     tune_matmuls: bool = False
@@ -46,16 +42,6 @@ class Options:
         if self.layout not in LAYOUTS:
             raise ValueError(f'layout = {self.layout!r} is not known; use "scattered" or "replicated"')
         self.cached()
-
-    def on(self, device: torch.device) -> Options:
-        """The same with the choices that are left open made for a device."""
-        safe = device.type == "cuda"
-        return replace(
-            self,
-            overlap_all_reduce=safe if self.overlap_all_reduce is None else self.overlap_all_reduce,
-            overlap_reduce_scatter=safe if self.overlap_reduce_scatter is None else self.overlap_reduce_scatter,
-            overlap_all_gather=safe if self.overlap_all_gather is None else self.overlap_all_gather,
-        )
 
     @property
     def scattered(self) -> bool:

@@ -66,7 +66,7 @@ class Gathers:
     """
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
-        self.mesh, self.options = mesh, options.on(mesh.device)
+        self.mesh, self.options = mesh, options
         self._most_layers, self._most_bytes = options.cached()
         self._successor: dict[tuple[str, SplitWeight | None], SplitWeight] = {}
         self._last: dict[str, SplitWeight | None] = {}

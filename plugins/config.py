@@ -94,17 +94,14 @@ class TensorParallel(Block):
         description="Layout of activations. replicated: an all-reduced output stands on every rank of the contracted axis. scattered: it is "
         "reduce-scattered and gathered where it is needed; same bytes on the wire, no activation stored and no attention computed twice.",
     )
-    overlap_all_reduce: bool | None = Field(
-        None,
-        description="By default on with NCCL only. OAR: the input gradient is reduced while the weight gradient is computed.",
+    overlap_all_reduce: bool = Field(
+        True, description="OAR: the input gradient is reduced while the weight gradient is computed."
     )
-    overlap_reduce_scatter: bool | None = Field(
-        None,
-        description="By default on with NCCL only. ORS: weight gradients' reduce-scatters over z are waited for once, when backward ends.",
+    overlap_reduce_scatter: bool = Field(
+        True, description="ORS: weight gradients' reduce-scatters over z are waited for once, when backward ends."
     )
-    overlap_all_gather: bool | None = Field(
-        None,
-        description="By default on with NCCL only. OAG: the next layer's weight is gathered over z while this layer computes.",
+    overlap_all_gather: bool = Field(
+        True, description="OAG: the next layer's weight is gathered over z while this layer computes."
     )
     reshard_after_forward: bool = Field(
         False,

@@ -20,6 +20,7 @@ from axonn_tp import Collective
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
 }
 _INPLACE = {

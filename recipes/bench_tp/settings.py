@@ -27,7 +27,7 @@ STAGES: list[tuple[str, dict[str, object]]] = [
     ("no overlap", _OFF),
     ("+OAR", _OFF | {"overlap_all_reduce": True}),
     ("+ORS", _OFF | {"overlap_all_reduce": True, "overlap_reduce_scatter": True}),
-    ("+OAG", dict.fromkeys(_OFF, True)),
+    ("+OAG", {}),
 ]
 
 # Grids that split weights over z run with gathered weights kept, and let go after forward as FSDP2 does by default.
