@@ -55,7 +55,7 @@ def _buckets(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterator[tuple[s
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
         axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
         key = (axis, parameter.grad.dtype)
         filling[key].append(parameter)
