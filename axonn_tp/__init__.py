@@ -7,6 +7,7 @@ from axonn_tp.auto import auto_plan
 from axonn_tp.checkpoint import full_state_dict
 from axonn_tp.collectives import Collective
 from axonn_tp.embedding import Embedding
+from axonn_tp.grad_scaler import GradScaler
 from axonn_tp.gradients import clip_grad_norm_, grad_norm, sync_gradients
 from axonn_tp.layout import Layout, layout_of
 from axonn_tp.linear import Linear, LinearSplit, linear_collectives
@@ -28,6 +29,7 @@ __all__ = [
     "CrossEntropyLoss",
     "Embedding",
     "GradientReducer",
+    "GradScaler",
     "Grid",
     "LayerNorm",
     "LayerPlan",

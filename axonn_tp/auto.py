@@ -22,6 +22,7 @@ from axonn_tp.counts import divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
+from axonn_tp.options import Options
 from axonn_tp.placement import free_layers
 from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.published import published_pairs
@@ -80,13 +81,16 @@ class _Traced:
     groups: list[Group] = field(default_factory=list)
 
 
-def auto_plan(model: nn.Module, grid: Grid, example_inputs: Any = None) -> tuple[dict[str, LayerPlan], Report]:
+def auto_plan(
+    model: nn.Module, grid: Grid, example_inputs: Any = None, options: Options | None = None
+) -> tuple[dict[str, LayerPlan], Report]:
     """A plan for `model`, and what it says about every layer. Pure: no processes, nothing changes.
 
     Args:
         model: the serial model, on any device including meta.
         grid: the grid that the plan is for.
         example_inputs: arguments of the model's forward, a tuple or a mapping; small ones do. They are guessed when None.
+        options: of the run, for the bytes in the report.
 
     Returns:
         The plan by layer name, and a report; `print` it.
@@ -97,7 +101,7 @@ def auto_plan(model: nn.Module, grid: Grid, example_inputs: Any = None) -> tuple
         for name, parts in zip(group.normal, group.parts, strict=True):
             plan[name] = LayerPlan("normal", parts, group.heads, group.counts)
         plan[group.transposed] = LayerPlan("transposed")
-    return plan, make_report(model, grid, plan, finder.reasons, finder.note)
+    return plan, make_report(model, grid, plan, finder.reasons, finder.note, options)
 
 
 class _Finder:

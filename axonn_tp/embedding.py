@@ -71,18 +71,24 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""
-        mesh, block = self.mesh, self.block()
+        mesh, rows = self.mesh, self._look_up(input)
+        mesh.split_over = ("x", "y") if self.scatter_tokens else ("y",)
+        if not self.scatter_tokens:
+            return reduce_from(rows, mesh, "x")
+        note_tokens(mesh, "x", rows.shape[-2])
+        return scatter_from(rows, mesh, "x", dim=-2)
+
+    def _look_up(self, input: Tensor) -> Tensor:
+        """Rows of this rank's part of the vocabulary, zeros for other ids."""
+        block = self.block()
+        if self.mesh.size("x") == 1:
+            return F.embedding(input, block, self.padding_idx)
         size = block.shape[0]
-        first = size * mesh.rank("x")
+        first = size * self.mesh.rank("x")
         local = input - first
         elsewhere = (local < 0) | (local >= size)
         padding = None
         if self.padding_idx is not None and first <= self.padding_idx < first + size:
             padding = self.padding_idx - first
         rows = F.embedding(local.masked_fill(elsewhere, 0), block, padding)
-        rows = rows.masked_fill(elsewhere[..., None], 0)
-        mesh.split_over = ("x", "y") if self.scatter_tokens else ("y",)
-        if not self.scatter_tokens:
-            return reduce_from(rows, mesh, "x")
-        note_tokens(mesh, "x", rows.shape[-2])
-        return scatter_from(rows, mesh, "x", dim=-2)
+        return rows.masked_fill(elsewhere[..., None], 0)

@@ -31,7 +31,7 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     pending = []
     for axis, members in buckets(trained, mesh, _BUCKET_BYTES):
         if mesh.size(axis) == 1:
@@ -49,6 +49,11 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
             flat.div_(mesh.grid.batch)
 
 
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The type of a parameter's gradient (`Options.gradient_dtype`)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def buckets(
     parameters: Iterable[nn.Parameter], mesh: Mesh, most_bytes: int
 ) -> Iterator[tuple[str, list[nn.Parameter]]]:
@@ -59,9 +64,9 @@ def buckets(
     axes: dict[dist.ProcessGroup, str] = {}
     for parameter in parameters:
         axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
-        key = (axis, parameter.dtype)
+        key = (axis, gradient_dtype(parameter))
         filling[key].append(parameter)
-        sizes[key] += parameter.nbytes
+        sizes[key] += parameter.numel() * key[1].itemsize
         if sizes[key] >= most_bytes:
             yield axis, filling.pop(key)
             del sizes[key]

@@ -1,7 +1,7 @@
 """How a parameter lies on the grid: pure arithmetic on shapes, and the slicing that follows from it.
 
 A parameter of 3D PMM is cut into blocks by x and y, and the block, flattened, is cut once more over z
-(Ŵ in Algorithm 3). Whatever does not divide is padded with zeros: blocks where the layer allows it, the
+(Ŵ in Algorithm 3; with one rank along z it keeps its shape). Whatever does not divide is padded with zeros: blocks where the layer allows it, the
 flattened block always. Gradient sums, norms and checkpoints read the layout that a parameter carries.
 """
 
@@ -26,7 +26,7 @@ class Layout:
         shape: shape of the serial parameter, or of its transpose where `transposed`.
         split: pairs (dim, axis): this dim is split over this axis; a dim that occurs again is split within its share.
         parts: dim 0 is this many equal matrices, one after the other (3 for a fused q, k, v), each split by itself.
-        over_z: the block is stored flat and split over z.
+        over_z: the block is split over z, and stored flat where that axis has more than one rank.
         even: pairs (dim, axis): padded so that this dim's share divides by this axis too.
         partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
         transposed: the serial model keeps the matrix as (in, out), we as torch does.
@@ -102,7 +102,7 @@ class Layout:
     def shard(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
         """A copy of what the rank at a position stores of the serial `full`: the block, or its flat z-shard."""
         block = self.block(full.t() if self.transposed else full, grid, coordinates)
-        if not self.over_z:
+        if not self.over_z or grid.gz == 1:
             return block.clone(memory_format=torch.contiguous_format)
         size = self.local_numel(grid)
         flat = block.reshape(-1)
@@ -112,6 +112,8 @@ class Layout:
     def unflatten(self, flat: Tensor, grid: Grid) -> Tensor:
         """The block from its z-shards laid end to end."""
         shape = self.block_shape(grid)
+        if flat.shape == shape:
+            return flat
         numel = math.prod(shape)
         return (flat if flat.numel() == numel else flat[:numel]).view(shape)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
+
+from axonn_tp.collectives import Collective
+
 LAYOUTS = ("scattered", "replicated")
 
 
@@ -24,6 +28,10 @@ class Options:
             does by default); otherwise they are kept.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
             recomputation: a number, ``"all"``, or a size such as ``"2GiB"`` for as many as that memory holds.
+        gradient_dtype: ``"float32"``: gradients of parameters of lower precision are summed over ranks and accumulated over
+            backward passes in float32, and `.grad` is float32 (as Megatron's ``accumulate_allreduce_grads_in_fp32``); weight
+            gradients that autocast computes in lower precision are summed over z in float32 too, with twice the bytes. None:
+            in the type they are computed in.
         tune_matmuls: time every distinct matmul of the first step as NN, NT and TN and keep the fastest (§5.1.3).
 
     Raises:
@@ -36,17 +44,35 @@ class Options:
     overlap_all_gather: bool = True
     reshard_after_forward: bool = False
     cache_gathers: int | str = 0
+    gradient_dtype: str | None = None
     tune_matmuls: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f'layout = {self.layout!r} is not known; use "scattered" or "replicated"')
+        if self.gradient_dtype not in (None, "float32"):
+            raise ValueError(f'gradient_dtype = {self.gradient_dtype!r} is not known; use "float32" or None')
+        if self.gradient_dtype and not hasattr(torch.Tensor, "grad_dtype"):
+            raise ValueError(
+                f'gradient_dtype = "float32" needs tensors with a grad_dtype, which torch {torch.__version__} lacks; '
+                "install torch 2.13, or leave it out"
+            )
         self.cached()
 
     @property
     def scattered(self) -> bool:
         """Whether activations are scattered."""
         return self.layout == "scattered"
+
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which gradients that are computed in `dtype` are summed."""
+        return torch.promote_types(dtype, torch.float32) if self.gradient_dtype else dtype
+
+    def itemsize(self, collective: Collective, dtype: torch.dtype) -> int:
+        """Bytes of one element of a layer's collective where the layer computes in `dtype`."""
+        # Over z nothing but gradients of weights is reduce-scattered.
+        gradient = (collective.op, collective.axis) == ("reduce_scatter", "z")
+        return (self.summed_in(dtype) if gradient else dtype).itemsize
 
     def cached(self) -> tuple[float, float]:
         """`cache_gathers` as the most layers and the most bytes."""

@@ -27,34 +27,40 @@ def in_backward() -> bool:
 
 
 class _Deferred(torch.autograd.Function):
-    """A shard in the type that its layer computes in; backward waits for the shard's gradient."""
+    """Stands for a shard in the graph, without its values; backward waits for the shard's gradient.
+
+    Its type is that in which the gradient is summed: autograd would cast, and so read, one of another type.
+    """
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = shard.dtype
-        return shard.view_as(shard) if shard.dtype == dtype else shard.to(dtype)
+        return shard.new_empty((), dtype=dtype).expand(shard.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad if torch.is_grad_enabled() else wait(grad)).to(ctx.dtype), None
+        return grad if torch.is_grad_enabled() else wait(grad), None
 
 
 class _Gathered(torch.autograd.Function):
-    """A shard's block, flat; `late`: the gradient is handed on before its reduce-scatter is done, to `_Deferred`."""
+    """A shard's block, flat; `late`: the gradient is handed on before its reduce-scatter is done, to `_Deferred`.
+
+    The shard receives the gradient, `values` are what is gathered: the shard's, in the type that its layer computes in.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, layer: SplitWeight, late: bool) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, values: Tensor, layer: SplitWeight, late: bool) -> Tensor:
         ctx.layer, ctx.late = layer, late
-        return layer.gathers.take(layer, shard.detach())
+        return layer.gathers.take(layer, values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         mesh, gathers = ctx.layer.mesh, ctx.layer.gathers
         gathers.release(ctx.layer)
+        grad = grad.to(gathers.options.summed_in(grad.dtype))
         if torch.is_grad_enabled():
-            return scatter_from(grad, mesh, "z", 0), None, None
+            return scatter_from(grad, mesh, "z", 0), None, None, None
         pending = start_reduce_scatter(grad, mesh, "z")
-        return pending.tensor if ctx.late else pending.wait(), None, None
+        return pending.tensor if ctx.late else pending.wait(), None, None, None
 
 
 class Gathers:
@@ -62,7 +68,7 @@ class Gathers:
 
     Args:
         mesh: the mesh.
-        options: `overlap_reduce_scatter`, `overlap_all_gather` and `cache_gathers` are read.
+        options: `overlap_reduce_scatter`, `overlap_all_gather`, `cache_gathers` and `gradient_dtype` are read.
     """
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
@@ -71,7 +77,7 @@ class Gathers:
         self._successor: dict[tuple[str, SplitWeight | None], SplitWeight] = {}
         self._last: dict[str, SplitWeight | None] = {}
         self._pending: dict[SplitWeight, tuple[Tensor, int, Pending]] = {}
-        self._views: dict[SplitWeight, Tensor] = {}
+        self._views: dict[SplitWeight, tuple[Tensor, Tensor]] = {}
         self._kept: dict[SplitWeight, Tensor] = {}
         self._sources: dict[SplitWeight, Tensor] = {}
 
@@ -91,19 +97,22 @@ class Gathers:
             for layer in layers:
                 shard = layer._shard()
                 if shard.requires_grad:
-                    self._views[layer] = _Deferred.apply(shard, layer.compute_dtype(shard))
+                    dtype = layer.compute_dtype(shard)
+                    stand_in = _Deferred.apply(shard, self.options.summed_in(dtype))
+                    self._views[layer] = stand_in, shard.detach().to(dtype)
         self._start_successor(_phase(), None)
 
     def block(self, layer: SplitWeight) -> Tensor:
         """The block of this (x, y), flat and padded as its shards are; differentiable, the gradient goes to the shard."""
         shard: Tensor = layer._shard()
-        dtype, late = layer.compute_dtype(shard), False
+        dtype = layer.compute_dtype(shard)
+        if self.mesh.size("z") == 1:
+            return shard.to(dtype)
         if torch.is_grad_enabled() and shard.requires_grad:
-            view = self._views.pop(layer, None)
-            late = view is not None and view.dtype == dtype
-            shard = view if late else shard  # type: ignore[assignment]
-        shard = shard.to(dtype)
-        return shard if self.mesh.size("z") == 1 else _Gathered.apply(shard, layer, late)
+            stand_in, values = self._views.pop(layer, (shard, shard))
+            if stand_in is not shard and values.dtype == dtype:
+                return _Gathered.apply(stand_in, values, layer, True)
+        return _Gathered.apply(shard, shard.detach().to(dtype), layer, False)
 
     def again(self, layer: SplitWeight, dtype: torch.dtype) -> Tensor:
         """The flat block once more, for backward."""
@@ -136,7 +145,7 @@ class Gathers:
         layer = self._successor.get((phase, after))
         if layer is None or layer in self._pending or layer in self._kept:
             return
-        shard = self._views.get(layer, self._sources.get(layer, layer._shard())).detach()
+        shard = self._views[layer][1] if layer in self._views else self._sources.get(layer, layer._shard().detach())
         if phase == "forward" and shard.dtype != layer.compute_dtype(shard):
             return
         self._pending[layer] = (shard, shard._version, start_all_gather(shard, self.mesh, "z"))

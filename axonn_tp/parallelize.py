@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from axonn_tp.accumulation import accumulate_as
 from axonn_tp.conv import Conv
 from axonn_tp.counts import count_locally
 from axonn_tp.dropout import watch_dropout
@@ -67,7 +68,7 @@ def parallelize(
         # The search builds on this file's plans.
         from axonn_tp.auto import auto_plan
 
-        plan, report = auto_plan(model, mesh.grid, example_inputs)
+        plan, report = auto_plan(model, mesh.grid, example_inputs, options)
         if dist.get_rank() == 0:
             print(report, flush=True)
     elif isinstance(plan, str):
@@ -96,6 +97,7 @@ def parallelize(
     sum_unnamed(model, mesh)
     _count_locally(model, placements)
     _watch_forward(model, mesh, tuner)
+    accumulate_as(model, options)
     return model
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Pending, start_all_reduce_
-from axonn_tp.gradients import buckets
+from axonn_tp.gradients import buckets, gradient_dtype
 from axonn_tp.mesh import Mesh
 
 # Fewer bytes a call waste time on latency; more delay the first call.
@@ -71,7 +71,7 @@ class GradientReducer:
             raise ValueError(f"bucket_bytes = {bucket_bytes} is less than 1; give bytes, or None to have them chosen")
         self.mesh, self._divisor = mesh, mesh.grid.batch if average else 1
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
-        total = sum(parameter.nbytes for parameter in self._parameters)
+        total = sum(p.numel() * gradient_dtype(p).itemsize for p in self._parameters)
         self._size = bucket_bytes or min(_MOST_BYTES, max(_LEAST_BYTES, math.ceil(total / _CALLS)))
         self._syncing = True
         self._summed: set[nn.Parameter] = set()
@@ -201,4 +201,4 @@ def _present(bucket: _Bucket) -> Tensor:
             whole = grad.untyped_storage()
             if whole.nbytes() == size * grad.element_size():
                 return grad.new_empty(0).set_(whole)  # type: ignore[call-overload]
-    return torch.empty(size, dtype=first.dtype, device=first.device)
+    return torch.empty(size, dtype=gradient_dtype(first), device=first.device)

@@ -11,6 +11,7 @@ from torch import nn
 
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
+from axonn_tp.options import Options
 from axonn_tp.placement import place
 from axonn_tp.plan import LayerPlan, Placement
 
@@ -81,7 +82,12 @@ class Report:
 
 
 def make_report(
-    model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan], why: Mapping[str, str], note: str = ""
+    model: nn.Module,
+    grid: Grid,
+    plan: Mapping[str, LayerPlan],
+    why: Mapping[str, str],
+    note: str = "",
+    options: Options | None = None,
 ) -> Report:
     """The report on a plan.
 
@@ -91,8 +97,9 @@ def make_report(
         plan: exact layer names.
         why: a sentence by layer name, where there is one.
         note: what else there is to say.
+        options: of the run.
     """
-    placements = {placement.name: placement for placement in place(model, grid, plan)}
+    placements = {placement.name: placement for placement in place(model, grid, plan, options)}
     rows: dict[tuple, list[str]] = {}
     for name, module in model.named_modules():
         if features(module) or isinstance(module, nn.Linear):
@@ -109,8 +116,11 @@ def make_report(
 
 def _cost(placement: Placement, grid: Grid) -> tuple[Fraction, Fraction]:
     """Bytes sent by one rank: for no tokens, and for each."""
-    size = next(placement.module.parameters()).element_size()
-    fixed, with_one = (sum((c.sent for c in placement.collectives(n, grid)), Fraction(0)) * size for n in (0, 1))
+    dtype = next(placement.module.parameters()).dtype
+    fixed, with_one = (
+        sum((c.sent * placement.options.itemsize(c, dtype) for c in placement.collectives(n, grid)), Fraction(0))
+        for n in (0, 1)
+    )
     return fixed, with_one - fixed
 
 

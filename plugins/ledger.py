@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonn_tp import Collective
@@ -84,6 +85,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Record, and run."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            # It runs local operations and collectives, which come here again.
+            return NotImplemented
         name = function._schema.name.split("::")
         kwargs = kwargs or {}
         if name[0] == "_c10d_functional":
@@ -113,7 +117,7 @@ class Ledger(TorchDispatchMode):
         if name in _FUNCTIONAL:
             group = args[-1]
             self._record(_FUNCTIONAL[name], group, _resolve_process_group(group).size(), args[0])
-        else:
+        elif name != "_wrap_tensor_autograd":  # which communicates nothing
             self.unknown.add(name)
         result = function(*args, **kwargs)
         for entry in self.entries[before:]:

@@ -129,6 +129,19 @@ def latest(root: str | os.PathLike) -> Path | None:
     return max(complete, key=lambda folder: (find(folder) / MARKER).stat().st_mtime_ns, default=None)
 
 
+def drop_old(folder: Path, keep_last: int) -> None:
+    """Delete the complete checkpoints beside `folder` but for the `keep_last` that were finished last.
+
+    What is no complete checkpoint stays. A marker goes first, so that one half deleted is none.
+    """
+    markers = {marker.parent: marker.stat().st_mtime_ns for marker in folder.parent.glob(f"*/{MARKER}")}
+    complete = [found for found in markers if not found.name.endswith((".incomplete", ".replaced"))]
+    for old in sorted(complete, key=lambda found: (found == folder, markers[found]))[:-keep_last]:
+        for gone in (_replaced(old), old):
+            (gone / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
 def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Read files and compare them with the manifest; ranks share the work.
 

@@ -42,6 +42,7 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     asynchronous: bool = False,
+    keep_last: int | None = None,
 ) -> Saving | None:
     """Write a checkpoint that any grid can load; every rank of the mesh calls it, with a folder that all see.
 
@@ -56,13 +57,20 @@ def save(
         scheduler: anything with `state_dict`, as torch's schedulers.
         extra: what else to keep, as the position in the data or a GradScaler's state; rank 0's is written.
         asynchronous: copy to the CPU, return, and write in the background.
+        keep_last: when this one is complete, delete the complete checkpoints in the same folder but for so many that were
+            finished last, this one among them; the one that the run was loaded from is one like the others. None: keep all.
 
     Returns:
         What to wait for, when asynchronous.
 
     Raises:
+        ValueError: `keep_last` is not a number of at least 1.
         CheckpointError: the same on every rank.
     """
+    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+        raise ValueError(
+            f"keep_last = {keep_last!r} is not an integer of at least 1; correct it, or keep all with None"
+        )
 
     def collect() -> tuple[Shards, Notes]:
         shards, notes = model_state(model)
@@ -76,10 +84,17 @@ def save(
 
     ranks = Ranks(mesh)
     shards, notes = ranks.together(collect)
-    return write(Path(folder), shards, notes, ranks, asynchronous)
+    return write(Path(folder), shards, notes, ranks, asynchronous, keep_last)
 
 
-def write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, asynchronous: bool = False) -> Saving | None:
+def write(
+    folder: Path,
+    shards: Shards,
+    notes: Notes,
+    ranks: Ranks,
+    asynchronous: bool = False,
+    keep_last: int | None = None,
+) -> Saving | None:
     """Write shards and notes; `save` for states that were collected in another way.
 
     Args:
@@ -88,21 +103,22 @@ def write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, asynchronous
         notes: rank 0's are written.
         ranks: all that call this.
         asynchronous: see `save`.
+        keep_last: see `save`.
     """
     notes = {**notes, "random": random_state()}
     if not asynchronous:
-        _write(folder, shards, notes, ranks)
+        _write(folder, shards, notes, ranks, keep_last)
         return None
     copies = {name: replace(shard, tensor=_copy(shard.tensor)) for name, shard in shards.items()}
     kept = copy.deepcopy(notes)
-    return Saving(lambda: _write(folder, copies, kept, ranks))
+    return Saving(lambda: _write(folder, copies, kept, ranks, keep_last))
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks) -> None:
+def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
     ranks.together(lambda: files.begin(folder), only=0)
     writer = SummingWriter(files.aside(folder))
     try:
@@ -128,6 +144,8 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks) -> None:
         torch.save(state, files.aside(folder) / files.STATE)
         files.flush(files.aside(folder) / files.STATE)
         files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()})
+        if keep_last is not None:
+            files.drop_old(folder, keep_last)
 
     ranks.together(complete, only=0)
 

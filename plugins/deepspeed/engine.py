@@ -92,8 +92,9 @@ def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
 
 
 def options(block: TensorParallel) -> Options:
-    """The block's choices as axonn_tp takes them."""
-    return Options(**{field.name: getattr(block, field.name) for field in fields(Options)})
+    """The block's choices as axonn_tp takes them; types of gradients are DeepSpeed's to choose."""
+    known = type(block).model_fields
+    return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
 def _agree(problem: str | None, fingerprint: str) -> None:

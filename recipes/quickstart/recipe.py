@@ -41,8 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     run = find_run(options.runs, options.name, options.resume)
     stored = stored_settings(run) if options.resume else None
     settings = resolve(options, stored[0] if stored else None)
-    if options.save_every < 1:
-        raise ConfigError(f"--save-every {options.save_every} is not at least 1; give a positive number of steps")
+    for name in ("save_every", "keep_last"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name)} is not at least 1; give a positive number")
     grid = _grid(settings)
     counted = _plan(settings, grid)
     print(report.text(settings, counted, "one process" if settings.serial else _where(settings)), flush=True)
@@ -96,18 +98,18 @@ def _on_cuda(settings: Settings) -> bool:
 
 
 def _train(settings: Settings, corpus: Corpus, run: Path, options: argparse.Namespace, matmul: int) -> Outcome:
-    how = (options.resume, options.save_every, matmul)
+    how = (options.keep_last, options.resume, options.save_every, matmul)
     if settings.serial:
         return launch(_serial, 1, settings, corpus, run, *how)[0]
     return launch(_rank, settings.ranks, settings, corpus, run, *how)[0]
 
 
-def _serial(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome:
+def _serial(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any) -> Outcome:
     torch.set_num_threads(os.cpu_count() or 1)
-    return train(Serial(settings, corpus, run), settings, run, *how)
+    return train(Serial(settings, corpus, run, keep), settings, run, *how)
 
 
-def _rank(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome:
+def _rank(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any) -> Outcome:
     import deepspeed
 
     plugins.activate()
@@ -116,7 +118,7 @@ def _rank(settings: Settings, corpus: Corpus, run: Path, *how: Any) -> Outcome:
     # It also calls collectives by names that newer torch wants changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    return train(Parallel(settings, corpus, run), settings, run, *how)
+    return train(Parallel(settings, corpus, run, keep), settings, run, *how)
 
 
 def _farewell(outcome: Outcome, run: Path) -> int:

@@ -16,6 +16,10 @@ from recipes.models.gpt import GPTConfig
 PRECISIONS = ("bf16", "fp32", "fp64")
 
 
+# What a run that goes on may change: checkpoints know no grid.
+_WHERE = ("ranks", "gx", "gy", "gz")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides the numbers of a run; stored beside it, so that --resume goes on with the same."""
@@ -115,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the run's folder under runs/ (default quickstart, quickstart-2, ...)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default 100)")
+    parser.add_argument("--keep-last", type=int, default=2, help="complete checkpoints that stay (default 2)")
 
 
 def resolve(arguments: argparse.Namespace, stored: Settings | None = None) -> Settings:
@@ -129,7 +134,7 @@ def resolve(arguments: argparse.Namespace, stored: Settings | None = None) -> Se
     }
     if stored is not None:
         for name, value in given.items():
-            if value != getattr(stored, name):
+            if name not in _WHERE and value != getattr(stored, name):
                 raise ConfigError(
                     f"--{name} {value} contradicts the run to resume, which has {getattr(stored, name)}; leave it out, "
                     "or start a new run without --resume"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from axonn_tp import Grid
+from axonn_tp.checkpoint.planner import Place
+from axonn_tp.checkpoint.randomness import source_rank
 from plugins.ledger import Ledger
 from plugins.ledger_report import write_ledger
 from recipes.data import Corpus
@@ -21,7 +26,7 @@ from recipes.quickstart.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 VALIDATION_BATCHES = 8
-_KEPT = 2
+_STEP = re.compile(r"step_\d+")
 
 
 class Side(Protocol):
@@ -55,19 +60,19 @@ def _batch(settings: Settings, corpus: Corpus, part: str, number: int) -> tuple[
     return corpus.batch(part, settings.batch, settings.context, seed=settings.seed * 1_000_003 + number)
 
 
-def _drop_old(folder: Path) -> None:
-    """Keep the newest checkpoints."""
-    for old in sorted(folder.glob("step_*"))[:-_KEPT]:
+def _drop_old(folder: Path, keep: int) -> None:
+    """Keep the newest complete checkpoints; what a save that died left beside them does not count."""
+    for old in sorted(found for found in folder.iterdir() if _STEP.fullmatch(found.name))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 class Parallel:
     """3D PMM through `deepspeed.initialize`, as any DeepSpeed script would call it."""
 
-    def __init__(self, settings: Settings, corpus: Corpus, run: Path) -> None:
+    def __init__(self, settings: Settings, corpus: Corpus, run: Path, keep: int = 2) -> None:
         import deepspeed
 
-        self.settings, self.corpus, self.folder = settings, corpus, run / "checkpoints"
+        self.settings, self.corpus, self.folder, self.keep = settings, corpus, run / "checkpoints", keep
         torch.manual_seed(settings.seed)
         model = GPT(settings.model)
         if settings.precision == "fp64":
@@ -121,18 +126,19 @@ class Parallel:
         tag = f"step_{number:06d}"
         random_states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(random_states, torch.get_rng_state())
-        self.engine.save_checkpoint(
-            str(self.folder), tag, client_state={"step": number, "random_states": random_states}
-        )
+        state = {"step": number, "random_states": random_states, "grid": asdict(self.engine.mesh.grid)}
+        self.engine.save_checkpoint(str(self.folder), tag, client_state=state)
         if self.first:
-            _drop_old(self.folder)
+            _drop_old(self.folder, self.keep)
         return self.folder / tag
 
     def load(self) -> int:  # noqa: D102
         _, state = self.engine.load_checkpoint(str(self.folder))
         if not state:
             return 0
-        torch.set_rng_state(state["random_states"][dist.get_rank()])
+        mesh = self.engine.mesh
+        source = source_rank(Place(mesh.grid, mesh.coordinates), Grid(**state["grid"]))
+        torch.set_rng_state(state["random_states"][source])
         return state["step"]
 
     def close(self) -> None:  # noqa: D102
@@ -145,8 +151,8 @@ class Serial:
 
     first = True
 
-    def __init__(self, settings: Settings, corpus: Corpus, run: Path) -> None:
-        self.settings, self.corpus, self.folder = settings, corpus, run / "checkpoints"
+    def __init__(self, settings: Settings, corpus: Corpus, run: Path, keep: int = 2) -> None:
+        self.settings, self.corpus, self.folder, self.keep = settings, corpus, run / "checkpoints", keep
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)
         np.random.seed(settings.seed)  # noqa: NPY002
@@ -194,7 +200,7 @@ class Serial:
         torch.save(state, aside / "state.pt")
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        _drop_old(self.folder)
+        _drop_old(self.folder, self.keep)
         return final
 
     def load(self) -> int:  # noqa: D102

@@ -151,6 +151,46 @@ def test_absent_and_incomplete(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "a"
 
 
+def test_old_checkpoints_go_when_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes").mkdir()
+    for step in range(1, 6):
+        saving = save(tmp_path / f"step_{step}", small(float(step)), None, asynchronous=step > 3, keep_last=2)
+        if saving is not None:
+            saving.wait()
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step_4", "step_5"]
+    assert held(tmp_path / "step_4") == 4.0
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path / "step_6", small(6.0), None, keep_last=1)
+    monkeypatch.undo()
+    assert (held(tmp_path / "step_4"), held(tmp_path / "step_5")) == (4.0, 5.0)
+    # An earlier one that is written anew is the newest.
+    save(tmp_path / "step_4", small(7.0), None, keep_last=1)
+    assert held(tmp_path / "step_4") == 7.0 and not (tmp_path / "step_5").exists()
+    for wrong in (0, True, "2"):
+        with pytest.raises(ValueError, match="keep_last = .* is not an integer of at least 1"):
+            save(tmp_path / "step_8", small(8.0), None, keep_last=wrong)
+
+
+def test_killed_while_old_ones_are_deleted(tmp_path: Path) -> None:
+    """Whatever is left, the newest that is complete is whole."""
+    call = 1
+    while True:
+        shutil.rmtree(tmp_path)
+        for step in (1, 2):
+            save(tmp_path / f"step_{step}", small(float(step)), None)
+        if not killed_at(call, lambda: save(tmp_path / "step_3", small(3.0), None, keep_last=1)):
+            break
+        newest = latest(tmp_path)
+        assert newest is not None and held(newest) == (3.0 if newest.name == "step_3" else 2.0)
+        call += 1
+    assert os.listdir(tmp_path) == ["step_3"]
+
+
 def test_a_failed_save_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")

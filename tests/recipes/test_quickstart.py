@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,29 @@ def test_killed_stopped_and_resumed_runs_go_on_exactly(tmp_path: Path) -> None:
         assert curve(tmp_path / name) == curve(tmp_path / "whole")
 
 
+def on_ranks(settings: Settings, folder: Path, last: int) -> list[float]:
+    """Losses from where the folder's checkpoint is, or the start, to step `last`."""
+    torch.set_num_threads(1)
+    plugins.activate()
+    side = Parallel(settings, load(None, settings.context), folder, keep=1)
+    done = side.load()
+    found = [side.step(number)[0] for number in range(done + 1, last + 1)]
+    side.save(last)
+    return found
+
+
+def test_goes_on_with_more_ranks(tmp_path: Path) -> None:
+    settings = Settings(steps=6, precision="fp32", gx=1, ranks=2, **SMALL)
+    serial = launch(losses, 1, False, settings, tmp_path)[0]
+    (tmp_path / "checkpoints" / "step_000009.incomplete").mkdir(parents=True)
+    first = launch(on_ranks, 2, settings, tmp_path, 3)[0]
+    second = launch(on_ranks, 4, replace(settings, ranks=4, gx=2), tmp_path, 6)[0]
+    assert len(second) == 3
+    assert max(abs(a - b) for a, b in zip(serial, first + second, strict=True)) < 1e-4
+    kept = {found.name for found in (tmp_path / "checkpoints").glob("step_*")}
+    assert kept == {"step_000006", "step_000009.incomplete"}
+
+
 def test_check_compares_both_ways(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND[1:], "--steps", "6", "--check", "--runs", str(tmp_path)]) == 0
     assert "largest difference of the losses" in capfd.readouterr().out
@@ -189,6 +213,8 @@ def test_resume_keeps_the_settings(tmp_path: Path) -> None:
     assert resolve(parser.parse_args(["--resume"]), stored) == stored
     with pytest.raises(ConfigError, match="--steps 9 contradicts"):
         resolve(parser.parse_args(["--resume", "--steps", "9"]), stored)
+    elsewhere = resolve(parser.parse_args(["--resume", "--ranks", "8", "--gz", "4"]), stored)
+    assert elsewhere == replace(stored, ranks=8, gz=4)
     (tmp_path / "quickstart").mkdir()
     assert find_run(tmp_path, None, resume=False).name == "quickstart-2"
     with pytest.raises(ConfigError, match="exists"):
