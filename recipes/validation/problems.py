@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 from axonn_tp import LayerPlan, place
 from plugins.config import ConfigError
 from recipes import data
-from recipes.models.gpt import GPT, Block, GPTConfig
-from recipes.models.unet import Stage, UNet, UNetConfig, cosine_schedule, diffuse
+from recipes.models.gpt import GPT, GPTConfig
+from recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
 from recipes.models.unet_plan import unet_plan
 from recipes.validation.settings import MODELS, Settings
 
-GPT_SIZES = GPTConfig(vocabulary=256, context=32, layers=3, heads=8, hidden=96)
+GPT_SIZES = GPTConfig(vocabulary=256, context=32, layers=2, heads=8, hidden=96)
 GPT_PLAN = {
     **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
     **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
@@ -25,7 +26,7 @@ GPT_PLAN = {
     **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
 }
 UNET_SIZES = UNetConfig(
-    in_channels=3, channels=16, multipliers=(1, 2), blocks=1, attention_levels=(1,), heads=4, groups=4
+    in_channels=3, channels=16, multipliers=(1, 2), blocks=1, attention_levels=(), heads=4, groups=4
 )
 PIXELS, TIMESTEPS = 8, 1000
 BATCH = {"gpt": 16, "unet": 32}
@@ -38,14 +39,14 @@ class Problem:
     Attributes:
         build: makes the serial model, whose weights follow from torch's seed; called with a batch it gives the mean loss.
         plan: how its layers use the grid.
-        blocks: class of the parts that are run again in backward.
+        checkpointed: the modules of a model that are run again in backward.
         batch: a step's whole batch, the same everywhere; floating point is float64.
         lr: highest learning rate.
     """
 
     build: Callable[[], nn.Module]
     plan: Mapping[str, LayerPlan]
-    blocks: type[nn.Module]
+    checkpointed: Callable[[Any], Iterable[nn.Module]]
     batch: Callable[[int], tuple[Tensor, ...]]
     lr: float
 
@@ -76,7 +77,7 @@ def _gpt(settings: Settings) -> Problem:
     def batch(step: int) -> tuple[Tensor, ...]:
         return corpus.batch("training", BATCH["gpt"], GPT_SIZES.context, _seed(settings, step))
 
-    return Problem(lambda: GPT(GPT_SIZES), GPT_PLAN, Block, batch, lr=3e-3)
+    return Problem(lambda: GPT(GPT_SIZES), GPT_PLAN, lambda model: model.blocks, batch, lr=3e-3)
 
 
 def _unet(settings: Settings) -> Problem:
@@ -89,7 +90,7 @@ def _unet(settings: Settings) -> Problem:
         noise = torch.randn(images.shape, generator=generator, dtype=torch.float64)
         return diffuse(images, t, noise, signal), t, noise
 
-    return Problem(lambda: UNet(UNET_SIZES), unet_plan(UNET_SIZES), Stage, batch, lr=2e-3)
+    return Problem(lambda: UNet(UNET_SIZES), unet_plan(UNET_SIZES), lambda model: model.down, batch, lr=2e-3)
 
 
 def _seed(settings: Settings, step: int) -> int:

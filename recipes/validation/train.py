@@ -38,7 +38,7 @@ def curve(problem: Problem, dtype: torch.dtype, settings: Settings, parallel: bo
     torch.manual_seed(settings.seed)
     model = problem.build().to(settings.device, dtype)
     mesh = _parallelized(model, problem, settings) if parallel else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=WEIGHT_DECAY, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_share_of_lr, settings.steps))
     quiet = True if mesh is not None and dist.get_rank() else None  # None: shown on a terminal only
     losses = []
@@ -52,9 +52,8 @@ def curve(problem: Problem, dtype: torch.dtype, settings: Settings, parallel: bo
 def _parallelized(model: nn.Module, problem: Problem, settings: Settings) -> Mesh:
     dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
     mesh = Mesh(settings.grid, settings.device)
-    for module in model.modules():
-        if isinstance(module, problem.blocks):
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    for module in problem.checkpointed(model):
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
     axonn_tp.parallelize(model, mesh, problem.plan, settings.options)
     return mesh
 
