@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ UNET_SIZES = UNetConfig(
     in_channels=3, channels=16, multipliers=(1, 2), blocks=1, attention_levels=(), heads=4, groups=4
 )
 PIXELS, TIMESTEPS = 8, 1000
-BATCH = {"gpt": 16, "unet": 32}
+BATCH = {"gpt": 16, "unet": 16}
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,30 @@ def problem(name: str, settings: Settings) -> Problem:
     Raises:
         ConfigError: it does not fit.
     """
+    build: Callable[[], nn.Module] = (lambda: GPT(GPT_SIZES)) if name == "gpt" else (lambda: UNet(UNET_SIZES))
+    plan = GPT_PLAN if name == "gpt" else unet_plan(UNET_SIZES)
+    grid = ",".join(map(str, astuple(settings.grid)))
     if BATCH[name] % settings.grid.batch:
         raise ConfigError(
-            f"--grid: the batch of {BATCH[name]} does not divide by gz*gdata = {settings.grid.batch}; choose a divisor"
+            f"--grid {grid}: the batch of {BATCH[name]} does not divide by gz*gdata = {settings.grid.batch}; choose a divisor"
         )
-    made = _gpt(settings) if name == "gpt" else _unet(settings)
     with torch.device("meta"):
-        model = made.build()
+        model = build()
     try:
-        place(model, settings.grid, made.plan, settings.options)
+        place(model, settings.grid, plan, settings.options)
     except ValueError as error:
-        raise ConfigError(f"--grid does not fit the {MODELS[name][0]}: {error}") from None
-    return made
+        raise ConfigError(f"--grid {grid} does not fit the {MODELS[name][0]}: {error}") from None
+    if name == "gpt":
+        return Problem(build, plan, lambda model: model.blocks, _text(settings), lr=3e-3)
+    return Problem(build, plan, lambda model: model.down, _noisy_images(settings), lr=2e-3)
 
 
-def _gpt(settings: Settings) -> Problem:
+def _text(settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
     corpus = data.load(None, GPT_SIZES.context)
-
-    def batch(step: int) -> tuple[Tensor, ...]:
-        return corpus.batch("training", BATCH["gpt"], GPT_SIZES.context, _seed(settings, step))
-
-    return Problem(lambda: GPT(GPT_SIZES), GPT_PLAN, lambda model: model.blocks, batch, lr=3e-3)
+    return lambda step: corpus.batch("training", BATCH["gpt"], GPT_SIZES.context, _seed(settings, step))
 
 
-def _unet(settings: Settings) -> Problem:
+def _noisy_images(settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
     signal = cosine_schedule(TIMESTEPS)
 
     def batch(step: int) -> tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ def _unet(settings: Settings) -> Problem:
         noise = torch.randn(images.shape, generator=generator, dtype=torch.float64)
         return diffuse(images, t, noise, signal), t, noise
 
-    return Problem(lambda: UNet(UNET_SIZES), unet_plan(UNET_SIZES), lambda model: model.down, batch, lr=2e-3)
+    return batch
 
 
 def _seed(settings: Settings, step: int) -> int:

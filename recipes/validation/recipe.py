@@ -33,7 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     for name, made in problems.items():
         for dtype in dtypes:
             pair = pairs[name, dtype] = _trained(name, made, dtype, settings)
-            print(pair.verdict(), flush=True, file=sys.stdout if pair.good else sys.stderr)
+            if pair.good:
+                print(pair.verdict(), flush=True)
+            else:
+                print(f"axonn: {pair.verdict()}", file=sys.stderr)
             written = report.write([pairs[key] for key in sorted(pairs)], settings, options.out)
     print("", *written, sep="\n")
     return 0 if all(pairs[name, dtype].good for name in problems for dtype in dtypes) else 1
