@@ -13,6 +13,8 @@ import torch
 from plugins.config import ConfigError
 from recipes.validation.settings import BOUNDS, MODELS, Settings
 
+_EQUAL = 1e-17  # where losses without any difference are drawn on the logarithmic axis
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -118,7 +120,7 @@ def _draw(pairs: list[Pair], settings: Settings, file: Path) -> None:
             if number == 0:
                 curves.plot(steps, pair.serial, color="lightgray", linewidth=4, label=f"serial, {pair.dtype}")
             curves.plot(steps, pair.parallel, "--", color=color, linewidth=1, label=f"{where}, {pair.dtype}")
-            apart.plot(steps, pair.differences, color=color, linewidth=0.8, label=pair.dtype)
+            apart.plot(steps, np.maximum(pair.differences, _EQUAL), color=color, linewidth=0.8, label=pair.dtype)
             apart.axhline(BOUNDS[pair.dtype], color=color, linestyle=":", label=f"bound, {pair.dtype}")
         curves.legend()
         apart.legend(fontsize="small", ncols=2)
