@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(pair.verdict(), flush=True)
             else:
                 print(f"axonn: {pair.verdict()}", file=sys.stderr)
-            written = report.write([pairs[key] for key in sorted(pairs)], settings, options.out)
+            ordered = [pairs[key] for key in product(MODELS, BOUNDS) if key in pairs]
+            written = report.write(ordered, settings, options.out)
     print("", *written, sep="\n")
     return 0 if all(pairs[name, dtype].good for name in problems for dtype in dtypes) else 1
 

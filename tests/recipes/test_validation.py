@@ -29,8 +29,8 @@ def test_both_models_learn_as_the_serial_ones(tmp_path: Path, capfd: pytest.Capt
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "losses.png"}
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [(pair["model"], pair["dtype"]) for pair in numbers["pairs"]] == [
-        ("gpt", "float32"),
         ("gpt", "float64"),
+        ("gpt", "float32"),
         ("unet", "float64"),
     ]
     for pair in numbers["pairs"]:
