@@ -60,7 +60,10 @@ class Forks:
         for state in outer:
             digest.update(state.numpy().tobytes())
         seed = int.from_bytes(digest.digest(), "little")
-        torch.manual_seed(seed)
+        # torch.manual_seed would also queue a seed, with a stack trace, for every kind of device that is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         self._active = _Fork(seed, outer, self._states())
 
     def leave(self) -> None:

@@ -1,0 +1,100 @@
+"""The validation: both models learn as the serial ones do, and what is reported is what was compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugins.cli import main
+from recipes.validation import recipe
+from recipes.validation.problems import PIXELS, discs
+from recipes.validation.report import Pair
+from recipes.validation.settings import BOUNDS, parser, resolve
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_both_models_learn_as_the_serial_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "validation", "--steps", "3", "--grid", "2,1,2,2", "--out", str(tmp_path / "out")]
+    assert main([*words, "--dtype", "float64"]) == 0
+    assert main([*words, "--dtype", "float32", "--model", "gpt"]) == 0
+    text = capfd.readouterr().out
+    assert "8 ranks, gx=2 gy=1 gz=2 gdata=2" in text and "U-Net in float64: losses differ by at most" in text
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "losses.png"}
+    numbers = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(pair["model"], pair["dtype"]) for pair in numbers["pairs"]] == [
+        ("gpt", "float64"),
+        ("gpt", "float32"),
+        ("unet", "float64"),
+    ]
+    for pair in numbers["pairs"]:
+        assert pair["good"] and pair["largest_difference"] < (1e-12 if pair["dtype"] == "float64" else 1e-4)
+        assert len(pair["serial"]) == len(pair["parallel"]) == 3 and len(set(pair["serial"])) == 3
+        assert min(pair["seconds"]) > 0
+
+
+def test_a_dry_run_says_what_would_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "validation", "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "16 ranks, gx=2 gy=2 gz=2 gdata=2" in text and "300 steps, float64 and float32" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_everything_is_on() -> None:
+    options = resolve(parser().parse_args([])).options
+    assert options.layout == "scattered" and options.cache_gathers and options.tune_matmuls
+    assert options.overlap_all_reduce and options.overlap_reduce_scatter and options.overlap_all_gather
+    assert options.reshard_after_forward
+
+
+@pytest.mark.parametrize("apart", [1e-5, float("nan")])
+def test_a_broken_bound_is_said_and_fails(
+    apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trained(made: object, dtype: str, settings: object, parallel: bool) -> tuple[list[float], float]:
+        return [3.0, 2.0 + apart if parallel else 2.0], 1.0
+
+    monkeypatch.setattr(recipe, "_timed", trained)
+    words = ["train", "validation", "--model", "unet", "--out", str(tmp_path)]
+    assert main([*words, "--dtype", "float64"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("axonn: U-Net in float64: losses differ by at most") and "step 2 of 2" in error
+    assert "BEYOND the 1e-06" in error and error.count("\n") == 1
+    assert Pair("gpt", "float32", [1.0], [1.0 + BOUNDS["float32"] / 2], (1.0, 1.0)).good
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "0"], "--steps 0 is not at least 1"),
+        (["--grid", "2,2,2"], "--grid 2,2,2 is not four integers; write gx,gy,gz,gdata as in 2,2,2,2"),
+        (["--grid", "2,a,2,2"], "--grid 2,a,2,2 is not four integers"),
+        (["--grid", "0,1,1,1"], "--grid 0,1,1,1: gx = 0 is not an integer of at least 1"),
+        (["--grid", "1,1,3,1"], "--grid 1,1,3,1: the batch of 16 does not divide by gz*gdata = 3"),
+        (["--grid", "3,1,1,1"], "--grid 3,1,1,1 does not fit the GPT: layer blocks.0.attention.qkv"),
+    ],
+)
+def test_mistakes_are_one_sentence(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "validation", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("axonn: error: ") and words in error and error.count("\n") == 1
+
+
+def test_another_run_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = resolve(parser().parse_args(["--steps", "1"]))
+    recipe.report.write([Pair("gpt", "float64", [1.0], [1.0], (1.0, 1.0))], settings, tmp_path)
+    assert main(["train", "validation", "--steps", "2", "--dry-run", "--out", str(tmp_path)]) == 2
+    assert "holds a run whose steps is 1 and not 2; choose another folder" in capsys.readouterr().err
+    assert main(["train", "validation", "--steps", "1", "--dry-run", "--out", str(tmp_path)]) == 0
+
+
+def test_images_are_discs_and_follow_from_the_generator() -> None:
+    first, again = (discs(5, PIXELS, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, again) and first.shape == (5, 3, PIXELS, PIXELS)
+    assert first.abs().max() <= 1 and (first.amax((2, 3)) - first.amin((2, 3))).mean() > 0.1
