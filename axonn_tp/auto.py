@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from axonn_tp.counts import divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
-from axonn_tp.placement import free_layers
+from axonn_tp.placement import free_layers, readers
 from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.published import published_pairs
 from axonn_tp.report import Report, collapse, make_report
@@ -97,7 +97,21 @@ def auto_plan(model: nn.Module, grid: Grid, example_inputs: Any = None) -> tuple
         for name, parts in zip(group.normal, group.parts, strict=True):
             plan[name] = LayerPlan("normal", parts, group.heads, group.counts)
         plan[group.transposed] = LayerPlan("transposed")
+    _name_inputs(model, plan, finder.tensors)
     return plan, make_report(model, grid, plan, finder.reasons, finder.note)
+
+
+def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[str, tuple]) -> None:
+    """Say which normal layers read the same tensor, where the plan's own rule would be wrong."""
+    presumed = readers(model, plan)
+    by_parent: dict[str, list[str]] = {}
+    for name in (name for name, layer in plan.items() if layer.kind == "normal" and name in tensors):
+        by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in by_parent.values():
+        together = {name: tuple(other for other in names if tensors[other] == tensors[name]) for name in names}
+        if any(set(presumed.get(name, (name,))) != set(together[name]) for name in names):
+            for name in names:
+                plan[name] = replace(plan[name], reads=together[name][0].rpartition(".")[2])
 
 
 class _Finder:
@@ -106,6 +120,7 @@ class _Finder:
     def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any) -> None:
         self.model, self.grid = model, grid
         self.reasons: dict[str, str] = {}
+        self.tensors: dict[str, tuple] = {}
         self._paired: set[str] = set()
         self.note = ""
         alone = free_layers(model)
@@ -125,6 +140,7 @@ class _Finder:
         for traced in self._traced("") if self.shadow else []:
             candidates = [self._judge(group, traced) for group in self._candidates(traced.run)]
             traced.groups = [group for group in candidates if group is not None]
+            self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
             found += self._confirmed(traced)
         taken = {name for group in found for name in (*group.normal, group.transposed)}
         for pair in published_pairs(self.model, self.free, self.sizes):

@@ -26,6 +26,8 @@ class Options:
             end by "malloc(): unaligned tcache chunk" in one of some hundred runs (torch 2.13), never without.
         reshard_after_forward: let gathered weights go after the forward pass and gather them again in backward (as FSDP
             does by default); otherwise they are kept.
+        regather_inputs: keep of a scattered input only this rank's share and gather it again in backward, while the input
+            gradient is computed: one all-gather more for each layer, and activations kept that are smaller by gx or gy.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
             recomputation: a number, ``"all"``, or a size such as ``"2GiB"`` for as many as that memory holds.
         tune_matmuls: time every distinct matmul of the first step as NN, NT and TN and keep the fastest (§5.1.3).
@@ -39,6 +41,7 @@ class Options:
     overlap_reduce_scatter: bool | None = None
     overlap_all_gather: bool | None = None
     reshard_after_forward: bool = False
+    regather_inputs: bool = False
     cache_gathers: int | str = 0
     tune_matmuls: bool = False
 

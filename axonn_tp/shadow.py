@@ -68,12 +68,18 @@ class Run:
         made: outputs of the linears, leaves of the autograd graph, with their names.
         outputs: tensors that the pass returned.
         arguments: what each module was first called with.
+        read: the tensor objects that each linear was called with, and their versions, which tell whether two are one.
     """
 
     inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    read: dict[str, list[tuple[Tensor, int]]] = field(default_factory=lambda: defaultdict(list))
     made: list[tuple[str, Tensor]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     arguments: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)
+
+    def tensors(self, name: str) -> tuple[tuple[int, int], ...]:
+        """What the linear `name` read: equal for two linears that read the same tensors."""
+        return tuple((id(tensor), version) for tensor, version in self.read[name])
 
     def consumers(self) -> dict[str, set[str]]:
         """By linear, the linears that read something made of its output; ``""`` is the pass' own output."""
@@ -151,6 +157,7 @@ class Shadow:
             run, out = self._run, self.linears[name][1]
             call = len(run.inputs[name])
             run.inputs[name].append(input.clone())
+            run.read[name].append((input, input._version))
             cut = self._cuts.get(name)
             if self._expected is not None:
                 self._compare(name, call, input, cut)
