@@ -22,11 +22,12 @@ from axonn_tp.counts import divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
-from axonn_tp.placement import free_layers, readers
+from axonn_tp.placement import free_layers, place, readers
 from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.published import published_pairs
 from axonn_tp.report import Report, collapse, make_report
 from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow, counting_attributes
+from axonn_tp.stream import Shared, find_stream, stream_modules
 
 _PRIMES = (2, 3, 5, 7)
 
@@ -98,7 +99,9 @@ def auto_plan(model: nn.Module, grid: Grid, example_inputs: Any = None) -> tuple
             plan[name] = LayerPlan("normal", parts, group.heads, group.counts)
         plan[group.transposed] = LayerPlan("transposed")
     _name_inputs(model, plan, finder.tensors)
-    return plan, make_report(model, grid, plan, finder.reasons, finder.note)
+    stream, told = finder.stream(plan)
+    note = " ".join(filter(None, [finder.note, told]))
+    return {**plan, **stream}, make_report(model, grid, {**plan, **stream}, finder.reasons, note)
 
 
 def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[str, tuple]) -> None:
@@ -133,6 +136,8 @@ class _Finder:
             self.note = f"The model could not be copied for a simulation ({_short(error)})."
         self.arguments = None if example_inputs is None else as_arguments(example_inputs)
         self._verdicts: dict[tuple, Group | str] = {}
+        self._whole: _Traced | None = None
+        self._groups: list[Group] = []
 
     def accepted(self) -> list[Group]:
         """Groups that are right on this grid, without overlap."""
@@ -142,6 +147,8 @@ class _Finder:
             traced.groups = [group for group in candidates if group is not None]
             self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
             found += self._confirmed(traced)
+            self._whole = traced if not traced.name else None
+        self._groups = list(found)
         taken = {name for group in found for name in (*group.normal, group.transposed)}
         for pair in published_pairs(self.model, self.free, self.sizes):
             known = taken | self.reasons.keys()
@@ -328,21 +335,68 @@ class _Finder:
     def _together(self, traced: _Traced, groups: list[Group]) -> Exception | None:
         """The first problem of the groups on this grid, in both layouts of activations."""
         assert self.shadow is not None
-        for gx, gy in dict.fromkeys([(self.grid.gx, 1), (self.grid.gx, self.grid.gy)]):
-            ranks = [(x, y) for x in range(gx) for y in range(gy)] if groups and gx * gy > 1 else []
-            for x, y in ranks if len(ranks) <= 8 else [*ranks[:3], *ranks[-3:]]:
-                cuts: dict[str, Cut] = {}
-                counts: list[Local] = []
-                for group in groups:
-                    scattered = group.divides(gx * gy) and self._wide_enough(group, gx * gy)
-                    shares = gx * gy if scattered else gx
-                    cuts.update(group.cuts(x * gy + y if scattered else x, shares))
-                    counts += group.local(shares)
+        for gy in dict.fromkeys((1, self.grid.gy)) if groups else ():
+            for rank in self._ranks(groups, self.grid.gx, gy):
                 try:
-                    self.shadow.share(traced.name, traced.run, cuts, counts, True)
+                    self.shadow.share(traced.name, traced.run, rank.cuts, rank.counts, True)
                 except Exception as error:
                     return error
         return None
+
+    def _ranks(self, groups: list[Group], gx: int, gy: int, scatter: bool = True) -> list[Shared]:
+        """Groups as the ranks of one x-y plane have them, of a large plane some; none where there is one rank."""
+        places = [(x, y) for x in range(gx) for y in range(gy)] if gx * gy > 1 else []
+        made = []
+        for x, y in places if len(places) <= 8 else [*places[:3], *places[-3:]]:
+            rank = Shared(x, y, {}, [])
+            for group in groups:
+                scattered = scatter and group.divides(gx * gy) and self._wide_enough(group, gx * gy)
+                shares = gx * gy if scattered else gx
+                rank.cuts.update(group.cuts(x * gy + y if scattered else x, shares))
+                rank.counts.extend(group.local(shares))
+            made.append(rank)
+        return made
+
+    def stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
+        """What splits the residual stream besides the pairs, and a sentence on it for the report."""
+        try:
+            return self._stream(plan)
+        except Exception as error:
+            return {}, f"The stream between pairs is whole on every rank: {collapse(_short(error))}."
+
+    def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
+        grid, groups = self.grid, self._groups
+        if grid.gx * grid.gy == 1 or not plan:
+            return {}, ""
+        if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
+            raise Mismatch("the model could not be traced as a whole")
+        widths = {self.sizes[group.transposed][1] for group in groups} | {
+            self.sizes[name][0] for group in groups for name in group.normal
+        }
+        if len(widths) > 1:
+            raise Mismatch(f"pairs begin and end with {' and '.join(map(str, sorted(widths)))} features")
+        assert self.shadow is not None
+        embeddings, norms = stream_modules(self.model, widths.pop())
+        if not embeddings:
+            raise Mismatch("no embedding starts it")
+        self.shadow.watch(embeddings, norms)
+        run = self.shadow.whole("", self._whole.run.arguments[""])
+        ranks = [self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True)]
+        modules = dict(self.model.named_modules())
+        tables = {id(modules[name].weight) for name in embeddings}
+        tied = {name for name, m in modules.items() if features(m) and id(m.weight) in tables}
+        found = find_stream(self.shadow, run, grid, ranks[0], ranks[1], tied)
+        if grid.gy == 1 and found.whole_tokens and not found.heads:
+            raise Mismatch(found.whole_tokens)
+        made = {name: LayerPlan("embedding", whole_tokens=bool(found.whole_tokens)) for name in found.embeddings}
+        made |= dict.fromkeys(found.norms, LayerPlan("norm")) | dict.fromkeys(found.heads, LayerPlan("head"))
+        place(self.model, grid, {**plan, **made})
+        self.reasons.update(dict.fromkeys(made, "simulated on shares of the stream"))
+        told = "The stream between pairs is split, features over y"
+        if grid.gx > 1:
+            why = f" but all tokens on every x ({collapse(found.whole_tokens)})"
+            told += why if found.whole_tokens else " and, in the scattered layout, tokens over x"
+        return made, f"{told}."
 
     def _wide_enough(self, group: Group, shares: int) -> bool:
         return all(self.sizes[n][1] // p % shares == 0 for n, p in zip(group.normal, group.parts, strict=True))

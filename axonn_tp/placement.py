@@ -129,7 +129,7 @@ def place(
         )
     free = free_layers(model)
     modules = dict(model.named_modules())
-    scatter_tokens = stream_split and options.scattered
+    scatter_tokens = stream_split and options.scattered and not any(layer.whole_tokens for layer in named.values())
     heads = {id(m.weight) for name, m in modules.items() if name in named and named[name].kind == "head"}
     scattering = _scattering(model, named, grid) if options.scattered else {}
     reading = readers(model, named)

@@ -44,6 +44,8 @@ class LayerPlan:
             which its forward reads and which must be divided by the number of shares, such as ``num_heads``.
         reads: for normal layers: a word for the tensor that it reads; layers of one module with the same word enter it
             together. None: layers of one module with equally many input features, up to a transposed one, read one tensor.
+        whole_tokens: for embeddings: the stream keeps all its tokens on every rank of x in the scattered layout too, for
+            code that counts the tokens of an activation.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class LayerPlan:
     heads: int | None = None
     counts: tuple[str, ...] = ()
     reads: str | None = None
+    whole_tokens: bool = False
 
 
 @dataclass

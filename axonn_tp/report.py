@@ -95,7 +95,7 @@ def make_report(
     placements = {placement.name: placement for placement in place(model, grid, plan)}
     rows: dict[tuple, list[str]] = {}
     for name, module in model.named_modules():
-        if features(module) or isinstance(module, nn.Linear):
+        if features(module) or isinstance(module, nn.Linear) or name in plan:
             kind = placements[name].kind if name in placements else "replicated"
             reason = why.get(name, "no partner" if name in placements else _untouched(module))
             rows.setdefault((collapse(name), kind, _detail(plan.get(name)), reason), []).append(name)
@@ -110,14 +110,16 @@ def make_report(
 def _cost(placement: Placement, grid: Grid) -> tuple[Fraction, Fraction]:
     """Bytes sent by one rank: for no tokens, and for each."""
     size = next(placement.module.parameters()).element_size()
-    fixed, with_one = (sum((c.sent for c in placement.collectives(n, grid)), Fraction(0)) * size for n in (0, 1))
-    return fixed, with_one - fixed
+    # As many tokens as divide among the ranks of x.
+    fixed, more = (sum((c.sent for c in placement.collectives(n, grid)), Fraction(0)) * size for n in (0, grid.gx))
+    return fixed, (more - fixed) / grid.gx
 
 
 def _detail(layer: LayerPlan | None) -> str:
     if layer is None:
         return ""
     parts = [f"parts={layer.parts}"] if layer.parts > 1 else []
+    parts += ["whole_tokens"] if layer.whole_tokens else []
     parts += [f"heads={layer.heads}"] if layer.heads else []
     return " ".join([*parts, *([f"counts={','.join(layer.counts)}"] if layer.counts else [])])
 

@@ -257,8 +257,9 @@ def test_pairs_of_known_families(family: str) -> None:
         plan, report = auto_plan(model, grid)
         names = [name for name, m in model.named_modules() if features(m) and name.endswith(tuple(expected))]
         names = [name for name in names if name.endswith(tuple(f".{end}" for end in expected)) or name in expected]
-        assert set(plan) == set(names), report
-        for name, layer in plan.items():
+        pairs = {name: layer for name, layer in plan.items() if layer.kind in ("normal", "transposed")}
+        assert set(pairs) == set(names), report
+        for name, layer in pairs.items():
             assert layer.heads == next(h for end, h in expected.items() if name.endswith(end)), (name, report)
 
 
@@ -359,8 +360,8 @@ def test_the_search_changes_nothing() -> None:
 def test_the_report_counts_what_placements_send() -> None:
     model, grid = FAMILIES["ours"][0](), Grid(2, 2, 2, 1)
     plan, report = auto_plan(model, grid)
-    sent = sum(c.sent for placement in axonn_tp.place(model, grid, plan) for c in placement.collectives(7, grid))
-    assert report.bytes_sent(7) == 4 * sent
+    sent = sum(c.sent for placement in axonn_tp.place(model, grid, plan) for c in placement.collectives(8, grid))
+    assert report.bytes_sent(8) == 4 * sent
     row = next(row for row in report.rows if row.pattern == "blocks.*.attention.qkv")
     assert (row.number, row.kind, row.detail) == (2, "normal", "parts=3 heads=4")
     assert row.pattern in str(report)
