@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from axonn_tp.counts import divisors, read_count
+from axonn_tp.counts import counting_attributes, divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
@@ -26,8 +26,8 @@ from axonn_tp.placement import free_layers, place, readers
 from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.published import published_pairs
 from axonn_tp.report import Report, collapse, make_report
-from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow, counting_attributes
-from axonn_tp.stream import Shared, find_stream, stream_modules
+from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow
+from axonn_tp.stream import Shared, split_stream
 
 _PRIMES = (2, 3, 5, 7)
 
@@ -370,33 +370,16 @@ class _Finder:
             return {}, ""
         if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
             raise Mismatch("the model could not be traced as a whole")
-        widths = {self.sizes[group.transposed][1] for group in groups} | {
-            self.sizes[name][0] for group in groups for name in group.normal
-        }
-        if len(widths) > 1:
-            raise Mismatch(f"pairs begin and end with {' and '.join(map(str, sorted(widths)))} features")
         assert self.shadow is not None
-        embeddings, norms = stream_modules(self.model, widths.pop())
-        if not embeddings:
-            raise Mismatch("no embedding starts it")
-        self.shadow.watch(embeddings, norms)
-        run = self.shadow.whole("", self._whole.run.arguments[""])
-        ranks = [self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True)]
-        modules = dict(self.model.named_modules())
-        tables = {id(modules[name].weight) for name in embeddings}
-        tied = {name for name, m in modules.items() if features(m) and id(m.weight) in tables}
-        found = find_stream(self.shadow, run, grid, ranks[0], ranks[1], tied)
-        if grid.gy == 1 and found.whole_tokens and not found.heads:
-            raise Mismatch(found.whole_tokens)
-        made = {name: LayerPlan("embedding", whole_tokens=bool(found.whole_tokens)) for name in found.embeddings}
-        made |= dict.fromkeys(found.norms, LayerPlan("norm")) | dict.fromkeys(found.heads, LayerPlan("head"))
+        widths = {self.sizes[group.transposed][1] for group in groups}
+        widths |= {self.sizes[name][0] for group in groups for name in group.normal}
+        over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
+        arguments = self._whole.run.arguments[""]
+        found = split_stream(self.model, self.shadow, arguments, grid, widths, over_x, over_both)
+        made = found.plan()
         place(self.model, grid, {**plan, **made})
         self.reasons.update(dict.fromkeys(made, "simulated on shares of the stream"))
-        told = "The stream between pairs is split, features over y"
-        if grid.gx > 1:
-            why = f" but all tokens on every x ({collapse(found.whole_tokens)})"
-            told += why if found.whole_tokens else " and, in the scattered layout, tokens over x"
-        return made, f"{told}."
+        return made, found.described(grid)
 
     def _wide_enough(self, group: Group, shares: int) -> bool:
         return all(self.sizes[n][1] // p % shares == 0 for n, p in zip(group.normal, group.parts, strict=True))

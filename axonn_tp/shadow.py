@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axonn_tp.counts import local_counts, read_count
+from axonn_tp.counts import local_counts
 from axonn_tp.linear import features
+from axonn_tp.reach import Reach
 
 if TYPE_CHECKING:
     from axonn_tp.stream import StreamPass
@@ -89,7 +90,7 @@ class Run:
     def consumers(self) -> dict[str, set[str]]:
         """By linear, the linears that read something made of its output; ``""`` is the pass' own output."""
         bits = {name: 1 << i for i, name in enumerate(self.inputs)}
-        reach = _Reach({id(leaf): bits[name] for name, leaf in self.made})
+        reach = Reach({id(leaf): bits[name] for name, leaf in self.made})
         found: dict[str, set[str]] = {name: set() for name in bits}
         ends = [(name, tensor) for name, tensors in self.inputs.items() for tensor in tensors]
         for end, tensor in [*ends, *(("", tensor) for tensor in self.outputs)]:
@@ -98,33 +99,6 @@ class Run:
                 if sources & bit:
                     found[name].add(end)
         return found
-
-
-class _Reach:
-    """Which leaves an autograd graph reaches, as a set of bits, each node visited once."""
-
-    def __init__(self, leaves: Mapping[int, int]) -> None:
-        self._leaves = leaves
-        # A node's Python object lives as long as somebody holds it: here, as a key.
-        self._known: dict[Any, int] = {None: 0}
-
-    def __call__(self, tensor: Tensor) -> int:
-        if tensor.grad_fn is None:
-            return self._leaves.get(id(tensor), 0)
-        stack: list[Any] = [tensor.grad_fn]
-        while stack:
-            node = stack[-1]
-            below = [child for child, _ in node.next_functions]
-            missing = [child for child in below if child not in self._known]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            own = self._leaves.get(id(getattr(node, "variable", None)), 0)
-            for child in below:
-                own |= self._known[child]
-            self._known[node] = own
-        return self._known[tensor.grad_fn]
 
 
 class Shadow:
@@ -258,7 +232,7 @@ class Shadow:
     @staticmethod
     def reaches(tensor: Tensor, leaves: list[Tensor]) -> bool:
         """Whether `tensor` was made of one of the leaves."""
-        return bool(_Reach({id(leaf): 1 for leaf in leaves})(tensor))
+        return bool(Reach({id(leaf): 1 for leaf in leaves})(tensor))
 
     def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> list[Tensor]:
         args, keywords = tree_map(_fresh, arguments)
@@ -354,28 +328,3 @@ def _settle(module: nn.Module, generator: torch.Generator) -> None:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
-def counting_attributes(module: nn.Module, widths: set[int]) -> list[tuple[str, ...]]:
-    """Sets of attributes that may count what is split, the likeliest first; the first is empty.
-
-    Args:
-        module: the module that holds the linears.
-        widths: features of those linears, in and out.
-    """
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for prefix, holder in (("", module), ("config.", getattr(module, "config", None))):
-        names = [prefix + name for name in vars(holder) if not name.startswith("_")] if holder is not None else []
-        counted = [(name, count) for name in names if (count := read_count(module, name)) and count > 1]
-        heads = [name for name, _ in counted if _counts_heads(name)]
-        found[prefix] = heads, [name for name, count in counted if count in widths and name not in heads]
-    sets: list[list[str]] = [[]]
-    for heads, wide in found.values():
-        sets += [heads, heads + wide, wide]
-    sets.append([name for heads, wide in found.values() for name in heads + wide])
-    return list(dict.fromkeys(tuple(names) for names in sets))
-
-
-def _counts_heads(name: str) -> bool:
-    name = name.rpartition(".")[2]
-    return name in ("n_head", "n_query_groups", "num_query_groups", "h") or name.endswith("heads")

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.mesh import Grid
+from axonn_tp.plan import LayerPlan
+from axonn_tp.report import collapse
 from axonn_tp.rms_norm import is_rms_norm
 from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow, is_embedding, same
 
@@ -174,6 +177,19 @@ class Stream:
     heads: tuple[str, ...]
     whole_tokens: str = ""
 
+    def plan(self) -> dict[str, LayerPlan]:
+        """Its layers' part of a plan."""
+        plan = {name: LayerPlan("embedding", whole_tokens=bool(self.whole_tokens)) for name in self.embeddings}
+        return plan | dict.fromkeys(self.norms, LayerPlan("norm")) | dict.fromkeys(self.heads, LayerPlan("head"))
+
+    def described(self, grid: Grid) -> str:
+        """A sentence for the report."""
+        told = "The stream between pairs is split, features over y"
+        if grid.gx > 1:
+            why = f" but all tokens on every x ({collapse(self.whole_tokens)})"
+            told += why if self.whole_tokens else " and, in the scattered layout, tokens over x"
+        return f"{told}."
+
 
 def stream_modules(model: nn.Module, width: int) -> tuple[set[str], set[str]]:
     """Names of the embeddings and norms over `width` features that could be part of a split stream."""
@@ -202,33 +218,55 @@ class Shared:
     counts: list[Local]
 
 
-def find_stream(
-    shadow: Shadow, run: Run, grid: Grid, ranks: list[Shared], scattered: list[Shared], tied: set[str]
+def split_stream(
+    model: nn.Module,
+    shadow: Shadow,
+    arguments: tuple[tuple, dict[str, Any]],
+    grid: Grid,
+    widths: set[int],
+    over_x: list[Shared],
+    over_both: list[Shared],
 ) -> Stream:
     """The split stream of a model whose pairs are known.
 
     Args:
-        shadow: the model, watching what `stream_modules` found.
-        run: its whole pass.
+        model: the serial model.
+        shadow: its shadow.
+        arguments: of the model's forward.
         grid: the grid.
-        ranks: those to simulate, with features between pairs over x, as in the replicated layout.
-        scattered: the same with features between pairs over x and y where they can be.
-        tied: linears that share an embedding's weight.
+        widths: features that pairs begin and end with.
+        over_x: the ranks to simulate, with features between pairs over x, as in the replicated layout.
+        over_both: the same with features between pairs over x and y where they can be.
 
     Raises:
         Exception: what stands against a split stream.
     """
-    found = _simulated(shadow, run, grid, [*ranks, *scattered], False)
-    if grid.gy == 1:
-        # A share that is the whole tells nothing of who reads it.
-        found = replace(found, norms=(), heads=tuple(name for name in found.heads if name in tied))
+    if len(widths) > 1:
+        raise Mismatch(f"pairs begin and end with {' and '.join(map(str, sorted(widths)))} features")
+    embeddings, norms = stream_modules(model, min(widths))
+    if not embeddings:
+        raise Mismatch("no embedding starts it")
+    shadow.watch(embeddings, norms)
+    run = shadow.whole("", arguments)
+    found = _simulated(shadow, run, grid, [*over_x, *over_both], False)
     if grid.gx == 1:
         return found
     try:
-        other = _simulated(shadow, run, grid, scattered, True)
+        other = _simulated(shadow, run, grid, over_both, True)
+        problem = "other layers would be part of it"
     except Exception as error:
-        return replace(found, whole_tokens=str(error) or type(error).__name__)
-    return other if other == found or grid.gy == 1 else replace(found, whole_tokens="other layers would be part of it")
+        other, problem = None, str(error) or type(error).__name__
+    if other is not None and (other == found or grid.gy == 1):
+        return other
+    if grid.gy > 1:
+        return replace(found, whole_tokens=problem)
+    # The share is the whole: that tells nothing of who reads it, and only a head that shares a table gains.
+    modules = dict(model.named_modules())
+    tables = {id(modules[name].weight) for name in embeddings}
+    tied = tuple(name for name in found.heads if id(modules[name].weight) in tables)
+    if not tied:
+        raise Mismatch(problem)
+    return replace(found, norms=(), heads=tied, whole_tokens=problem)
 
 
 def _simulated(shadow: Shadow, run: Run, grid: Grid, ranks: list[Shared], tokens: bool) -> Stream:

@@ -59,6 +59,11 @@ class Layer(Block):
         description="A word for the tensor that a normal layer reads: layers of one module with the same word gather it once, and reduce "
         "its gradient once. By default the normal layers of one module before a transposed one read the same tensor.",
     )
+    whole_tokens: bool = Field(
+        False,
+        description="For an embedding: the stream that it starts keeps all its tokens on every rank of x, also in the scattered layout, for "
+        "code that counts the tokens of an activation.",
+    )
 
 
 def _layers(value: Any, either: Any) -> Any:

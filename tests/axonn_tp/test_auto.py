@@ -385,7 +385,7 @@ def test_inputs_given_or_guessed() -> None:
     assert "Give example_inputs" in report.note
     for inputs in ((torch.randn(2, 8), torch.ones(8)), {"x": torch.randn(2, 8), "gate": torch.ones(8)}):
         plan, report = auto_plan(Odd(), Grid(2, 1, 1, 1), inputs)
-        assert set(plan) == {"inner.up", "inner.down"} and not report.note
+        assert set(plan) == {"inner.up", "inner.down"} and "example_inputs" not in report.note
 
 
 def test_a_published_plan_is_taken_where_nothing_can_be_run() -> None:
