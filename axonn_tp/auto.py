@@ -195,6 +195,12 @@ class _Finder:
             end = next(iter(ends), "")
             if len(ends) == 1 and end and end != name and {name, end} <= self.free:
                 ending.setdefault(end, []).append(name)
+        for end, names in list(ending.items()):
+            # Forward would be right, but the gradient of a whole activation would be that of a share.
+            others = {name for name, ends in consumers.items() if end in ends} - {*names}
+            if others:
+                mixed = f"{collapse(end)} reads what {collapse(min(others))} gives, which others read too"
+                self.reasons.update(dict.fromkeys((*ending.pop(end), end), mixed))
         order = {name: number for number, name in enumerate(run.inputs)}
         weight = {name: math.prod(self.sizes[name]) for name in self.free}
         for end in sorted(

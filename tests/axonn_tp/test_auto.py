@@ -72,7 +72,7 @@ class Mixing(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.up, self.down, self.gate = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.up(x)
@@ -82,9 +82,13 @@ class Mixing(nn.Module):
             "flip": lambda: h.flip(-1),
             "shared": lambda: F.pad(h, (0, 12 - h.shape[-1])) if h.shape[-1] < 12 else h,
             "width": lambda: h / h.shape[-1],
+            # Right forward, but backward each share would give the gate the gradient of its features only.
+            "gate": lambda: h * self.gate(x),
             "good": lambda: F.silu(h),
         }
         x = self.down(between[self.kind]())
+        if self.kind == "gate":
+            x = x * self.gate(x)
         return x + h.sum() if self.kind == "shared" else x
 
 
@@ -290,7 +294,7 @@ def test_outputs_of_known_families_equal_serial() -> None:
 
 
 def test_only_what_a_share_computes_right_is_split() -> None:
-    for kind in ("softmax", "mean", "flip", "shared", "width", "good"):
+    for kind in ("softmax", "mean", "flip", "shared", "width", "gate", "good"):
         plan, report = auto_plan(Mixing(kind), Grid(2, 1, 1, 1))
         assert bool(plan) == (kind == "good"), (kind, report)
 
