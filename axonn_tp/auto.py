@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from axonn_tp.counts import divisors, read_count
+from axonn_tp.counts import counting_attributes, divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear import features
 from axonn_tp.mesh import Grid
 from axonn_tp.options import Options
-from axonn_tp.placement import free_layers
+from axonn_tp.placement import free_layers, place, readers
 from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.published import published_pairs
 from axonn_tp.report import Report, collapse, make_report
-from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow, counting_attributes
+from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow
+from axonn_tp.stream import Shared, split_stream
 
 _PRIMES = (2, 3, 5, 7)
 
@@ -101,7 +102,23 @@ def auto_plan(
         for name, parts in zip(group.normal, group.parts, strict=True):
             plan[name] = LayerPlan("normal", parts, group.heads, group.counts)
         plan[group.transposed] = LayerPlan("transposed")
-    return plan, make_report(model, grid, plan, finder.reasons, finder.note, options)
+    _name_inputs(model, plan, finder.tensors)
+    stream, told = finder.stream(plan)
+    note = " ".join(filter(None, [finder.note, told]))
+    return {**plan, **stream}, make_report(model, grid, {**plan, **stream}, finder.reasons, note, options)
+
+
+def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[str, tuple]) -> None:
+    """Say which normal layers read the same tensor, where the plan's own rule would be wrong."""
+    presumed = readers(model, plan)
+    by_parent: dict[str, list[str]] = {}
+    for name in (name for name, layer in plan.items() if layer.kind == "normal" and name in tensors):
+        by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in by_parent.values():
+        together = {name: tuple(other for other in names if tensors[other] == tensors[name]) for name in names}
+        if any(set(presumed.get(name, (name,))) != set(together[name]) for name in names):
+            for name in names:
+                plan[name] = replace(plan[name], reads=together[name][0].rpartition(".")[2])
 
 
 class _Finder:
@@ -110,6 +127,7 @@ class _Finder:
     def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any) -> None:
         self.model, self.grid = model, grid
         self.reasons: dict[str, str] = {}
+        self.tensors: dict[str, tuple] = {}
         self._paired: set[str] = set()
         self.note = ""
         alone = free_layers(model)
@@ -122,6 +140,8 @@ class _Finder:
             self.note = f"The model could not be copied for a simulation ({_short(error)})."
         self.arguments = None if example_inputs is None else as_arguments(example_inputs)
         self._verdicts: dict[tuple, Group | str] = {}
+        self._whole: _Traced | None = None
+        self._groups: list[Group] = []
 
     def accepted(self) -> list[Group]:
         """Groups that are right on this grid, without overlap."""
@@ -129,7 +149,10 @@ class _Finder:
         for traced in self._traced("") if self.shadow else []:
             candidates = [self._judge(group, traced) for group in self._candidates(traced.run)]
             traced.groups = [group for group in candidates if group is not None]
+            self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
             found += self._confirmed(traced)
+            self._whole = traced if not traced.name else None
+        self._groups = list(found)
         taken = {name for group in found for name in (*group.normal, group.transposed)}
         for pair in published_pairs(self.model, self.free, self.sizes):
             known = taken | self.reasons.keys()
@@ -176,6 +199,12 @@ class _Finder:
             end = next(iter(ends), "")
             if len(ends) == 1 and end and end != name and {name, end} <= self.free:
                 ending.setdefault(end, []).append(name)
+        for end, names in list(ending.items()):
+            # Forward would be right, but the gradient of a whole activation would be that of a share.
+            others = {name for name, ends in consumers.items() if end in ends} - {*names}
+            if others:
+                mixed = f"{collapse(end)} reads what {collapse(min(others))} gives, which others read too"
+                self.reasons.update(dict.fromkeys((*ending.pop(end), end), mixed))
         order = {name: number for number, name in enumerate(run.inputs)}
         weight = {name: math.prod(self.sizes[name]) for name in self.free}
         for end in sorted(
@@ -316,21 +345,51 @@ class _Finder:
     def _together(self, traced: _Traced, groups: list[Group]) -> Exception | None:
         """The first problem of the groups on this grid, in both layouts of activations."""
         assert self.shadow is not None
-        for gx, gy in dict.fromkeys([(self.grid.gx, 1), (self.grid.gx, self.grid.gy)]):
-            ranks = [(x, y) for x in range(gx) for y in range(gy)] if groups and gx * gy > 1 else []
-            for x, y in ranks if len(ranks) <= 8 else [*ranks[:3], *ranks[-3:]]:
-                cuts: dict[str, Cut] = {}
-                counts: list[Local] = []
-                for group in groups:
-                    scattered = group.divides(gx * gy) and self._wide_enough(group, gx * gy)
-                    shares = gx * gy if scattered else gx
-                    cuts.update(group.cuts(x * gy + y if scattered else x, shares))
-                    counts += group.local(shares)
+        for gy in dict.fromkeys((1, self.grid.gy)) if groups else ():
+            for rank in self._ranks(groups, self.grid.gx, gy):
                 try:
-                    self.shadow.share(traced.name, traced.run, cuts, counts, True)
+                    self.shadow.share(traced.name, traced.run, rank.cuts, rank.counts, True)
                 except Exception as error:
                     return error
         return None
+
+    def _ranks(self, groups: list[Group], gx: int, gy: int, scatter: bool = True) -> list[Shared]:
+        """Groups as the ranks of one x-y plane have them, of a large plane some; none where there is one rank."""
+        places = [(x, y) for x in range(gx) for y in range(gy)] if gx * gy > 1 else []
+        made = []
+        for x, y in places if len(places) <= 8 else [*places[:3], *places[-3:]]:
+            rank = Shared(x, y, {}, [])
+            for group in groups:
+                scattered = scatter and group.divides(gx * gy) and self._wide_enough(group, gx * gy)
+                shares = gx * gy if scattered else gx
+                rank.cuts.update(group.cuts(x * gy + y if scattered else x, shares))
+                rank.counts.extend(group.local(shares))
+            made.append(rank)
+        return made
+
+    def stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
+        """What splits the residual stream besides the pairs, and a sentence on it for the report."""
+        try:
+            return self._stream(plan)
+        except Exception as error:
+            return {}, f"The stream between pairs is whole on every rank: {collapse(_short(error))}."
+
+    def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
+        grid, groups = self.grid, self._groups
+        if grid.gx * grid.gy == 1 or not plan:
+            return {}, ""
+        if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
+            raise Mismatch("the model could not be traced as a whole")
+        assert self.shadow is not None
+        widths = {self.sizes[group.transposed][1] for group in groups}
+        widths |= {self.sizes[name][0] for group in groups for name in group.normal}
+        over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
+        arguments = self._whole.run.arguments[""]
+        found = split_stream(self.model, self.shadow, arguments, grid, widths, over_x, over_both)
+        made = found.plan()
+        place(self.model, grid, {**plan, **made})
+        self.reasons.update(dict.fromkeys(made, "simulated on shares of the stream"))
+        return made, found.described(grid)
 
     def _wide_enough(self, group: Group, shares: int) -> bool:
         return all(self.sizes[n][1] // p % shares == 0 for n, p in zip(group.normal, group.parts, strict=True))

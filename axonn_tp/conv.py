@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from axonn_tp.collectives import Collective, gather_from, split_to
+from axonn_tp.entry import enter
 from axonn_tp.layout import Layout, become
 from axonn_tp.linear import LinearSplit
 from axonn_tp.mesh import Grid, Mesh
@@ -62,7 +63,7 @@ def _shape(module: _ConvNd) -> tuple[int, ...]:
 
 
 def conv_collectives(
-    module: _ConvNd, positions: int, made: int, grid: Grid, split: LinearSplit, reshard_after_forward: bool = False
+    module: _ConvNd, positions: int, made: int, grid: Grid, split: LinearSplit, options: Options | None = None
 ) -> list[Collective]:
     """The collectives of one forward and backward pass on one rank (equations 5.1–5.5), axes of size 1 left out.
 
@@ -72,14 +73,17 @@ def conv_collectives(
         made: images × height × width of the output.
         grid: the grid.
         split: how the layer uses it.
-        reshard_after_forward: the weight is gathered once more in backward.
+        options: what is gathered again in backward is read of them.
     """
+    options = options or Options()
     layout = conv_layout(module, split)
     block, shard = layout.block_shape(grid), layout.local_numel(grid)
     columns, rows = block[:2] if isinstance(module, _ConvTransposeNd) else (block[1], block[0])
+    route = split.route(split.takes == "features")
     found = [
-        *(Collective("all_gather", "z", grid.gz, shard) for _ in range(2 if reshard_after_forward else 1)),
-        *split.route(split.takes == "features").collectives(made * rows, positions * columns, grid),
+        *(Collective("all_gather", "z", grid.gz, shard) for _ in range(2 if options.reshard_after_forward else 1)),
+        *route.leaving(made * rows, grid),
+        *route.entering(positions * columns, grid, options.regather_inputs),
         Collective("reduce_scatter", "z", grid.gz, shard * grid.gz),
     ]
     if split.gives == "whole":
@@ -166,6 +170,7 @@ class Conv(SplitWeight):
     operation: Operation
     overlap_all_reduce: bool
     reshard_after_forward: bool
+    regather_inputs: bool
 
     @classmethod
     def convert(cls, module: _ConvNd, mesh: Mesh, split: LinearSplit, options: Options) -> None:
@@ -174,10 +179,8 @@ class Conv(SplitWeight):
         become(module, cls, _ConvNd)
         assert isinstance(module, cls)
         module.split, module.operation = split, Convolution(module)
-        module.overlap_all_reduce, module.reshard_after_forward = (
-            options.overlap_all_reduce,
-            options.reshard_after_forward,
-        )
+        module.overlap_all_reduce, module.regather_inputs = options.overlap_all_reduce, options.regather_inputs
+        module.reshard_after_forward = options.reshard_after_forward
         module._split(mesh, layouts)
 
     def forward(self, input: Tensor, output_size: None = None) -> Tensor:
@@ -209,9 +212,10 @@ class Conv(SplitWeight):
             missing = -self.in_channels % mesh.size(split.contracted)
             input = split_to(F.pad(input, [0, 0] * (-dim - 1) + [0, missing]), mesh, split.contracted, dim)
         route = split.route(scattered_input)
+        whole, source = enter(input, route, self)
         if split.gives != "whole":
-            return Product.apply(input, block, bias, route, self)
-        output = gather_from(Product.apply(input, block, None, route, self), mesh, split.output, dim)
+            return Product.apply(whole, block, bias, route, self, source)
+        output = gather_from(Product.apply(whole, block, None, route, self, source), mesh, split.output, dim)
         output = output.narrow(dim, 0, self.out_channels)
         return output if bias is None else output + self.operation.spread(bias)
 

@@ -89,3 +89,28 @@ def divisors(number: int) -> list[int]:
     """All divisors, largest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)}, reverse=True)
+
+
+def counting_attributes(module: nn.Module, widths: set[int]) -> list[tuple[str, ...]]:
+    """Sets of attributes that may count what is split, the likeliest first; the first is empty.
+
+    Args:
+        module: the module that holds the linears.
+        widths: features of those linears, in and out.
+    """
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for prefix, holder in (("", module), ("config.", getattr(module, "config", None))):
+        names = [prefix + name for name in vars(holder) if not name.startswith("_")] if holder is not None else []
+        counted = [(name, count) for name in names if (count := read_count(module, name)) and count > 1]
+        heads = [name for name, _ in counted if _counts_heads(name)]
+        found[prefix] = heads, [name for name, count in counted if count in widths and name not in heads]
+    sets: list[list[str]] = [[]]
+    for heads, wide in found.values():
+        sets += [heads, heads + wide, wide]
+    sets.append([name for heads, wide in found.values() for name in heads + wide])
+    return list(dict.fromkeys(tuple(names) for names in sets))
+
+
+def _counts_heads(name: str) -> bool:
+    name = name.rpartition(".")[2]
+    return name in ("n_head", "n_query_groups", "num_query_groups", "h") or name.endswith("heads")

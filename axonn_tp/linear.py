@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.collectives import Collective, gather_from, split_to
+from axonn_tp.entry import Entered, SharedInput, enter
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.options import Options
@@ -126,7 +127,13 @@ class LinearSplit:
 
 
 def linear_collectives(
-    tokens: int, k: int, n: int, grid: Grid, split: LinearSplit | None = None, reshard_after_forward: bool = False
+    tokens: int,
+    k: int,
+    n: int,
+    grid: Grid,
+    split: LinearSplit | None = None,
+    options: Options | None = None,
+    enters: bool = True,
 ) -> list[Collective]:
     """The collectives of one forward and backward pass on one rank (equations 5.1–5.5), axes of size 1 left out.
 
@@ -136,21 +143,25 @@ def linear_collectives(
         n: output features of the whole layer.
         grid: the grid.
         split: how the layer uses it; a normal layer when None.
-        reshard_after_forward: the weight is gathered once more in backward.
+        options: what is gathered again in backward is read of them.
+        enters: the input is this layer's own, not that of a layer before it which reads the same tensor.
     """
-    split = split or LinearSplit()
+    split, options = split or LinearSplit(), options or Options()
     layout = split.weight_layout(n, k)
     rows, columns = layout.block_shape(grid)
     shard = layout.local_numel(grid)
     contracted, output = split.contracted, split.output
+    route = split.route(split.takes == "features")
     made = [
-        *(Collective("all_gather", "z", grid.gz, shard) for _ in range(2 if reshard_after_forward else 1)),
-        *split.route(split.takes == "features").collectives(tokens * rows, tokens * columns, grid),
+        *(Collective("all_gather", "z", grid.gz, shard) for _ in range(2 if options.reshard_after_forward else 1)),
+        *route.leaving(tokens * rows, grid),
         Collective("reduce_scatter", "z", grid.gz, shard * grid.gz),
     ]
     if split.gives == "whole":
         made.append(Collective("all_gather", output, grid.size(output), tokens * rows))
-    if split.takes == "whole":
+    if enters:
+        made += route.entering(tokens * columns, grid, options.regather_inputs)
+    if enters and split.takes == "whole":
         made.append(Collective("all_gather", contracted, grid.size(contracted), tokens * columns))
     return [collective for collective in made if collective.size > 1]
 
@@ -194,6 +205,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
     operation: Operation
     overlap_all_reduce: bool
     reshard_after_forward: bool
+    regather_inputs: bool
+    shared: SharedInput | None
 
     def __init__(
         self,
@@ -223,8 +236,9 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         module._distribute(mesh, split, options, transposed=is_conv1d(module))
 
     def _distribute(self, mesh: Mesh, split: LinearSplit, options: Options, transposed: bool = False) -> None:
-        self.split, self.operation = split, Matmul()
-        self.overlap_all_reduce, self.reshard_after_forward = options.overlap_all_reduce, options.reshard_after_forward
+        self.split, self.operation, self.shared = split, Matmul(), None
+        self.overlap_all_reduce, self.regather_inputs = options.overlap_all_reduce, options.regather_inputs
+        self.reshard_after_forward = options.reshard_after_forward
         n = self.out_features
         weight = replace(split.weight_layout(n, self.in_features), transposed=transposed)
         self._split(mesh, {"weight": weight, "bias": split.bias_layout(n)})
@@ -232,25 +246,39 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         """(…, k or its share) → (…, n or its share), as `self.split` says."""
         mesh, split = self.mesh, self.split
-        scattered_input = self._check_width(input)
-        input = input.to(self.compute_dtype(input))
+        route = split.route(self._check_width(input))
         block, bias = self.block(), self.bias
         bias = bias if bias is None else bias.to(block.dtype)
         resharded = self.reshard_after_forward and mesh.size("z") > 1
         if mesh.size("model") == 1 and not resharded and type(self.operation) is Matmul:
-            return F.linear(input, block, bias)
-        if split.takes == "whole":
-            padded_k = self.layouts["weight"].padded(mesh.grid)[1]
-            input = split_to(F.pad(input, (0, padded_k - self.in_features)), mesh, split.contracted)
-        route = split.route(scattered_input)
+            return F.linear(input.to(self.compute_dtype(input)), block, bias)
+        whole, source = self._entered(input, route)
         if split.gives == "whole":
-            output = Product.apply(input, block, None, route, self)
+            output = Product.apply(whole, block, None, route, self, source)
             output = gather_from(output, mesh, split.output)[..., : self.out_features]
             output = output if bias is None else output + bias
         else:
-            output = Product.apply(input, block, bias, route, self)
+            output = Product.apply(whole, block, bias, route, self, source)
         mesh.split_over = split.split_over
         return self._without_padding(output) if split.pad_vocabulary and split.gives != "whole" else output
+
+    def _entered(self, input: Tensor, route: Route) -> Entered:
+        """The input as the product reads it, entered for this layer or for one before it that reads the same tensor."""
+        split, missing = self.split, 0
+        dtype = self.compute_dtype(input)
+        if split.takes == "whole":
+            missing = self.layouts["weight"].padded(self.mesh.grid)[1] - self.in_features
+
+        def make() -> Entered:
+            share = input.to(dtype)
+            if split.takes == "whole":
+                share = F.pad(share, (0, missing)) if missing else share
+                share = split_to(share, self.mesh, split.contracted)
+            return enter(share, route, self)
+
+        if self.shared is None:
+            return make()
+        return self.shared(self, input, (split.takes, route.takes, route.output, dtype, missing), make)
 
     def _without_padding(self, output: Tensor) -> Tensor:
         """Logits of the vocabulary's padding are −∞."""

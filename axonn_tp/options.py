@@ -26,6 +26,8 @@ class Options:
         overlap_all_gather: OAG, the next layer's weight is gathered over z while this layer computes.
         reshard_after_forward: let gathered weights go after the forward pass and gather them again in backward (as FSDP
             does by default); otherwise they are kept.
+        regather_inputs: keep of a scattered input only this rank's share and gather it again in backward, while the input
+            gradient is computed: one all-gather more for each layer, and activations kept that are smaller by gx or gy.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
             recomputation: a number, ``"all"``, or a size such as ``"2GiB"`` for as many as that memory holds.
         gradient_dtype: ``"float32"``: gradients of parameters of lower precision are summed over ranks and accumulated over
@@ -43,6 +45,7 @@ class Options:
     overlap_reduce_scatter: bool = True
     overlap_all_gather: bool = True
     reshard_after_forward: bool = False
+    regather_inputs: bool = False
     cache_gathers: int | str = 0
     gradient_dtype: str | None = None
     tune_matmuls: bool = False

@@ -20,6 +20,7 @@ from axonn_tp.conv import Conv
 from axonn_tp.counts import count_locally
 from axonn_tp.dropout import watch_dropout
 from axonn_tp.embedding import Embedding
+from axonn_tp.entry import SharedInput
 from axonn_tp.group_norm import GroupNorm
 from axonn_tp.linear import Linear
 from axonn_tp.loss import CrossEntropyLoss
@@ -93,6 +94,7 @@ def parallelize(
         if isinstance(module, nn.TransformerEncoder):
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
+    _share_inputs(placements)
     watch_dropout(model, mesh)
     sum_unnamed(model, mesh)
     _count_locally(model, placements)
@@ -168,6 +170,15 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:
         module.gathers = gathers
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
     module.register_forward_pre_hook(_keep_slow_path)
+
+
+def _share_inputs(placements: Mapping[str, Placement]) -> None:
+    """Let the layers that read one tensor enter it together."""
+    for name, placement in placements.items():
+        if placement.readers and placement.readers[0] == name:
+            shared = SharedInput(len(placement.readers))
+            for reader in placement.readers:
+                placements[reader].module.shared = shared  # type: ignore[assignment]
 
 
 def _count_locally(model: nn.Module, placements: Mapping[str, Placement]) -> None:

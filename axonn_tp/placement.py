@@ -129,9 +129,10 @@ def place(
         )
     free = free_layers(model)
     modules = dict(model.named_modules())
-    scatter_tokens = stream_split and options.scattered
+    scatter_tokens = stream_split and options.scattered and not any(layer.whole_tokens for layer in named.values())
     heads = {id(m.weight) for name, m in modules.items() if name in named and named[name].kind == "head"}
     scattering = _scattering(model, named, grid) if options.scattered else {}
+    reading = readers(model, named)
     placements = []
     for name, module in model.named_modules():
         if isinstance(module, (Split, CrossEntropyLoss)):
@@ -165,9 +166,9 @@ def place(
             check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
         classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
         tied = layer.kind == "embedding" and id(module.weight) in heads
-        placements.append(
-            Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter, layer.counts)
-        )
+        placement = Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter)
+        placement.counts, placement.readers = layer.counts, reading.get(name, ())
+        placements.append(placement)
     _check_shared(placements, model)
     return placements
 
@@ -213,6 +214,23 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
             found |= dict.fromkeys([*pair, name], can)
             pair, can = [], True
     return found | dict.fromkeys(pair, False)
+
+
+def readers(model: nn.Module, named: Mapping[str, LayerPlan]) -> dict[str, tuple[str, ...]]:
+    """By name of a normal linear that reads the same tensor as others, the names of all of them."""
+    found: dict[tuple, list[str]] = {}
+    passed: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        layer, parent = named.get(name), name.rpartition(".")[0]
+        size = features(module)
+        if layer is None or size is None:
+            continue
+        if layer.kind == "transposed":
+            passed[parent] += 1
+        elif layer.kind == "normal":
+            word = (passed[parent], size[0]) if layer.reads is None else layer.reads
+            found.setdefault((parent, word), []).append(name)
+    return {name: tuple(names) for names in found.values() if len(names) > 1 for name in names}
 
 
 def _outputs(module: nn.Module) -> int:

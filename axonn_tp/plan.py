@@ -42,17 +42,28 @@ class LayerPlan:
         heads: for linears, see `LinearSplit`.
         counts: for normal layers: integer attributes (``name`` or ``config.name``) of the module that holds the layer,
             which its forward reads and which must be divided by the number of shares, such as ``num_heads``.
+        reads: for normal layers: a word for the tensor that it reads; layers of one module with the same word enter it
+            together. None: layers of one module with equally many input features, up to a transposed one, read one tensor.
+        whole_tokens: for embeddings: the stream keeps all its tokens on every rank of x in the scattered layout too, for
+            code that counts the tokens of an activation.
     """
 
     kind: str
     parts: int = 1
     heads: int | None = None
     counts: tuple[str, ...] = ()
+    reads: str | None = None
+    whole_tokens: bool = False
 
 
 @dataclass
 class Placement:
-    """One module's place in the parallel model."""
+    """One module's place in the parallel model.
+
+    Attributes:
+        readers: names of the layers that read the same tensor as this one, itself included, the first one first; none
+            where it is alone.
+    """
 
     name: str
     module: nn.Module = field(repr=False)
@@ -64,6 +75,7 @@ class Placement:
     tied: bool = False
     scatter: bool = False
     counts: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
 
     def _size(self) -> tuple[int, int]:
         """(out, in) features of a linear."""
@@ -100,10 +112,11 @@ class Placement:
         module = self.module
         if isinstance(module, _ConvNd) and self.split is not None:
             made = positions_made(module, tokens)
-            return conv_collectives(module, tokens, made, grid, self.split, self.options.reshard_after_forward)
+            return conv_collectives(module, tokens, made, grid, self.split, self.options)
         if self.split is not None:
-            again, (n, k) = self.options.reshard_after_forward, self._size()
-            return linear_collectives(tokens, k, n, grid, self.split, again)
+            n, k = self._size()
+            enters = not self.readers or self.readers[0] == self.name
+            return linear_collectives(tokens, k, n, grid, self.split, self.options, enters)
         if self.kind == "embedding":
             return embedding_collectives(tokens, self.layouts()["weight"], grid, self.scatter_tokens)
         if self.kind == "norm":

@@ -1,17 +1,17 @@
 """The product of 3D PMM between its collectives (dissertation §5.1.1, Algorithm 3), for matrices and convolutions.
 
-    forward   input, gathered over the output axis where it was scattered  · block of the weight
+    forward   input, gathered over the output axis where it was scattered (`axonn_tp.entry`) · block of the weight
               → all-reduced, or reduce-scattered, over the contracted axis
     backward  the same mirrored; the input gradient's reduction runs while the weight's gradient is computed (OAR)
 
-`Product` is the fast path. `reference` computes the same from differentiable collectives, one after the other; it is
-what gradients of gradients use.
+`Product` is the fast path. `reference` computes the same from a differentiable collective; it is what gradients of
+gradients use.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,6 @@ from torch import Tensor
 from axonn_tp.collectives import (
     Collective,
     Pending,
-    copy_to,
-    gather_to,
     reduce_from,
     scatter_from,
     start_all_gather,
@@ -29,6 +27,9 @@ from axonn_tp.collectives import (
     start_reduce_scatter,
 )
 from axonn_tp.mesh import Grid, Mesh
+
+if TYPE_CHECKING:
+    from axonn_tp.entry import Source
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,32 @@ class Route:
     gives: str = "split"
     parts: int = 1
 
-    def collectives(self, rows: int, columns: int, grid: Grid) -> list[Collective]:
-        """What one forward and backward pass communicates over x and y, axes of size 1 included.
+    def leaving(self, rows: int, grid: Grid) -> list[Collective]:
+        """What one forward and backward pass communicates over the contracted axis, one of size 1 included.
 
         Args:
             rows: elements of the product's output on one rank before it is summed (tokens × its features).
-            columns: elements of the product's input on one rank (tokens × its features).
             grid: the grid.
         """
-        made = []
-        for axis, elements, how in ((self.contracted, rows, self.gives), (self.output, columns, self.takes)):
-            size = grid.size(axis)
-            if how == "split":
-                made.append(Collective("all_reduce", axis, size, elements))
-            else:
-                made.append(Collective("reduce_scatter", axis, size, elements))
-                made.append(Collective("all_gather", axis, size, elements // size))
-        return made
+        return _both_ways(self.contracted, rows, self.gives, grid)
+
+    def entering(self, columns: int, grid: Grid, again: bool = False) -> list[Collective]:
+        """What one forward and backward pass communicates over the output axis, one of size 1 included.
+
+        Args:
+            columns: elements of the product's input on one rank (tokens × its features).
+            grid: the grid.
+            again: a scattered input is gathered once more in backward.
+        """
+        made = _both_ways(self.output, columns, self.takes, grid)
+        return [*made, made[1]] if again and len(made) > 1 else made
+
+
+def _both_ways(axis: str, elements: int, how: str, grid: Grid) -> list[Collective]:
+    size = grid.size(axis)
+    if how == "split":
+        return [Collective("all_reduce", axis, size, elements)]
+    return [Collective("reduce_scatter", axis, size, elements), Collective("all_gather", axis, size, elements // size)]
 
 
 class Operation(Protocol):
@@ -114,6 +124,7 @@ class Weight(Protocol):
     operation: Operation
     overlap_all_reduce: bool
     reshard_after_forward: bool
+    regather_inputs: bool
 
     def block(self) -> Tensor:
         """The block of this (x, y), differentiable."""
@@ -122,13 +133,8 @@ class Weight(Protocol):
         """The same in backward, not differentiable."""
 
 
-def _start_gather(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Operation, parts: int = 1) -> Pending:
-    dim = operation.tokens if how == "tokens" else operation.features
-    whole = mesh.whole_tokens.get(tensor.shape[dim]) if how == "tokens" else None
-    return start_all_gather(tensor, mesh, axis, dim, parts if how == "features" else 1, whole)
-
-
-def _start_scatter(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Operation, parts: int = 1) -> Pending:
+def start_scatter(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Operation, parts: int = 1) -> Pending:
+    """Begin the sum of `tensor` over an axis, which leaves as `how` says (see `Route.gives`)."""
     if how == "split":
         return start_all_reduce(tensor, mesh, axis)
     dim = operation.tokens if how == "tokens" else operation.features
@@ -143,84 +149,84 @@ def note_tokens(mesh: Mesh, axis: str, whole: int) -> None:
 class Product(torch.autograd.Function):
     """Collectives and products of one layer; see the module's text.
 
-    Input, block of the weight, bias (split like the output that leaves, or None), route and layer in; output out.
+    The input as the product reads it, block of the weight, bias (split like the output that leaves, or None), route, layer
+    and the input's source (see `axonn_tp.entry`) in; output out. Where there is a source, it takes the input's gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, block: Tensor, bias: Tensor | None, route: Route, layer: Weight) -> Tensor:  # noqa: D102
+    def forward(  # noqa: D102
+        ctx: Any, input: Tensor, block: Tensor, bias: Tensor | None, route: Route, layer: Weight, source: Source | None
+    ) -> Tensor:
         mesh, operation = layer.mesh, layer.operation
-        whole = input
-        if route.takes != "split":
-            whole = _start_gather(input, mesh, route.output, route.takes, operation).wait()
         alone = mesh.size(route.contracted) == 1
-        output = operation.forward(whole, block, bias if alone else None)
+        output = operation.forward(input, block, bias if alone else None)
         if route.gives == "tokens":
             note_tokens(mesh, route.contracted, output.shape[operation.tokens])
-        ctx.route, ctx.layer, ctx.shapes = route, layer, (whole.shape, block.shape, output.shape)
-        ctx.dtype = block.dtype
+        ctx.route, ctx.layer, ctx.shapes = route, layer, (input.shape, block.shape, output.shape)
+        ctx.dtype, ctx.entry = block.dtype, source.entry if source is not None else None
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # The input as it came is for gradients of gradients; where nothing was gathered it is `whole` itself.
+        ctx.again = layer.regather_inputs and wants_weight and source is not None and route.takes != "split"
+        kept = source.share if ctx.again and source is not None else input
         ctx.save_for_backward(
-            input,
-            whole if wants_weight else None,
+            kept if wants_weight else None,
             block if wants_input and not layer.reshard_after_forward else None,
             bias if wants_bias else None,
         )
-        output = _start_scatter(output, mesh, route.contracted, route.gives, operation, route.parts).wait()
+        output = start_scatter(output, mesh, route.contracted, route.gives, operation, route.parts).wait()
         return output if alone or bias is None else output.add_(operation.spread(bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        layer, route, (wants_input, wants_weight, wants_bias) = ctx.layer, ctx.route, ctx.needs_input_grad[:3]
-        mesh, operation = layer.mesh, layer.operation
-        input, whole, block, bias = ctx.saved_tensors
+        layer, route, entry = ctx.layer, ctx.route, ctx.entry
+        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        operation = layer.operation
         input_shape, block_shape, output_shape = ctx.shapes
         if torch.is_grad_enabled():
-            return *_differentiable(grad, (input, block, bias), ctx.needs_input_grad, route, layer), None, None
-        d_input, d_weight, d_bias, pending = None, None, None, None
+            return *_differentiable(ctx, grad), None, None, None
+        input, block, bias = ctx.saved_tensors
+        d_input, d_weight, d_bias = None, None, None
         if wants_bias:
             features = operation.features % grad.dim()
             d_bias = grad.sum([dim for dim in range(grad.dim()) if dim != features])
         if route.gives != "split":
             dim = operation.tokens if route.gives == "tokens" else operation.features
             parts = route.parts if route.gives == "features" else 1
-            grad = start_all_gather(grad, mesh, route.contracted, dim, parts, output_shape[dim]).wait()
+            grad = start_all_gather(grad, layer.mesh, route.contracted, dim, parts, output_shape[dim]).wait()
+        if wants_weight and ctx.again:
+            entry.start_again(input)
         if wants_input:
             block = layer.block_again(ctx.dtype) if block is None else block
             d_input = operation.grad_input(grad, block, input_shape)
-            pending = _start_scatter(d_input, mesh, route.output, route.takes, operation)
-            if not layer.overlap_all_reduce:
-                d_input, pending = pending.wait(), None
+            if entry is not None:
+                entry.add(d_input, layer.overlap_all_reduce)
+                d_input = None
         if wants_weight:
-            d_weight = operation.grad_weight(grad, whole, block_shape)
-        if pending is not None:
-            d_input = pending.wait()
-        return d_input, d_weight, d_bias, None, None
+            d_weight = operation.grad_weight(grad, entry.again() if ctx.again else input, block_shape)
+        if ctx.again:
+            entry.leave()
+        return d_input, d_weight, d_bias, None, None, None
 
 
-def _differentiable(
-    grad: Tensor, inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], route: Route, layer: Weight
-) -> list[Tensor | None]:
+def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """`Product.backward` for gradients of gradients: through the reference, which is run once more."""
+    input, block, bias = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:3]
     with torch.enable_grad():
-        input, block, bias = inputs
-        block = layer.block() if block is None else block
+        if ctx.again:
+            input = ctx.entry.reference(input)
+        input = grad.new_zeros(ctx.shapes[0]).requires_grad_() if input is None else input
+        block = ctx.layer.block() if block is None else block
         everything = (input, block, bias)
-        chosen = [t for t, wants in zip(everything, wanted, strict=False) if wants and t is not None]
-        found = iter(torch.autograd.grad(reference(input, block, bias, route, layer), chosen, grad, create_graph=True))  # type: ignore[arg-type]
-    return [next(found) if wants else None for wants in wanted[:3]]
+        chosen = [t for t, wants in zip(everything, wanted, strict=True) if wants and t is not None]
+        output = reference(input, block, bias, ctx.route, ctx.layer)
+        found = iter(torch.autograd.grad(output, chosen, grad, create_graph=True))
+    return [next(found) if wants else None for wants in wanted]
 
 
 def reference(input: Tensor, block: Tensor, bias: Tensor | None, route: Route, layer: Weight) -> Tensor:
-    """What `Product` computes, from differentiable collectives."""
+    """What `Product` computes, from a differentiable collective."""
     mesh, operation = layer.mesh, layer.operation
-    if route.takes == "split":
-        whole = copy_to(input, mesh, route.output)
-    else:
-        dim = operation.tokens if route.takes == "tokens" else operation.features
-        tokens = mesh.whole_tokens.get(input.shape[dim]) if route.takes == "tokens" else None
-        whole = gather_to(input, mesh, route.output, dim, whole=tokens)
-    output = operation.forward(whole, block, None)
+    output = operation.forward(input, block, None)
     if route.gives == "split":
         output = reduce_from(output, mesh, route.contracted)
     elif route.gives == "tokens":

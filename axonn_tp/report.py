@@ -102,7 +102,7 @@ def make_report(
     placements = {placement.name: placement for placement in place(model, grid, plan, options)}
     rows: dict[tuple, list[str]] = {}
     for name, module in model.named_modules():
-        if features(module) or isinstance(module, nn.Linear):
+        if features(module) or isinstance(module, nn.Linear) or name in plan:
             kind = placements[name].kind if name in placements else "replicated"
             reason = why.get(name, "no partner" if name in placements else _untouched(module))
             rows.setdefault((collapse(name), kind, _detail(plan.get(name)), reason), []).append(name)
@@ -117,17 +117,19 @@ def make_report(
 def _cost(placement: Placement, grid: Grid) -> tuple[Fraction, Fraction]:
     """Bytes sent by one rank: for no tokens, and for each."""
     dtype = next(placement.module.parameters()).dtype
-    fixed, with_one = (
+    # As many tokens as divide among the ranks of x.
+    fixed, more = (
         sum((c.sent * placement.options.itemsize(c, dtype) for c in placement.collectives(n, grid)), Fraction(0))
-        for n in (0, 1)
+        for n in (0, grid.gx)
     )
-    return fixed, with_one - fixed
+    return fixed, (more - fixed) / grid.gx
 
 
 def _detail(layer: LayerPlan | None) -> str:
     if layer is None:
         return ""
     parts = [f"parts={layer.parts}"] if layer.parts > 1 else []
+    parts += ["whole_tokens"] if layer.whole_tokens else []
     parts += [f"heads={layer.heads}"] if layer.heads else []
     return " ".join([*parts, *([f"counts={','.join(layer.counts)}"] if layer.counts else [])])
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axonn_tp.counts import local_counts, read_count
+from axonn_tp.counts import local_counts
 from axonn_tp.linear import features
+from axonn_tp.reach import Reach
+
+if TYPE_CHECKING:
+    from axonn_tp.stream import StreamPass
 
 TOLERANCE = 1e-6
 _LARGEST_PARAMETER = 1 << 22
@@ -67,18 +71,26 @@ class Run:
         inputs: input of each linear, by name, one a call.
         made: outputs of the linears, leaves of the autograd graph, with their names.
         outputs: tensors that the pass returned.
+        results: what each linear, and each watched embedding and norm, answered, one a call.
         arguments: what each module was first called with.
+        read: the tensor objects that each linear was called with, and their versions, which tell whether two are one.
     """
 
     inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    read: dict[str, list[tuple[Tensor, int]]] = field(default_factory=lambda: defaultdict(list))
     made: list[tuple[str, Tensor]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    results: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     arguments: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)
+
+    def tensors(self, name: str) -> tuple[tuple[int, int], ...]:
+        """What the linear `name` read: equal for two linears that read the same tensors."""
+        return tuple((id(tensor), version) for tensor, version in self.read[name])
 
     def consumers(self) -> dict[str, set[str]]:
         """By linear, the linears that read something made of its output; ``""`` is the pass' own output."""
         bits = {name: 1 << i for i, name in enumerate(self.inputs)}
-        reach = _Reach({id(leaf): bits[name] for name, leaf in self.made})
+        reach = Reach({id(leaf): bits[name] for name, leaf in self.made})
         found: dict[str, set[str]] = {name: set() for name in bits}
         ends = [(name, tensor) for name, tensors in self.inputs.items() for tensor in tensors]
         for end, tensor in [*ends, *(("", tensor) for tensor in self.outputs)]:
@@ -87,33 +99,6 @@ class Run:
                 if sources & bit:
                     found[name].add(end)
         return found
-
-
-class _Reach:
-    """Which leaves an autograd graph reaches, as a set of bits, each node visited once."""
-
-    def __init__(self, leaves: Mapping[int, int]) -> None:
-        self._leaves = leaves
-        # A node's Python object lives as long as somebody holds it: here, as a key.
-        self._known: dict[Any, int] = {None: 0}
-
-    def __call__(self, tensor: Tensor) -> int:
-        if tensor.grad_fn is None:
-            return self._leaves.get(id(tensor), 0)
-        stack: list[Any] = [tensor.grad_fn]
-        while stack:
-            node = stack[-1]
-            below = [child for child, _ in node.next_functions]
-            missing = [child for child in below if child not in self._known]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            own = self._leaves.get(id(getattr(node, "variable", None)), 0)
-            for child in below:
-                own |= self._known[child]
-            self._known[node] = own
-        return self._known[tensor.grad_fn]
 
 
 class Shadow:
@@ -140,17 +125,21 @@ class Shadow:
         for number, (name, module) in enumerate(self.modules.items()):
             if name in self.linears:
                 module.forward = self._linear(name, number)  # type: ignore[method-assign]
-            elif _is_embedding(module):
-                module.forward = _embedding(module.embedding_dim, number)  # type: ignore[method-assign]
+            elif is_embedding(module):
+                module.forward = _embedding(module.embedding_dim, number)  # type: ignore[method-assign, assignment]
         self._run = Run()
         self._expected: Run | None = None
         self._cuts: Mapping[str, Cut] = {}
+        self._seat: StreamPass | None = None
 
     def _linear(self, name: str, number: int) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
+            if self._seat is not None:
+                return self._seat.linear(name, input)
             run, out = self._run, self.linears[name][1]
             call = len(run.inputs[name])
             run.inputs[name].append(input.clone())
+            run.read[name].append((input, input._version))
             cut = self._cuts.get(name)
             if self._expected is not None:
                 self._compare(name, call, input, cut)
@@ -161,6 +150,7 @@ class Shadow:
             output.requires_grad_()
             # A view, which may be changed in place where a leaf may not.
             run.made.append((name, output))
+            run.results[name].append(output.detach())
             return output.view_as(output)
 
         return forward
@@ -205,6 +195,45 @@ class Shadow:
             for got, expected in zip(outputs, run.outputs, strict=True):
                 _same(got, expected, "the output")
 
+    def watch(self, embeddings: Iterable[str], norms: Iterable[str]) -> None:
+        """From now on runs record what these modules answer, and passes on a share of the stream ask it of the share."""
+        for name in (*embeddings, *norms):
+            self.modules[name].forward = self._watched(name, self.modules[name].forward, name in set(norms))  # type: ignore[method-assign]
+
+    def _watched(self, name: str, whole: Callable[[Tensor], Tensor], norm: bool) -> Callable[[Tensor], Tensor]:
+        def forward(input: Tensor) -> Tensor:
+            if self._seat is not None:
+                answer = self._seat.norm(name, input) if norm else self._seat.embedding(name)
+                return whole(input) if answer is None else answer
+            output = whole(input)
+            if norm:
+                self._run.inputs[name].append(input.detach().clone())
+            self._run.results[name].append(output.detach())
+            return output
+
+        return forward
+
+    def seated(self, seat: StreamPass, run: Run, counts: list[Local]) -> list[Tensor]:
+        """What the model returns in a pass on a share of its stream.
+
+        Raises:
+            Mismatch: a layer did not get what it is to get.
+            Exception: whatever the model raises on a share.
+        """
+        self._seat = seat
+        try:
+            with ExitStack() as stack:
+                for local in counts:
+                    stack.enter_context(local_counts(self.modules[local.module], local.names, local.shares))
+                return self._call("", run.arguments[""])
+        finally:
+            self._seat = None
+
+    @staticmethod
+    def reaches(tensor: Tensor, leaves: list[Tensor]) -> bool:
+        """Whether `tensor` was made of one of the leaves."""
+        return bool(Reach({id(leaf): 1 for leaf in leaves})(tensor))
+
     def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> list[Tensor]:
         args, keywords = tree_map(_fresh, arguments)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -239,16 +268,20 @@ def _fresh(value: Any) -> Any:
 def _same(got: Tensor, expected: Tensor, what: str) -> None:
     if got.shape != expected.shape:
         raise Mismatch(f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
-    got, expected = got.detach(), expected.detach()
-    if not torch.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+    if not same(got, expected):
         raise Mismatch(f"{what} has other values")
+
+
+def same(got: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors of one shape are equal up to rounding."""
+    return torch.allclose(got.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
 def _weights_of_shadowed(model: nn.Module) -> Iterator[int]:
     """Parameters that no run needs: those of linears and embeddings, unless somebody else reads them directly."""
     inside = {id(m) for mha in model.modules() if isinstance(mha, nn.MultiheadAttention) for m in mha.modules()}
     for module in model.modules():
-        if id(module) not in inside and (features(module) or _is_embedding(module)):
+        if id(module) not in inside and (features(module) or is_embedding(module)):
             yield from (id(p) for p in module._parameters.values() if p is not None)
 
 
@@ -262,7 +295,8 @@ def _stand_in(parameter: nn.Parameter, bare: bool, generator: torch.Generator) -
     return nn.Parameter(data)
 
 
-def _is_embedding(module: nn.Module) -> bool:
+def is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """An embedding whose forward is torch's."""
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
@@ -294,28 +328,3 @@ def _settle(module: nn.Module, generator: torch.Generator) -> None:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
-def counting_attributes(module: nn.Module, widths: set[int]) -> list[tuple[str, ...]]:
-    """Sets of attributes that may count what is split, the likeliest first; the first is empty.
-
-    Args:
-        module: the module that holds the linears.
-        widths: features of those linears, in and out.
-    """
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for prefix, holder in (("", module), ("config.", getattr(module, "config", None))):
-        names = [prefix + name for name in vars(holder) if not name.startswith("_")] if holder is not None else []
-        counted = [(name, count) for name in names if (count := read_count(module, name)) and count > 1]
-        heads = [name for name, _ in counted if _counts_heads(name)]
-        found[prefix] = heads, [name for name, count in counted if count in widths and name not in heads]
-    sets: list[list[str]] = [[]]
-    for heads, wide in found.values():
-        sets += [heads, heads + wide, wide]
-    sets.append([name for heads, wide in found.values() for name in heads + wide])
-    return list(dict.fromkeys(tuple(names) for names in sets))
-
-
-def _counts_heads(name: str) -> bool:
-    name = name.rpartition(".")[2]
-    return name in ("n_head", "n_query_groups", "num_query_groups", "h") or name.endswith("heads")

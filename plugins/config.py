@@ -54,6 +54,16 @@ class Layer(Block):
         description="Integer attributes (name or config.name) of the module that holds the layer, such as num_heads, which its "
         "forward reads and which must be divided by the number of shares.",
     )
+    reads: str | None = Field(
+        None,
+        description="A word for the tensor that a normal layer reads: layers of one module with the same word gather it once, and reduce "
+        "its gradient once. By default the normal layers of one module before a transposed one read the same tensor.",
+    )
+    whole_tokens: bool = Field(
+        False,
+        description="For an embedding: the stream that it starts keeps all its tokens on every rank of x, also in the scattered layout, for "
+        "code that counts the tokens of an activation.",
+    )
 
 
 def _layers(value: Any, either: Any) -> Any:
@@ -106,6 +116,11 @@ class TensorParallel(Block):
     reshard_after_forward: bool = Field(
         False,
         description="Let gathered weights go after the forward pass and gather them again in backward: less memory, one more gather a layer.",
+    )
+    regather_inputs: bool = Field(
+        False,
+        description="Keep of a scattered input only this rank's share and gather it again in backward, while the input gradient is "
+        "computed: activations kept are smaller by gx or gy, one more all-gather a layer.",
     )
     cache_gathers: int | str = Field(
         0,

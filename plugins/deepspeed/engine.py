@@ -86,7 +86,7 @@ def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
     """The block's plan as axonn_tp takes it; nothing for "auto", which `auto_plan` finds in a model."""
     given = {} if block.plan == "auto" else block.plan
     return {
-        pattern: LayerPlan(layer.kind, layer.parts, layer.heads, tuple(layer.counts))
+        pattern: LayerPlan(layer.kind, layer.parts, layer.heads, tuple(layer.counts), layer.reads, layer.whole_tokens)
         for pattern, layer in given.items()
     }
 

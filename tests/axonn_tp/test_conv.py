@@ -86,7 +86,7 @@ def one_layer(serial: nn.Module, mesh: Mesh, split: LinearSplit, options: Option
         pairs += [(whole(p, p.grad, mesh), q.grad), (whole(p, p.data, mesh), q.data)]
     images = 8 // mesh.grid.batch
     positions = (images * t[0, 0].numel() for t in (input, expected))
-    wanted = conv_collectives(serial, *positions, mesh.grid, split, options.reshard_after_forward)
+    wanted = conv_collectives(serial, *positions, mesh.grid, split, options)
     assert all(a.shape == b.shape for a, b in pairs)
     worst = max((a - b).abs().max().item() for a, b in pairs)
     return worst, sorted(map(str, ledger.collectives)), sorted(map(str, wanted))

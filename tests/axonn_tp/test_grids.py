@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -103,7 +104,7 @@ def train_one_step(
     return errors
 
 
-EVERYTHING = Options(reshard_after_forward=True, cache_gathers=3)
+EVERYTHING = Options(reshard_after_forward=True, cache_gathers=3, regather_inputs=True)
 NOTHING = Options(layout="replicated", overlap_all_reduce=False, overlap_reduce_scatter=False, overlap_all_gather=False)
 
 
@@ -157,10 +158,24 @@ def test_gpt_with_everything_on(ranks: int, grids: list[Grid], checkpointed: boo
             assert max(errors.values()) < TOLERANCE, (grid, errors)
 
 
-def attention_and_memory(grid: Grid, layout: str) -> tuple[int, int]:
-    """Heads that this rank attends with, and bytes that autograd keeps of one forward pass, without parameters."""
+def attention_and_memory(grids: list[Grid]) -> dict[str, tuple[int, Counter[str]]]:
+    """Heads that this rank attends with, and bytes that autograd keeps of one forward pass by module, without parameters."""
     config = GPTConfig(vocabulary=64, context=16, layers=2, heads=8, hidden=64)
-    model = axonn_tp.parallelize(GPT(config), Mesh(grid), gpt_plan(config.heads), Options(layout=layout))
+    choices = {
+        "replicated": Options(layout="replicated"),
+        "scattered": Options(),
+        "regathered": Options(regather_inputs=True),
+    }
+    found = {}
+    for grid in grids:
+        mesh = Mesh(grid)
+        for how, options in choices.items():
+            model = axonn_tp.parallelize(GPT(config), mesh, gpt_plan(config.heads), options)
+            found[f"{grid} {how}"] = watched_forward(model, torch.randint(64, (4, 16)))
+    return found
+
+
+def watched_forward(model: nn.Module, ids: torch.Tensor) -> tuple[int, Counter[str]]:
     heads: list[int] = []
     attend = F.scaled_dot_product_attention
 
@@ -169,28 +184,47 @@ def attention_and_memory(grid: Grid, layout: str) -> tuple[int, int]:
         return attend(q, *rest, **keywords)
 
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, tuple[str, torch.Tensor]] = {}
+    running: list[str] = [""]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            # The tensor is held, so that no other gets its place.
+            kept.setdefault(storage.data_ptr(), (running[-1], tensor))
         return tensor
 
-    ids = torch.randint(64, (4, 16))
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: running.append(name.rpartition(".")[2])
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(enter(name))
+        module.register_forward_hook(lambda *_: running.pop() and None)
     with mock.patch.object(F, "scaled_dot_product_attention", watched):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(ids, ids)
-    return heads[0], sum(kept.values())
+    sizes: Counter[str] = Counter()
+    for name, tensor in kept.values():
+        sizes[name] += tensor.untyped_storage().nbytes()
+    return heads[0], sizes
+
+
+STREAM, INNER = ("ln1", "ln2", "qkv", "fc1", "norm", "head"), ("attention", "proj", "fc2", "0", "1")
 
 
 def test_scattered_attends_and_keeps_less() -> None:
-    grid = Grid(2, 2, 1)
-    replicated, scattered = (
-        run_ranks(attention_and_memory, 4, grid, layout)[0] for layout in ("replicated", "scattered")
-    )
-    assert (replicated[0], scattered[0]) == (8 // 2, 8 // 4)
-    assert scattered[1] < replicated[1]
+    grids = [Grid(2, 2, 1), Grid(4, 1, 1), Grid(1, 4, 1)]
+    found = run_ranks(attention_and_memory, 4, grids)[0]
+    for grid, largest in zip(grids, ((0.75, 0.51), (0.78, 0.56), (0.62, 0.33)), strict=True):
+        replicated, scattered, regathered = (
+            found[f"{grid} {how}"] for how in ("replicated", "scattered", "regathered")
+        )
+        assert (replicated[0], scattered[0]) == (8 // grid.gx, 8 // grid.gx // grid.gy)
+        sizes = [kept.total() for _, kept in (replicated, scattered, regathered)]
+        assert sizes[1] < largest[0] * sizes[0] and sizes[2] < largest[1] * sizes[0], (grid, sizes)
+        for names, factor in ((STREAM, grid.gx), (INNER, grid.gy)):
+            whole, share = (sum(kept[name] for name in names) for _, kept in (replicated, regathered))
+            assert share * factor == whole, (grid, names)
 
 
 class Collectives(TorchDispatchMode):
