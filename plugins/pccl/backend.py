@@ -72,29 +72,31 @@ class _Planner:
         for number, member in enumerate(members):
             by_node.setdefault(member.node, []).append(number)
         self.nodes = tuple(tuple(node) for node in by_node.values())
-        self._made: dict[tuple[str, Choice], Any] = {}
+        self._made: dict[tuple[str, Choice, int], Any] = {}
 
-    def __call__(self, collective: int, size: int) -> Any:
+    def __call__(self, collective: int, size: int, root: int) -> Any:
         """The engine's program, and all links that it sends on.
 
         Args:
             collective: number in `COLLECTIVES`.
             size: bytes of all blocks.
+            root: of a broadcast.
         """
         name = COLLECTIVES[collective]
         name = "all_reduce" if name == "barrier" else name
         choice = choose(name, size, self.nodes)
-        if (name, choice) not in self._made:
-            self._made[name, choice] = self._make(name, choice)
-        return self._made[name, choice]
+        if (name, choice, root) not in self._made:
+            self._made[name, choice, root] = self._make(name, choice, root)
+        return self._made[name, choice, root]
 
-    def _make(self, collective: str, choice: Choice) -> Any:
+    def _make(self, collective: str, choice: Choice, root: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]
-        program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks)
+        options = {"root": root} if collective == "broadcast" else {}
+        program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
         for peer in receivers(program):
             self.fabric.connect(self.group, self.members[peer], self.timeout)
         flat = flatten(program)
-        digest = zlib.crc32(repr(choice).encode())
+        digest = zlib.crc32(repr((choice, root)).encode())
         sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])
         return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"])
 

@@ -24,6 +24,8 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
     """
     several, shared = len(nodes) > 1, any(len(node) > 1 for node in nodes)
     small = size <= 2**19
+    if collective == "broadcast":
+        return Choice("binomial") if size <= 2**16 else Choice("chain", 4)
     if not several:
         if collective == "all_reduce" and size <= 2**14:
             return Choice("tiny")

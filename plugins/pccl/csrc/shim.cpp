@@ -104,11 +104,12 @@ class Call : public Work {
       at::NoGradGuard no_grad;
       for (auto& [to, from] : copies_) to.copy_(from);
     }
-    copies_.clear();
-    held_.clear();
     finish(failed);
     auto self = c10::intrusive_ptr<Call>::reclaim_copy(this);
     finisher_->post([self, failed] {
+      // To let a tensor go may need the interpreter's lock, for which the engine should not wait.
+      self->copies_.clear();
+      self->held_.clear();
       if (failed) self->future_->setError(failed);
       else self->future_->markCompleted(c10::IValue(self->outputs_));
     });
@@ -234,7 +235,16 @@ class Shim : public c10d::Backend {
     return call;
   }
 
-  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override { return inner_->broadcast(tensors, options); }
+  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    if (tensors.size() != 1 || !knows(tensors[0])) return inner_->broadcast(tensors, options);
+    const at::Tensor& tensor = tensors[0];
+    auto call = make(c10d::OpType::BROADCAST, tensors, 1);
+    at::Tensor flat = tensor.contiguous();
+    if (!flat.is_same(tensor) && options.rootRank != rank_) call->copy_back(tensor, flat);
+    run(call, {Collective::kBroadcast, *type_of(tensor), Reduction::kNone, static_cast<uint64_t>(flat.numel())}, flat, flat,
+        options.timeout, static_cast<int>(options.rootRank));
+    return call;
+  }
   WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override { return inner_->allreduce_sparse(tensors, options); }
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override { return inner_->reduce(tensors, options); }
   WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override { return inner_->gather(outputs, inputs, options); }
@@ -310,8 +320,9 @@ class Shim : public c10d::Backend {
   }
 
   void run(const CallPointer& call, Signature signature, const at::Tensor& input, const at::Tensor& output,
-           std::chrono::milliseconds timeout) {
-    std::shared_ptr<const Program> program = programme(signature.collective, signature.elements * type_bytes(signature.type));
+           std::chrono::milliseconds timeout, int root = 0) {
+    size_t bytes = signature.elements * type_bytes(signature.type);
+    std::shared_ptr<const Program> program = programme(signature.collective, bytes, root);
     signature.schedule = program->digest;
     call->hold(input);
     call->hold(output);
@@ -322,16 +333,16 @@ class Shim : public c10d::Backend {
   }
 
   // The program for so many bytes; Python makes it, and the links that it needs, when it is asked for first.
-  std::shared_ptr<const Program> programme(Collective collective, size_t bytes) {
+  std::shared_ptr<const Program> programme(Collective collective, size_t bytes, int root) {
     {
       std::lock_guard lock(order_);
-      auto found = programs_.find({collective, bytes});
+      auto found = programs_.find({collective, bytes, root});
       if (found != programs_.end()) return found->second;
     }
     py::gil_scoped_acquire locked;
-    auto made = (*plan_)(static_cast<int>(collective), bytes).cast<std::shared_ptr<Program>>();
+    auto made = (*plan_)(static_cast<int>(collective), bytes, root).cast<std::shared_ptr<Program>>();
     std::lock_guard lock(order_);
-    return programs_[{collective, bytes}] = made;
+    return programs_[{collective, bytes, root}] = made;
   }
 
   std::shared_ptr<Core> core_;
@@ -340,7 +351,7 @@ class Shim : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
   std::shared_ptr<py::object> plan_;
   std::mutex order_;
-  std::map<std::pair<Collective, size_t>, std::shared_ptr<const Program>> programs_;
+  std::map<std::tuple<Collective, size_t, int>, std::shared_ptr<const Program>> programs_;
 };
 
 }  // namespace
