@@ -132,6 +132,12 @@ class TensorParallel(Block):
         description="Time every distinct matmul of the first step as NN, NT and TN, keep the fastest for the run, print the gains and cache "
         "them on disk by device and library version.",
     )
+    trace_steps: list[int] | None = Field(
+        None,
+        description="Two steps, first and last, counted from 1: rank 0 records them by torch.profiler, collectives under their axes' names, "
+        "and writes trace-rank0.json for chrome://tracing and ui.perfetto.dev.",
+    )
+    trace_folder: str = Field(".", description="The folder for trace-rank0.json.")
     broadcast_inputs: bool = Field(
         True,
         description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
@@ -142,6 +148,14 @@ class TensorParallel(Block):
         description="Where the plan names layers, run the first batch once more as the serial model and refuse to train if a layer's output "
         "differs. Turn off for a model whose forward gives other results when it is repeated.",
     )
+
+    @field_validator("trace_steps", mode="before")
+    @classmethod
+    def _steps(cls, value: Any) -> Any:
+        whole = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+        if value is None or (whole and len(value) == 2 and 1 <= value[0] <= value[1]):
+            return value
+        raise PydanticCustomError("steps", "two steps of at least 1, first and last, such as [10, 12]")
 
     @field_validator("cache_gathers", mode="before")
     @classmethod

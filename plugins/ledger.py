@@ -1,10 +1,14 @@
-"""Count every collective that goes over the wire: calls, bytes and time by axis, forward, backward and step."""
+"""Count every collective that goes over the wire: calls, bytes and time by axis, forward, backward and step.
+
+A profiler that runs meanwhile shows each collective, and each wait for one, by its axis.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonn_tp import Collective
@@ -57,6 +62,11 @@ class Entry:
     exposed: float | None = None
 
     @property
+    def name(self) -> str:
+        """Operation and axis, as a trace shows them."""
+        return f"{self.collective.op} {self.collective.axis}"
+
+    @property
     def sent(self) -> Fraction:
         """Bytes that this rank sends under the ring algorithms."""
         return self.collective.sent * self.itemsize
@@ -96,10 +106,15 @@ class Ledger(TorchDispatchMode):
             return function(*args, **kwargs)
         before, now = len(self.entries), self._now()
         self._in_place(name[1], args)
-        result = function(*args, **kwargs)
+        with self._named(before):
+            result = function(*args, **kwargs)
         for entry in self.entries[before:]:
             entry.started, entry.ended = now, self._now()
         return result
+
+    def _named(self, before: int) -> AbstractContextManager:
+        """A span of the profiler for the collective that was noted last, if one was."""
+        return record_function(self.entries[-1].name) if len(self.entries) > before else nullcontext()
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
@@ -108,8 +123,10 @@ class Ledger(TorchDispatchMode):
         now = self._now()
         if name == "wait_tensor":
             entry = self._under_way.pop(args[0].untyped_storage().data_ptr(), None)
-            result = function(*args, **kwargs)
-            if entry is not None:
+            if entry is None:
+                return function(*args, **kwargs)
+            with record_function(f"wait {entry.name}"):
+                result = function(*args, **kwargs)
                 entry.ended = self._now()
                 entry.exposed = None if args[0].is_cuda else (entry.exposed or 0.0) + entry.ended - now
             return result
@@ -119,7 +136,8 @@ class Ledger(TorchDispatchMode):
             self._record(_FUNCTIONAL[name], group, _resolve_process_group(group).size(), args[0])
         elif name != "_wrap_tensor_autograd":  # which communicates nothing
             self.unknown.add(name)
-        result = function(*args, **kwargs)
+        with self._named(before):
+            result = function(*args, **kwargs)
         for entry in self.entries[before:]:
             entry.started, entry.ended, entry.exposed = now, self._now(), self._now() - now
             self._under_way[result.untyped_storage().data_ptr()] = entry

@@ -88,4 +88,6 @@ def main(run: Path) -> int:
     print(table(kept))
     draw(kept, run / "ledger.png")
     print(f"timeline: {run / 'ledger.png'}")
+    for trace in sorted(run.glob("trace-rank*.json")):
+        print(f"Chrome trace: {trace}; open it in ui.perfetto.dev")
     return 0

@@ -38,10 +38,10 @@ from axonn_tp import (
 from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
 from plugins.deepspeed import replicas
-from plugins.deepspeed.checkpoints import GridCheckpoints
 from plugins.deepspeed.config_hook import grid_for, needs_whole_matrices
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
+from plugins.deepspeed.tracing import TracedEngine
 
 _WATCHED_STEPS = 3
 
@@ -125,7 +125,7 @@ def _fingerprint(model: nn.Module, block: Axonn, plan: dict[str, LayerPlan]) -> 
     return hashlib.sha256(json.dumps([block.model_dump(), repr(plan), shapes]).encode()).hexdigest()
 
 
-class AxonnEngine(GridCheckpoints):
+class AxonnEngine(TracedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     client_lr_scheduler: Any
@@ -156,6 +156,7 @@ class AxonnEngine(GridCheckpoints):
         _agree(problem, "" if problem else _fingerprint(model, block, plan))
         self._verify = self._axonn.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0])
+        self._trace(self._axonn, self.mesh)
         replicas.align_random_state(self.mesh)
         parallelize(model, self.mesh, plan, options(self._axonn))
         replicas.share_samplers(self.mesh)

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 import plugins
 from axonn_tp import Grid
-from plugins.config import ConfigError
+from plugins.config import ConfigError, parse
 from plugins.deepspeed.config_hook import check, grid_for
 from plugins.deepspeed.engine import layer_plans
 from plugins.launch import launch
@@ -45,6 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name)} is not at least 1; give a positive number")
+    if options.trace_steps is not None:
+        if settings.serial:
+            raise ConfigError("--trace-steps is for runs on ranks; leave it or --serial out")
+        parse({"tensor_parallel": {"trace_steps": options.trace_steps}})
     grid = _grid(settings)
     counted = _plan(settings, grid)
     print(report.text(settings, counted, "one process" if settings.serial else _where(settings)), flush=True)
@@ -101,7 +105,7 @@ def _train(settings: Settings, corpus: Corpus, run: Path, options: argparse.Name
     how = (options.keep_last, options.resume, options.save_every, matmul)
     if settings.serial:
         return launch(_serial, 1, settings, corpus, run, *how)[0]
-    return launch(_rank, settings.ranks, settings, corpus, run, *how)[0]
+    return launch(_rank, settings.ranks, settings, corpus, run, options.trace_steps, *how)[0]
 
 
 def _serial(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any) -> Outcome:
@@ -109,7 +113,7 @@ def _serial(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any)
     return train(Serial(settings, corpus, run, keep), settings, run, *how)
 
 
-def _rank(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any) -> Outcome:
+def _rank(settings: Settings, corpus: Corpus, run: Path, trace: list[int] | None, keep: int, *how: Any) -> Outcome:
     import deepspeed
 
     plugins.activate()
@@ -118,7 +122,7 @@ def _rank(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any) -
     # It also calls collectives by names that newer torch wants changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    return train(Parallel(settings, corpus, run, keep), settings, run, *how)
+    return train(Parallel(settings, corpus, run, keep, trace), settings, run, *how)
 
 
 def _farewell(outcome: Outcome, run: Path) -> int:

@@ -119,6 +119,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the run's folder under runs/ (default quickstart, quickstart-2, ...)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default 100)")
+    parser.add_argument(
+        "--trace-steps",
+        type=int,
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+        help="record these steps of rank 0 as a Chrome trace, trace-rank0.json",
+    )
     parser.add_argument("--keep-last", type=int, default=2, help="complete checkpoints that stay (default 2)")
 
 

@@ -69,7 +69,9 @@ def _drop_old(folder: Path, keep: int) -> None:
 class Parallel:
     """3D PMM through `deepspeed.initialize`, as any DeepSpeed script would call it."""
 
-    def __init__(self, settings: Settings, corpus: Corpus, run: Path, keep: int = 2) -> None:
+    def __init__(
+        self, settings: Settings, corpus: Corpus, run: Path, keep: int = 2, trace: list[int] | None = None
+    ) -> None:
         import deepspeed
 
         self.settings, self.corpus, self.folder, self.keep = settings, corpus, run / "checkpoints", keep
@@ -77,9 +79,10 @@ class Parallel:
         model = GPT(settings.model)
         if settings.precision == "fp64":
             model.double()
-        self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=settings.ds_config()
-        )
+        config = settings.ds_config()
+        if trace is not None:
+            config["axonn"]["tensor_parallel"] |= {"trace_steps": trace, "trace_folder": str(run)}
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.first = dist.get_rank() == 0
 
     def _share(self, part: str, number: int) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from axonn_tp.collectives import start_all_gather
 from plugins.cli import main
 from plugins.ledger import Ledger
 from plugins.ledger_report import read_ledger, write_ledger
+from plugins.trace import Tracer
 from tests.distributed import run_ranks
 
 
@@ -38,6 +40,31 @@ def test_a_run_keeps_one_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     printed = capsys.readouterr().out
     assert "step 7, rank 0" in printed and "all_gather" in printed
     assert (tmp_path / "ledger.png").stat().st_size > 1000
+
+
+def traced(folder: Path) -> None:
+    mesh = Mesh.create(1, 1, 2)
+    tracer = Tracer(2, 3, folder, mesh.axis_names())
+    for step in range(1, 6):
+        with tracer.part_of(step):
+            start_all_gather(torch.ones(6), mesh, "z").wait()
+        with tracer.part_of(step):
+            dist.all_reduce(torch.ones(4), group=mesh.group("z"))
+        tracer.done(step)
+    other = Tracer(9, 9, folder / "unused", mesh.axis_names())
+    other.close()
+
+
+def test_a_chrome_trace_names_axes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_ranks(hidden_and_waited_for, 2, tmp_path)
+    run_ranks(traced, 2, tmp_path)
+    events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    assert [names.count(name) for name in ("all_gather z", "wait all_gather z", "all_reduce z")] == [2, 2, 2]
+    assert not (tmp_path / "unused").exists()
+    assert main(["ledger", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "trace-rank0.json; open it in" in printed and "trace-rank1.json" in printed
 
 
 def test_a_folder_without_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -149,7 +149,7 @@ def on_ranks(settings: Settings, folder: Path, last: int) -> list[float]:
     """Losses from where the folder's checkpoint is, or the start, to step `last`."""
     torch.set_num_threads(1)
     plugins.activate()
-    side = Parallel(settings, load(None, settings.context), folder, keep=1)
+    side = Parallel(settings, load(None, settings.context), folder, keep=1, trace=[2, 3])
     done = side.load()
     found = [side.step(number)[0] for number in range(done + 1, last + 1)]
     side.save(last)
@@ -163,6 +163,10 @@ def test_goes_on_with_more_ranks(tmp_path: Path) -> None:
     first = launch(on_ranks, 2, settings, tmp_path, 3)[0]
     second = launch(on_ranks, 4, replace(settings, ranks=4, gx=2), tmp_path, 6)[0]
     assert len(second) == 3
+    events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
+    traced = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    # Two steps: every weight is gathered and its gradient scattered; DeepSpeed sums the rest over z, which is all ranks.
+    assert traced["all_gather z"] >= 2 * 11 and traced["reduce_scatter z"] == 2 * 11 and traced["all_reduce z"]
     assert max(abs(a - b) for a, b in zip(serial, first + second, strict=True)) < 1e-4
     kept = {found.name for found in (tmp_path / "checkpoints").glob("step_*")}
     assert kept == {"step_000006", "step_000009.incomplete"}
@@ -185,6 +189,9 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, capsys: pyte
     [
         (["--gx", "3"], "gx*gy*gz = 3*1*2 = 6 does not divide the 4 ranks"),
         (["--gx", "4", "--gz", "1", "--heads", "2"], "2 heads do not divide by gx = 4"),
+        (["--trace-steps", "5", "3"], "trace_steps = [5, 3] is not two steps of at least 1"),
+        (["--trace-steps", "1", "3", "--serial"], "leave it or --serial out"),
+        (["--keep-last", "0"], "--keep-last 0 is not at least 1"),
         (["--batch", "31"], "train_batch_size = 31 does not divide"),
         (["--hidden", "250"], "--hidden 250 does not divide into --heads 8"),
         (["--steps", "0"], "--steps 0 is not at least 1"),
