@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from plugins.pccl.builder import canonical, inputs
 from plugins.pccl.graph import Event, Graph, ProgramError, Report, match, report
-from plugins.pccl.program import Buffer, Kind, Op, Program, Span, cells
+from plugins.pccl.program import Buffer, Kind, Program, Span
 
-Cell = tuple[Buffer, int, int]
-"""(buffer, slot, chunk) of one rank's memory."""
+Access = tuple[list[int], list[int]]
+"""The cells an operation reads and those it writes."""
 
 
 def check(
@@ -41,10 +41,12 @@ def check(
     symbols = _Values()
     outcomes = []
     for shared in (False, True):
+        accesses = [_accesses(program, shared) for program in programs]
         for program in programs:
-            _races(program, shared, programs, senders)
+            _races(program, accesses[program.rank], programs, senders)
         for seed in range(orders):
-            outcomes.append(_Execution(programs, senders, shared, symbols).run(random.Random(seed)))
+            execution = _Execution(programs, senders, accesses, shared, symbols)
+            outcomes.append(execution.run(random.Random(seed)))
     if any(outcome != outcomes[0] for outcome in outcomes):
         raise ProgramError("results differ between orders of execution")
     if programs[0].collective == "all_reduce" and any(values != outcomes[0][0] for values in outcomes[0]):
@@ -52,39 +54,50 @@ def check(
     return report(programs, nodes, lengths, senders)
 
 
-def _memory(program: Program, spans: tuple[Span, ...], chunk: int, shared: bool) -> list[Cell]:
-    """The cells that spans name; where `shared`, INPUT and OUTPUT are one memory as far as a caller may make them."""
+def _memory(program: Program, spans: tuple[Span, ...], chunk: int, shared: bool) -> list[int]:
+    """The cells (a chunk of a slot) that spans name, as numbers.
+
+    Where `shared`, INPUT and OUTPUT are one memory as far as a caller may make them.
+    """
+    found: list[int] = []
     chunks = range(program.chunks) if chunk < 0 else (chunk,)
-    places = [(buffer, slot) for buffer, slot, _ in cells(spans)]
-    if shared:
-        places = [canonical(program.collective, program.rank, *place) for place in places]
-    return [(*place, each) for place in places for each in chunks]
+    for span in spans:
+        buffer, slot = span.buffer, span.slot
+        if shared:
+            buffer, slot = canonical(program.collective, program.rank, buffer, slot)
+        first = (buffer * _SLOTS + slot) * program.chunks
+        for place in range(first, first + span.count * program.chunks, program.chunks):
+            found += [place + each for each in chunks]
+    return found
 
 
-def _accesses(program: Program, op: Op, shared: bool) -> tuple[list[Cell], list[Cell]]:
-    """The cells an operation reads and writes; a COPY onto itself is not done."""
-    reads = _memory(program, op.src, op.chunk, shared)
-    writes = _memory(program, op.dst, op.chunk, shared)
-    if op.kind is Kind.COPY and reads == writes:
-        return [], []
-    return reads, writes
+_SLOTS = 1 << 32
 
 
-def _races(program: Program, shared: bool, programs: Sequence[Program], senders: dict[Event, Event]) -> None:
+def _accesses(program: Program, shared: bool) -> list[Access]:
+    """The cells each operation reads and writes; a COPY onto itself is not done."""
+    found: list[Access] = []
+    for op in program.ops:
+        reads, writes = (_memory(program, spans, op.chunk, shared) for spans in (op.src, op.dst))
+        found.append(([], []) if op.kind is Kind.COPY and reads == writes else (reads, writes))
+    return found
+
+
+def _races(program: Program, accesses: list[Access], programs: Sequence[Program], senders: dict[Event, Event]) -> None:
     """Every two accesses of one cell, one of them a write, must be ordered: by `after`, or through other ranks."""
     before: list[int] = []
-    readers: dict[Cell, list[int]] = defaultdict(list)
-    writers: dict[Cell, list[int]] = defaultdict(list)
+    readers: dict[int, list[int]] = defaultdict(list)
+    writers: dict[int, list[int]] = defaultdict(list)
     graph: Graph | None = None
-    for index, op in enumerate(program.ops):
-        before.append(0)
+    for index, (op, (reads, writes)) in enumerate(zip(program.ops, accesses, strict=True)):
+        known = 0
         for wait in op.after:
-            before[index] |= before[wait] | 1 << wait
-        reads, writes = _accesses(program, op, shared)
+            known |= before[wait] | 1 << wait
+        before.append(known)
         others = {other for cell in reads for other in writers[cell]}
         others |= {other for cell in writes for other in writers[cell] + readers[cell]}
         for other in others:
-            if before[index] >> other & 1:
+            if known >> other & 1:
                 continue
             graph = graph or Graph(programs, senders, rendezvous=False)
             a, b = (program.rank, other), (program.rank, index)
@@ -131,16 +144,26 @@ class _Values:
 class _Execution:
     """All programs run together on symbols, one operation at a time, in an order drawn by lot."""
 
-    def __init__(self, programs: Sequence[Program], senders: dict[Event, Event], shared: bool, values: _Values) -> None:
-        self.programs, self.senders, self.shared, self.values = programs, senders, shared, values
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        senders: dict[Event, Event],
+        accesses: list[list[Access]],
+        shared: bool,
+        values: _Values,
+    ) -> None:
+        self.programs, self.senders, self.accesses, self.shared = programs, senders, accesses, shared
+        self.values = values
         self.receiver = {send: receive for receive, send in senders.items()}
-        self.memory: list[dict[Cell, int]] = [{} for _ in programs]
+        self.memory: list[dict[int, int]] = [{} for _ in programs]
         self.messages: dict[Event, list[int]] = {}
         self.arrived: list[Counter[int]] = [Counter() for _ in programs]
         for rank, program in enumerate(programs):
             for block, (buffer, slot) in inputs(program.collective, rank, program.size, program.root).items():
-                for cell in _memory(program, (Span(buffer, slot, block),), -1, shared):
-                    self.memory[rank][cell] = values.input(rank, block, cell[2])
+                places = _memory(program, (Span(buffer, slot, block),), -1, shared)
+                self.memory[rank].update(
+                    (place, values.input(rank, block, chunk)) for chunk, place in enumerate(places)
+                )
 
     def run(self, lot: random.Random) -> list[list[int]]:
         """Run everything; the values of each rank's OUTPUT, which are checked."""
@@ -168,13 +191,12 @@ class _Execution:
 
     def _do(self, event: Event) -> None:
         rank, index = event
-        program, memory = self.programs[rank], self.memory[rank]
-        op = program.ops[index]
-        reads, writes = _accesses(program, op, self.shared)
-        unset = [cell for cell in reads if cell not in memory]
-        if unset:
-            raise ProgramError(f"operation {index} of rank {rank} reads {unset[0]}, which is not set")
-        data = [memory[cell] for cell in reads]
+        memory, op = self.memory[rank], self.programs[rank].ops[index]
+        reads, writes = self.accesses[rank][index]
+        try:
+            data = [memory[cell] for cell in reads]
+        except KeyError as error:
+            raise ProgramError(f"operation {index} of rank {rank} reads memory that is not set") from error
         if op.kind is Kind.SEND:
             self.messages[event] = data
             return
@@ -192,6 +214,7 @@ class _Execution:
         blocks = [rank] if collective == "reduce_scatter" else list(range(size))
         spans = tuple(Span(Buffer.OUTPUT, slot, block) for slot, block in enumerate(blocks))
         found = [self.memory[rank].get(cell, -1) for cell in _memory(program, spans, -1, self.shared)]
+        everybody = (1 << size) - 1
         for place, value in enumerate(found):
             block, chunk = blocks[place // program.chunks], place % program.chunks
             if collective == "all_gather":
@@ -199,8 +222,7 @@ class _Execution:
             elif collective == "broadcast":
                 right = value == self.values.input(program.root, block, chunk)
             else:
-                right = value >= 0 and self.values.blocks[value] == block
-                right = right and self.values.ranks[value] == (1 << size) - 1
+                right = value >= 0 and (self.values.blocks[value], self.values.ranks[value]) == (block, everybody)
             if not right:
                 raise ProgramError(f"rank {rank} ends with something wrong in chunk {chunk} of block {block}")
         if collective in ("all_gather", "broadcast"):

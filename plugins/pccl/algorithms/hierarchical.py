@@ -60,7 +60,8 @@ def hierarchical(
     extra = lanes.extra(here) if collective != "all_reduce" else []
     if collective != "all_gather":
         for group in reversed(groups):
-            scatter(builder, node, group, intra)
+            for chunk in range(chunks):
+                scatter(builder, node, group, intra, [chunk])
         _between(builder, lanes, inter, scatter)
     if collective == "reduce_scatter":
         for other, lane in extra:
@@ -70,8 +71,10 @@ def hierarchical(
             _hand_over(builder, other, lane, other)
     if collective != "reduce_scatter":
         _between(builder, lanes, inter, gather)
+        held: dict[int, Blocks] = {other: (other,) for other, _ in extra}
         for group in groups:
-            gather(builder, node, group, intra, held={other: (other,) for other, _ in extra})
+            for chunk in range(chunks):
+                gather(builder, node, group, intra, held, [chunk])
     builder.keep([rank])
     return builder.finish()
 

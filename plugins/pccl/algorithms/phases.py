@@ -16,10 +16,12 @@ def gather(
     parts: Sequence[Blocks],
     pattern: Pattern,
     held: dict[int, Blocks] | None = None,
+    chunks: Sequence[int] = (),
 ) -> None:
     """All-gather among `members`: member i starts with the blocks parts[i], and each ends with all.
 
-    `held` names blocks that a rank has besides, which nobody then sends to it.
+    `held` names blocks that a rank has besides, which nobody then sends to it; `chunks` are those to gather, by
+    default all.
     """
     if builder.rank not in members:
         return
@@ -28,19 +30,25 @@ def gather(
         to, source = members[step.to], members[step.source]
         sends = _without(_union(parts, step.sends), held.get(to, ()))
         receives = _without(_union(parts, step.receives), held.get(builder.rank, ()))
-        for chunk in range(builder.chunks):
+        for chunk in chunks or range(builder.chunks):
             builder.send(to, sends, chunk)
             builder.receive(source, receives, chunk)
 
 
-def scatter(builder: Builder, members: Sequence[int], parts: Sequence[Blocks], pattern: Pattern) -> None:
+def scatter(
+    builder: Builder,
+    members: Sequence[int],
+    parts: Sequence[Blocks],
+    pattern: Pattern,
+    chunks: Sequence[int] = (),
+) -> None:
     """Reduce-scatter among `members`: each starts with a partial sum of every block, i ends with the sums of parts[i]."""
     if builder.rank not in members:
         return
     for step in reversed(pattern(members.index(builder.rank), len(members))):
         builder.step()
         sends, sums = _union(parts, step.receives), _union(parts, step.sends)
-        for chunk in range(builder.chunks):
+        for chunk in chunks or range(builder.chunks):
             builder.send(members[step.source], sends, chunk)
             builder.reduce(members[step.to], sums, chunk)
 
