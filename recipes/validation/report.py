@@ -127,5 +127,5 @@ def _draw(pairs: list[Pair], settings: Settings, file: Path) -> None:
     grid = ", ".join(f"{axis}={size}" for axis, size in asdict(settings.grid).items())
     figure.suptitle(f"{grid}, {settings.layout}")
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=100)
     pyplot.close(figure)
