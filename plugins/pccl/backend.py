@@ -57,7 +57,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
     store.set(f"member{rank}", fabric.member.record())
     members = [Member.read(store.get(f"member{other}")) for other in range(size)]
     numbers = [fabric.number(member.identity) for member in members]
-    fabric.core.add_group(key, numbers, [int(r) for r in options.global_ranks_in_group], rank, timeout.total_seconds())
+    ranks = [int(number) for number in options.global_ranks_in_group] or list(range(size))  # torch names none for all
+    fabric.core.add_group(key, numbers, ranks, rank, timeout.total_seconds())
     planner = _Planner(fabric, group, members, rank, timeout.total_seconds())
     inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout)
     return module.backend(fabric.core, key, rank, size, timeout.total_seconds(), inner, planner)

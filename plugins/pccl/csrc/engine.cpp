@@ -136,6 +136,8 @@ void Engine::watch(Link& link) {
 }
 
 void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
+  if (peers.size() != ranks.size() || rank < 0 || static_cast<size_t>(rank) >= ranks.size())
+    throw std::invalid_argument("a group needs a global rank for every member, and this rank among them");
   post([=, this] {
     groups_[key] = Group{peers, ranks, rank, std::chrono::duration<double>(timeout), broken_early_[key]};
     broken_early_.erase(key);
