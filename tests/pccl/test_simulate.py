@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from plugins.config import ConfigError
 from plugins.pccl.algorithms import algorithms
+from plugins.pccl.clusters import CLUSTERS
 from plugins.pccl.simulate import Machine, full, symmetric
+from plugins.pccl.simulate_cli import main
+from plugins.pccl.sweep import Timers, sweep
 
 FLAT = Machine(
     nics=1, nic_bandwidth=1e9, far_latency=1e-5, near_bandwidth=8e9, near_latency=1e-6, overhead=0, reduce_bandwidth=2e9
@@ -74,3 +78,19 @@ def test_one_node_stands_for_all(collective: str, shape: tuple[int, int]) -> Non
             for block in (600, 600_000):
                 expected = every.seconds(SHARED, [block] * size)
                 assert one.seconds(SHARED, [block] * size) == pytest.approx(expected, rel=0.02), (name, chunks)
+
+
+def test_a_sweep_has_the_papers_shape_where_bandwidth_binds() -> None:
+    """The published hierarchy loses to the library's ring on large data and few ranks; the best choice never does."""
+    for cluster in CLUSTERS.values():
+        found = sweep(Timers(cluster), step=0.0, processes=[32], sizes=[16, 1024])
+        for collective in ("all_gather", "reduce_scatter"):
+            assert found.speedup("PCCL", cluster.library, collective, 32, 1024) < 0.9
+            assert found.speedup("ours", cluster.library, collective, 32, 1024) >= 1
+            assert found.speedup("PCCL", "Cray MPICH", collective, 32, 1024) > 1.5
+
+
+def test_an_unknown_cluster_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="frontier, perlmutter"):
+        main(["--cluster", "summit", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
