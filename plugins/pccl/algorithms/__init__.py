@@ -12,7 +12,6 @@ from plugins.pccl.algorithms.patterns import Pattern, bruck, direct, doubling, l
 from plugins.pccl.algorithms.tiny import tiny
 from plugins.pccl.program import Program
 
-
 Algorithm = Callable[..., Program]
 """(collective, rank, size, nodes, chunks) -> that rank's program; broadcasts take the option `root` besides.
 
