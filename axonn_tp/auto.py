@@ -11,75 +11,23 @@ its authors publish (HF transformers' ``_tp_plan``) are taken at their word. All
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from axonn_tp.counts import counting_attributes, divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear_split import features
 from axonn_tp.mesh import Grid
 from axonn_tp.options import Options
+from axonn_tp.pairs import Group, Judge, Traced, short
 from axonn_tp.placement import free_layers, place, readers
-from axonn_tp.plan import LayerPlan, linear_split
+from axonn_tp.plan import LayerPlan
 from axonn_tp.published import published_pairs
 from axonn_tp.report import Report, collapse, make_report
-from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow
+from axonn_tp.shadow import Mismatch, Run, Shadow
 from axonn_tp.stream import Shared, split_stream
-
-_PRIMES = (2, 3, 5, 7)
-
-
-@dataclass
-class Group:
-    """Normal layers and the transposed one they end in, and how they can be split.
-
-    Attributes:
-        normal: names of the normal layers.
-        transposed: name of the transposed layer.
-        parts: of each normal layer.
-        heads: units that are never cut; None where every feature may stand alone.
-        counts: attributes of the normal layers' module.
-        source: who says so, for the report.
-    """
-
-    normal: tuple[str, ...]
-    transposed: str
-    parts: tuple[int, ...] = ()
-    heads: int | None = None
-    counts: tuple[str, ...] = ()
-    source: str = "traced and simulated"
-
-    @property
-    def parent(self) -> str:
-        """The module that holds the normal layers."""
-        return self.normal[0].rpartition(".")[0]
-
-    def cuts(self, share: int, shares: int) -> dict[str, Cut]:
-        """The group's layers as one share."""
-        parts = self.parts or (1,) * len(self.normal)
-        cuts = {name: Cut(share, shares, part) for name, part in zip(self.normal, parts, strict=True)}
-        return {**cuts, self.transposed: Cut(share, shares, None)}
-
-    def local(self, shares: int) -> list[Local]:
-        """The group's counts in one share."""
-        return [Local(self.parent, self.counts, shares)] if self.counts else []
-
-    def divides(self, shares: int) -> bool:
-        """Whether this many shares cut no head."""
-        return self.heads is None or self.heads % shares == 0
-
-
-@dataclass
-class _Traced:
-    """One module of the shadow that could be run on its own, and its whole run."""
-
-    name: str
-    run: Run
-    groups: list[Group] = field(default_factory=list)
 
 
 def auto_plan(
@@ -137,10 +85,11 @@ class _Finder:
         try:
             self.shadow = Shadow(model)
         except Exception as error:
-            self.note = f"The model could not be copied for a simulation ({_short(error)})."
+            self.note = f"The model could not be copied for a simulation ({short(error)})."
         self.arguments = None if example_inputs is None else as_arguments(example_inputs)
+        self._trials = Judge(self.shadow, self.sizes, grid, self.reasons)
         self._verdicts: dict[tuple, Group | str] = {}
-        self._whole: _Traced | None = None
+        self._whole: Traced | None = None
         self._groups: list[Group] = []
 
     def accepted(self) -> list[Group]:
@@ -159,12 +108,12 @@ class _Finder:
             group = Group(
                 pair.normal, pair.transposed, (1,) * len(pair.normal), pair.heads, source="its model's tp_plan"
             )
-            if not known & {*pair.normal, pair.transposed} and self._fits(group):
+            if not known & {*pair.normal, pair.transposed} and self._trials.fits(group):
                 found.append(group)
         self.reasons.update({name: group.source for group in found for name in (*group.normal, group.transposed)})
         return found
 
-    def _traced(self, name: str) -> Iterator[_Traced]:
+    def _traced(self, name: str) -> Iterator[Traced]:
         """The whole model's run, or those of the largest modules that can be run on a guess."""
         assert self.shadow is not None
         module = self.shadow.modules[name]
@@ -180,12 +129,12 @@ class _Finder:
             except Exception as error:
                 problem = problem or error
                 continue
-            yield _Traced(name, run)
+            yield Traced(name, run)
             return
         if not name:
             what = "the example inputs" if given else "guessed inputs"
             self.note = (
-                f"The model could not be run on {what} ({_short(problem)}); what it holds was looked at piece by piece. "
+                f"The model could not be run on {what} ({short(problem)}); what it holds was looked at piece by piece. "
                 "Give example_inputs to see it whole."
             )
         for child, _ in module.named_children():
@@ -212,7 +161,7 @@ class _Finder:
         ):
             yield Group(tuple(ending[end]), end)
 
-    def _judge(self, group: Group, traced: _Traced) -> Group | None:
+    def _judge(self, group: Group, traced: Traced) -> Group | None:
         """The group as it can be split here; the same structure is judged once."""
         names = (*group.normal, group.transposed)
         if self._paired & set(names):
@@ -222,7 +171,7 @@ class _Finder:
         numbers = [(key, value) for key, value in vars(parent).items() if isinstance(value, int) and "idx" not in key]
         key = (tuple(map(collapse, names)), tuple(self.sizes[name] for name in names), type(parent), tuple(numbers))
         if key not in self._verdicts:
-            self._verdicts[key] = self._decide(group, traced)
+            self._verdicts[key] = self._trials.decide(group, traced)
         verdict = self._verdicts[key]
         if isinstance(verdict, str):
             for name in names:
@@ -232,100 +181,7 @@ class _Finder:
         self._paired.update(names)
         return group
 
-    def _decide(self, group: Group, traced: _Traced) -> Group | str:
-        """Parts, counts and heads by trial on the smallest module around the group, or why there are none."""
-        assert self.shadow is not None
-        name = self._around(group, traced)
-        run = traced.run if name == traced.name else self.shadow.whole(name, traced.run.arguments[name])
-        common = math.gcd(*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0])
-        probes = [p for p in _PRIMES if common % p == 0]
-        if not probes:
-            return f"{common} features in common do not divide by any of {', '.join(map(str, _PRIMES))}"
-        problem: Exception | None = None
-        for shares in probes:
-            for trial in self._variants(group):
-                failed = self._fails(trial, name, run, shares)
-                if failed is None:
-                    self._fewest_counts(trial, name, run, shares)
-                    return self._finest(trial, name, run, common)
-                problem = problem or failed
-        return f"code up to {collapse(group.transposed)} needs all features ({collapse(_short(problem))})"
-
-    def _around(self, group: Group, traced: _Traced) -> str:
-        """The smallest module that holds the whole group and was called."""
-        paths = [name.split(".") for name in (*group.normal, group.transposed)]
-        common = []
-        for parts in zip(*paths, strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        while common and (".".join(common) not in traced.run.arguments):
-            common.pop()
-        name = ".".join(common)
-        return name if len(name) > len(traced.name) else traced.name
-
-    def _variants(self, group: Group) -> Iterator[Group]:
-        """Ways to read the group's layers, the likeliest first."""
-        assert self.shadow is not None
-        contracted = self.sizes[group.transposed][0]
-        ratios = [self.sizes[name][1] // contracted for name in group.normal]
-        parts = [tuple(r if r in (2, 3) else 1 for r in ratios), (1,) * len(ratios)]
-        widths = {size for name in (*group.normal, group.transposed) for size in self.sizes[name]}
-        one_parent = len({name.rpartition(".")[0] for name in group.normal}) == 1
-        names = counting_attributes(self.shadow.modules[group.parent], widths) if one_parent else [()]
-        for counts in names:
-            for part in dict.fromkeys(parts):
-                yield Group(group.normal, group.transposed, part, None, counts)
-
-    def _fails(self, group: Group, name: str, run: Run, shares: int, every: bool = True) -> Exception | None:
-        """What goes wrong in a share of the module `name`, if anything does."""
-        assert self.shadow is not None
-        module = self.shadow.modules[group.parent]
-        if any((read_count(module, count) or 1) % shares for count in group.counts):
-            return Mismatch(f"its counts do not divide by {shares}")
-        for share in range(shares) if every and shares <= 8 else sorted({0, 1, shares // 2, shares - 1}):
-            try:
-                self.shadow.share(name, run, group.cuts(share, shares), group.local(shares), False)
-            except Exception as error:
-                return error
-        return None
-
-    def _fewest_counts(self, group: Group, name: str, run: Run, shares: int) -> None:
-        for count in group.counts:
-            fewer = Group(
-                group.normal, group.transposed, group.parts, None, tuple(c for c in group.counts if c != count)
-            )
-            if self._fails(fewer, name, run, shares) is None:
-                group.counts = fewer.counts
-
-    def _finest(self, group: Group, name: str, run: Run, common: int) -> Group | str:
-        """The group with the largest number of shares that works, if that suits the grid."""
-        widths = [self.sizes[n][1] // part for n, part in zip(group.normal, group.parts, strict=True)]
-        common = math.gcd(common, *widths)
-        finest = next(s for s in divisors(common) if s == 1 or self._fails(group, name, run, s, every=False) is None)
-        group.heads = None if finest == min(widths) == max(widths) else finest
-        return group if self._fits(group) else self.reasons[group.transposed]
-
-    def _fits(self, group: Group) -> bool:
-        """Whether the grid can split the group; `reasons` of its layers say why not."""
-        problem = None
-        if not group.divides(self.grid.gx):
-            problem = f"{group.heads} heads do not divide by gx = {self.grid.gx}"
-        layers = [("normal", p, n) for p, n in zip(group.parts, group.normal, strict=True)]
-        for kind, parts, name in [*layers, ("transposed", 1, group.transposed)]:
-            k, n = self.sizes[name]
-            try:
-                linear_split(LayerPlan(kind, parts, group.heads if kind == "normal" else None)).check(
-                    n, k, self.grid, name
-                )
-            except ValueError as error:
-                problem = problem or str(error).split(";")[0].partition(": ")[2]
-        if problem is not None:
-            for name in (*group.normal, group.transposed):
-                self.reasons[name] = problem
-        return problem is None
-
-    def _confirmed(self, traced: _Traced) -> list[Group]:
+    def _confirmed(self, traced: Traced) -> list[Group]:
         """The groups that, all together, leave the outputs of the traced module as they were."""
         if self._together(traced, traced.groups) is None:
             return traced.groups
@@ -339,10 +195,10 @@ class _Finder:
                 kept += groups
                 continue
             for name in (name for group in groups for name in (*group.normal, group.transposed)):
-                self.reasons[name] = f"split, it changes the model ({_short(problem)})"
+                self.reasons[name] = f"split, it changes the model ({short(problem)})"
         return kept
 
-    def _together(self, traced: _Traced, groups: list[Group]) -> Exception | None:
+    def _together(self, traced: Traced, groups: list[Group]) -> Exception | None:
         """The first problem of the groups on this grid, in both layouts of activations."""
         assert self.shadow is not None
         for gy in dict.fromkeys((1, self.grid.gy)) if groups else ():
@@ -372,7 +228,7 @@ class _Finder:
         try:
             return self._stream(plan)
         except Exception as error:
-            return {}, f"The stream between pairs is whole on every rank: {collapse(_short(error))}."
+            return {}, f"The stream between pairs is whole on every rank: {collapse(short(error))}."
 
     def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
         grid, groups = self.grid, self._groups
@@ -393,8 +249,3 @@ class _Finder:
 
     def _wide_enough(self, group: Group, shares: int) -> bool:
         return all(self.sizes[n][1] // p % shares == 0 for n, p in zip(group.normal, group.parts, strict=True))
-
-
-def _short(error: BaseException | None) -> str:
-    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
-    return text if len(text) <= 120 else text[:117] + "..."
