@@ -78,6 +78,11 @@ class Builder:
         self.add(Kind.REDUCE, peer, dst=_spans(dst), src=_spans(src), chunk=chunk)
         self._at[chunk].update(dst)
 
+    def phase(self) -> None:
+        """Begin a phase, which may overlap with those before it: the slots that they free are not used anew."""
+        self._freed.clear()
+        self._leaving.clear()
+
     def step(self) -> None:
         """Begin a step: the slots that earlier steps sent are free.
 

@@ -80,7 +80,7 @@ def bruck_chain(members: int) -> int:
 
 
 def chunks_for(size: int) -> tuple[int, ...]:
-    return (1, 2, 3, 4) if size <= 8 else (1 + size % 4,) if size <= 24 else (1,)
+    return (1, 2, 3, 4) if size <= 8 else (1 + size % 4,) if size <= 16 else (1,)
 
 
 @pytest.mark.parametrize("size", range(1, 65))
@@ -122,19 +122,19 @@ def test_hierarchical(ranks: tuple[int, int]) -> None:
     size = count * local
     far = {"ring": count - 1, "log": bruck_chain(count), "direct": 1, "radix4": {2: 1, 3: 1, 4: 1, 5: 1}.get(count, 2)}
     near = {"ring": local - 1, "direct": 1}
-    for collective in DATA:
+    for place, collective in enumerate(DATA):
         times = phases(collective)
+        chunks = 2 if ranks == (8, 4) else chunks_for(size)[-1]
         for turn, between in enumerate(BETWEEN):
             for within in WITHIN:
-                if size > 20 and within == "ring" and (turn + times) % 2:
-                    continue
-                for chunks in chunks_for(size)[-1:]:
-                    found = checked(f"hierarchical_{between}_{within}", collective, node_major(count, local), chunks)
-                    assert found.far_steps == times * far[between]
-                    assert found.steps == times * (far[between] + near[within])
-                    # (N - 1)B between nodes and (M - 1)NB within, of n = NMB: (N - 1)/N of n on each node's link.
-                    assert set(found.sent) == {times * chunks * (count - 1 + (local - 1) * count)}
-                    assert set(found.out) == set(found.into) == {times * chunks * (count - 1) * local}
+                if size > 20 and (turn + place + (within == "ring")) % 2:
+                    continue  # every algorithm, and every pattern with every collective, but not every combination
+                found = checked(f"hierarchical_{between}_{within}", collective, node_major(count, local), chunks)
+                assert found.far_steps == times * far[between]
+                assert found.steps == times * (far[between] + near[within])
+                # (N - 1)B between nodes and (M - 1)NB within, of n = NMB: (N - 1)/N of n on each node's link.
+                assert set(found.sent) == {times * chunks * (count - 1 + (local - 1) * count)}
+                assert set(found.out) == set(found.into) == {times * chunks * (count - 1) * local}
 
 
 @pytest.mark.parametrize("ranks", EVEN, ids=lambda ranks: "x".join(map(str, ranks)))
@@ -176,7 +176,7 @@ def test_any_grouping(size: int) -> None:
 def test_broadcast(size: int) -> None:
     for nodes in ([tuple(range(size))], dealt(size)):
         for root in {0, size // 2, size - 1}:
-            for chunks in (1, 3):
+            for chunks in (1, 3) if size <= 16 else (2,):
                 tree = checked("binomial", "broadcast", nodes, chunks, root=root)
                 within = max(log_steps(len(node)) for node in nodes)
                 assert tree.steps <= log_steps(len(nodes)) + within

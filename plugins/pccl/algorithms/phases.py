@@ -45,6 +45,7 @@ def scatter(
     """Reduce-scatter among `members`: each starts with a partial sum of every block, i ends with the sums of parts[i]."""
     if builder.rank not in members:
         return
+    builder.phase()
     for step in reversed(pattern(members.index(builder.rank), len(members))):
         builder.step()
         sends, sums = _union(parts, step.receives), _union(parts, step.sends)
