@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ _ANSWER = struct.Struct("<32s32s")  # nonce, proof
 _PROOF = struct.Struct("<32sQ8s")  # proof, address of a token, the token
 _READ, _STREAM = b"R", b"S"
 _PATIENCE = 20.0  # seconds for a handshake
+_MOST_STRANGERS = 512  # handshakes under way; beyond, the one that takes longest ends
 
 
 class LinkError(RuntimeError):
@@ -87,10 +89,9 @@ class Fabric:
         self.identity = secrets.token_bytes(16)
         self._groups: dict[bytes, Group] = {}
         self._numbers: dict[bytes, int] = {}
-        self._connected: set[int] = set()
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
-        self._handshakes = threading.Semaphore(64)
+        self._strangers: dict[socket.socket, None] = {}
         host = address_of(interfaces, local_rank)
         self._tcp = socket.create_server((host, 0), backlog=1024)
         self._unix = socket.socket(socket.AF_UNIX)
@@ -99,6 +100,8 @@ class Fabric:
         self._unix.listen(1024)
         self.member = Member(self.identity.hex(), node_name(), host, self._tcp.getsockname()[1], name)
         for listener in (self._tcp, self._unix):
+            # A forked child must not seem to listen in its parent's place.
+            os.register_at_fork(after_in_child=listener.close)
             threading.Thread(target=self._accept, args=(listener,), name="pccl-accept", daemon=True).start()
 
     def join(self, group: Group) -> int:
@@ -120,16 +123,18 @@ class Fabric:
         """
         number = self.number(member.identity)
         with self._connecting:
-            if number in self._connected:
+            if self.core.linked(number):
                 return
             connection = self._reach(member, timeout)
             try:
                 readable = self._introduce(connection, group, member)
+            except LinkError:
+                connection.close()
+                raise
             except (OSError, EOFError) as error:
                 connection.close()
                 raise LinkError(f"the process at {member.host} port {member.port} did not answer: {error}") from error
             self.core.add_outgoing(number, connection.detach(), 1 if readable else 0)
-            self._connected.add(number)
 
     def _reach(self, member: Member, timeout: float) -> socket.socket:
         near = member.node == self.member.node
@@ -172,9 +177,16 @@ class Fabric:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return
+                time.sleep(0.05)  # there may be no file descriptor to be had just now
+                continue
             # Whoever connects and says nothing must not keep the others waiting.
-            self._handshakes.acquire()
+            with self._lock:
+                self._strangers[connection] = None
+                if len(self._strangers) > _MOST_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
 
     def _meet(self, connection: socket.socket) -> None:
@@ -203,7 +215,8 @@ class Fabric:
         except (OSError, EOFError, struct.error):
             pass
         finally:
-            self._handshakes.release()
+            with self._lock:
+                self._strangers.pop(connection, None)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -6,14 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <set>
 #include <sstream>
 #include <stdexcept>
 
 namespace pccl {
 namespace {
 
-constexpr uint64_t kWake = 0;  // no link has this number
+constexpr uint64_t kWake = 0;           // no link has this number
+constexpr double kMostSeconds = 1e9;  // what a clock's nanoseconds can hold
 
 std::string seconds(double value) {
   std::ostringstream made;
@@ -23,7 +23,7 @@ std::string seconds(double value) {
 
 }  // namespace
 
-Engine::Engine() {
+Engine::Engine(size_t most_early) : most_early_(most_early), process_(getpid()) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error("no epoll or eventfd could be had");
@@ -35,7 +35,7 @@ Engine::Engine() {
 Engine::~Engine() {
   post([this] { stop_ = true; });
   thread_.join();
-  for (auto& [id, link] : links_) close(link->socket);
+  for (auto& [id, link] : links_) close_socket(link->socket);
   close(epoll_);
   close(wake_);
 }
@@ -54,25 +54,37 @@ void Engine::loop() {
     epoll_event events[64];
     int count = epoll_wait(epoll_, events, 64, wait_milliseconds());
     for (int i = 0; i < count; ++i) {
-      if (events[i].data.u64 != kWake) {
-        on_event(events[i].data.u64, events[i].events);
-        continue;
-      }
       uint64_t posted;
-      [[maybe_unused]] ssize_t got = ::read(wake_, &posted, sizeof posted);
+      if (events[i].data.u64 == kWake) [[maybe_unused]] ssize_t got = ::read(wake_, &posted, sizeof posted);
     }
     std::vector<std::function<void()>> commands;
     {
       std::lock_guard lock(mutex_);
       commands.swap(commands_);
     }
-    for (auto& command : commands) command();
-    expire();
+    // Before the events: one may be the end of a link that this rank sends on, whose peer's own link is among the commands.
+    for (auto& command : commands) guarded(command, kWake);
+    for (int i = 0; i < count; ++i) {
+      uint64_t id = events[i].data.u64;
+      if (id != kWake) guarded([&, i] { on_event(id, events[i].events); }, id);
+    }
+    guarded([this] { expire(); }, kWake);
     past_.clear();
   }
   std::set<uint64_t> groups;
   for (auto& [key, run] : runs_) groups.insert(key.first);
   for (uint64_t group : groups) fail_group(group, "the process group was destroyed", false);
+}
+
+// What is thrown on the way (there is no memory for a message) ends what is under way, never the process.
+void Engine::guarded(const std::function<void()>& step, uint64_t link) {
+  try {
+    step();
+  } catch (const std::exception& error) {
+    std::string why = std::string("the engine failed: ") + error.what();
+    lose(link, why);
+    for (auto& [key, group] : groups_) fail_group(key, "rank " + std::to_string(group.ranks[group.rank]) + ": " + why, true);
+  }
 }
 
 int Engine::wait_milliseconds() {
@@ -103,44 +115,53 @@ void Engine::expire() {
 }
 
 void Engine::add_outgoing(int peer, int socket, pid_t process) {
+  {
+    std::lock_guard lock(mutex_);
+    linked_.insert(peer);
+  }
+  add_link(peer, socket, process, false);
+}
+
+void Engine::add_incoming(int peer, int socket, pid_t process) { add_link(peer, socket, process, true); }
+
+void Engine::add_link(int peer, int socket, pid_t process, bool incoming) {
+  close_in_child(socket);
   post([=, this] {
     auto link = std::make_unique<Link>();
     link->id = next_link_++;
     link->peer = peer;
     link->socket = socket;
     link->process = process;
-    outgoing_[peer] = link->id;
-    watch(*link);
+    link->incoming = incoming;
+    (incoming ? incoming_ : outgoing_)[peer] = link->id;
+    lost_.erase(peer);
+    fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
+    watch(*link, EPOLL_CTL_ADD);
     links_[link->id] = std::move(link);
   });
 }
 
-void Engine::add_incoming(int peer, int socket, pid_t process) {
-  post([=, this] {
-    auto link = std::make_unique<Link>();
-    link->id = next_link_++;
-    link->peer = peer;
-    link->socket = socket;
-    link->process = process;
-    link->incoming = true;
-    incoming_[peer] = link->id;
-    watch(*link);
-    links_[link->id] = std::move(link);
-  });
+bool Engine::linked(int peer) {
+  std::lock_guard lock(mutex_);
+  return linked_.contains(peer);
 }
 
-void Engine::watch(Link& link) {
-  fcntl(link.socket, F_SETFL, fcntl(link.socket, F_GETFL) | O_NONBLOCK);
-  epoll_event event{EPOLLIN, {.u64 = link.id}};
-  epoll_ctl(epoll_, EPOLL_CTL_ADD, link.socket, &event);
+void Engine::watch(const Link& link, int change) {
+  epoll_event event{(link.paused ? 0u : EPOLLIN) | (link.wants_write ? EPOLLOUT : 0u), {.u64 = link.id}};
+  epoll_ctl(epoll_, change, link.socket, &event);
 }
 
 void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
   if (peers.size() != ranks.size() || rank < 0 || static_cast<size_t>(rank) >= ranks.size())
     throw std::invalid_argument("a group needs a global rank for every member, and this rank among them");
   post([=, this] {
-    groups_[key] = Group{peers, ranks, rank, std::chrono::duration<double>(timeout), broken_early_[key]};
+    groups_[key] = Group{peers, ranks, rank, std::chrono::duration<double>(std::min(timeout, kMostSeconds)), broken_early_[key]};
     broken_early_.erase(key);
+    removed_.erase(key);
+    std::set<uint64_t> strangers;
+    for (auto& [at, early] : early_)
+      if (std::get<0>(at) == key && !is_member(key, std::get<2>(at))) strangers.insert(early.link);
+    for (uint64_t link : strangers) lose(link, kStranger);
   });
 }
 
@@ -151,18 +172,22 @@ void Engine::remove_group(uint64_t key, const std::string& why) {
     fail_group(key, why, first != runs_.end() && first->first.first == key);
     groups_.erase(key);
     newest_.erase(key);
-    std::erase_if(early_, [&](auto& item) { return std::get<0>(item.first) == key; });
+    broken_early_.erase(key);
+    removed_.insert(key);
+    drop_early(key, std::nullopt);
   });
 }
 
 void Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
                    void* input, void* output, double timeout, Done done) {
+  if (process_ != getpid())
+    throw std::runtime_error("pccl: this process was forked from the one that made the process group; make a group of its own");
   auto run = std::make_shared<Run>();
   run->group = group;
   run->sequence = sequence;
   run->program = std::move(program);
   run->signature = signature;
-  run->timeout = std::chrono::duration<double>(timeout);
+  run->timeout = std::chrono::duration<double>(std::min(timeout, kMostSeconds));
   run->done = std::move(done);
   Buffers& buffers = run->buffers;
   buffers.input = static_cast<char*>(input);
@@ -234,9 +259,7 @@ void Engine::forget(Run& run) {
   run.over = true;
   std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
   std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
-  std::erase_if(early_, [&](auto& item) {
-    return std::get<0>(item.first) == run.group && std::get<1>(item.first) == run.sequence;
-  });
+  drop_early(run.group, run.sequence);
   for (auto& [id, link] : links_) {
     if (link->sink.run == &run) {
       link->sink.kind = Sink::Kind::kDiscard;
@@ -277,6 +300,11 @@ std::string Engine::rank_name(uint64_t key, int peer) const {
   for (size_t i = 0; i < group.peers.size(); ++i)
     if (group.peers[i] == peer) return "rank " + std::to_string(group.ranks[i]);
   return "a process that is not of the group";
+}
+
+bool Engine::is_member(uint64_t key, int peer) const {
+  const std::vector<int>& peers = groups_.at(key).peers;
+  return std::find(peers.begin(), peers.end(), peer) != peers.end();
 }
 
 std::string Engine::mismatch(const Run& run, int peer, const Header& header) const {

@@ -10,6 +10,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -24,6 +26,8 @@ namespace pccl {
 
 using Clock = std::chrono::steady_clock;
 using Done = std::function<void(const std::string& error)>;
+
+inline constexpr char kStranger[] = "it sent to a group that it is not of";
 
 // One collective call of this rank.
 struct Run {
@@ -44,13 +48,16 @@ struct Run {
 
 class Engine {
  public:
-  Engine();
+  // `most_early`: bytes of messages that nobody has asked for yet, from where on a link is not read.
+  explicit Engine(size_t most_early = size_t{256} << 20);
   ~Engine();
 
   // Links to and from a peer process, over connected sockets that the engine owns from here on. `process` > 0: its memory
   // may be read here (incoming), or ours there (outgoing).
   void add_outgoing(int peer, int socket, pid_t process);
   void add_incoming(int peer, int socket, pid_t process);
+  // Whether there is a link to a peer still.
+  bool linked(int peer);
 
   // A group: its members' peer numbers and global ranks, by group rank.
   void add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout);
@@ -82,6 +89,8 @@ class Engine {
 
   void post(std::function<void()> command);
   void loop();
+  void guarded(const std::function<void()>& step, uint64_t link);
+  void add_link(int peer, int socket, pid_t process, bool incoming);
   int wait_milliseconds();
   void expire();
 
@@ -95,6 +104,7 @@ class Engine {
   void forget(Run& run);
   std::string describe(const Run& run) const;
   std::string rank_name(uint64_t group, int peer) const;
+  bool is_member(uint64_t group, int peer) const;
   std::string mismatch(const Run& run, int peer, const Header& header) const;
 
   void on_event(uint64_t link, uint32_t events);
@@ -104,15 +114,24 @@ class Engine {
   void on_acknowledged(Link& link, const Header& header);
   bool accept(Link& link, Run& run, int32_t op, const Header& header);
   void take_early(Run& run, int32_t op, Early& early);
+  void keep_early(Link& link, const Key& key, Early early);
+  void drop_early(uint64_t group, std::optional<uint64_t> sequence);
+  void release(const Early& early);
+  bool crowded(const Link& link) const;
+  void pause(Link& link, bool paused);
+  void resume(int peer);
   void read_remote(Run& run, int32_t op, const std::vector<char>& pieces, uint64_t link, const Header& header);
   void flush(Link& link);
   void lose(uint64_t link, const std::string& why);
-  void watch(Link& link);
+  void watch(const Link& link, int change);
 
+  const size_t most_early_;
+  const pid_t process_;
   std::thread thread_;
   int epoll_ = -1, wake_ = -1;
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
+  std::set<int> linked_;  // as outgoing_, for other threads
   bool stop_ = false;
 
   uint64_t next_link_ = 1;
@@ -121,10 +140,12 @@ class Engine {
   std::unordered_map<int, std::string> lost_;
   std::map<uint64_t, Group> groups_;
   std::map<uint64_t, std::string> broken_early_;
+  std::set<uint64_t> removed_;
   std::map<std::pair<uint64_t, uint64_t>, std::shared_ptr<Run>> runs_;
   std::map<uint64_t, uint64_t> newest_;  // by group: sequence numbers up to here have begun
   std::map<Key, Posted> posted_;
   std::map<Key, Early> early_;
+  size_t paused_ = 0;  // links
   std::map<Key, Posted> unread_;  // sent as kRemote, not acknowledged yet
   std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them
 };

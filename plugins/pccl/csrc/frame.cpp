@@ -76,6 +76,7 @@ std::string Header::read(const unsigned char* from) {
     return "its frame is of no known operation";
   if (bytes > kMostBytes) return "its frame is too long";
   if (frame == Frame::kError && bytes > kMostText) return "its reason is too long";
+  if (frame == Frame::kError && bytes == 0) return "its reason is missing";
   if (frame == Frame::kAck && bytes != 0) return "its acknowledgement has a body";
   if ((frame == Frame::kRemote) != (pieces != 0) || pieces > kMostPieces) return "its frame names a wrong number of pieces";
   return "";

@@ -1,10 +1,13 @@
 #include "link.hpp"
 
+#include <pthread.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
+#include <set>
 
 #include "reduce.hpp"
 
@@ -15,7 +18,28 @@ constexpr size_t kBuffer = 8192;           // holds a header and a short message
 constexpr size_t kScratch = 128 * 1024;    // fits a core's own cache
 constexpr size_t kAtOnce = 1024 * 1024;    // of one link before the others have a turn
 
+// Sockets that a fork is to close; a mutex of its own, which no fork finds locked.
+std::mutex sockets_mutex;
+std::set<int> sockets;
+
 }  // namespace
+
+void close_in_child(int socket) {
+  static const int registered = pthread_atfork([] { sockets_mutex.lock(); }, [] { sockets_mutex.unlock(); }, [] {
+    for (int inherited : sockets) close(inherited);
+    sockets.clear();
+    sockets_mutex.unlock();
+  });
+  (void)registered;
+  std::lock_guard lock(sockets_mutex);
+  sockets.insert(socket);
+}
+
+void close_socket(int socket) {
+  std::lock_guard lock(sockets_mutex);
+  sockets.erase(socket);
+  close(socket);
+}
 
 void Cursor::skip(size_t bytes) {
   while (bytes > 0) {
@@ -30,6 +54,15 @@ size_t Cursor::left() const {
   size_t sum = 0;
   for (size_t i = at_; i < pieces_.size(); ++i) sum += pieces_[i].bytes;
   return sum - within_;
+}
+
+void copy(Cursor to, Cursor from) {
+  while (!to.done() && !from.done()) {
+    size_t step = std::min(to.here(), from.here());
+    if (to.data() != from.data()) std::memmove(to.data(), from.data(), step);
+    to.skip(step);
+    from.skip(step);
+  }
 }
 
 void Link::settle() {

@@ -17,7 +17,9 @@ namespace pccl {
 class Cursor {
  public:
   Cursor() = default;
-  explicit Cursor(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
+  explicit Cursor(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {
+    std::erase_if(pieces_, [](const Piece& piece) { return piece.bytes == 0; });
+  }
   bool done() const { return at_ == pieces_.size(); }
   char* data() const { return pieces_[at_].at + within_; }
   size_t here() const { return done() ? 0 : pieces_[at_].bytes - within_; }
@@ -29,6 +31,8 @@ class Cursor {
   std::vector<Piece> pieces_;
   size_t at_ = 0, within_ = 0;
 };
+
+void copy(Cursor to, Cursor from);
 
 // A frame to be written.
 struct Message {
@@ -59,7 +63,8 @@ struct Link {
   uint64_t id = 0;
   int peer = -1, socket = -1;
   pid_t process = 0;
-  bool incoming = false, wants_write = false;
+  bool incoming = false, wants_write = false, paused = false, hung_up = false;
+  size_t held = 0;  // bytes of messages from here that nobody has asked for yet
 
   std::deque<Message> queue;
 
@@ -76,5 +81,9 @@ struct Link {
   // Combines what is in the scratch.
   void settle();
 };
+
+// A forked child must not hold its parent's sockets: peers would not see the parent end.
+void close_in_child(int socket);
+void close_socket(int socket);
 
 }  // namespace pccl

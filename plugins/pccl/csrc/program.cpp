@@ -22,6 +22,13 @@ std::vector<Span> spans_of(const std::vector<int32_t>& flat, int32_t first, int3
   return made;
 }
 
+std::vector<int32_t> blocks_of(const std::vector<Span>& spans) {
+  std::vector<int32_t> made;
+  for (const Span& span : spans)
+    for (int32_t i = 0; i < span.count; ++i) made.push_back(span.block + i);
+  return made;
+}
+
 }  // namespace
 
 Program Program::parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_slots, uint32_t digest,
@@ -38,6 +45,7 @@ Program Program::parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_
     Op op{static_cast<Kind>(row[0]), row[1], row[3], static_cast<uint32_t>(row[2]), {}, {}, {}, row[8]};
     op.to = spans_of(spans, row[4], row[5], size, work_slots);
     op.from = spans_of(spans, row[6], row[7], size, work_slots);
+    if (!op.to.empty() && !op.from.empty() && blocks_of(op.to) != blocks_of(op.from)) refuse("blocks");
     if (next + row[8] > after.size()) refuse("order");
     for (int32_t k = 0; k < row[8]; ++k) {
       int32_t first = after[next++];
@@ -48,6 +56,12 @@ Program Program::parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_
     made.ops.push_back(std::move(op));
   }
   return made;
+}
+
+size_t total(const std::vector<Piece>& pieces) {
+  size_t sum = 0;
+  for (const Piece& piece : pieces) sum += piece.bytes;
+  return sum;
 }
 
 std::vector<Piece> Buffers::pieces(const std::vector<Span>& spans, int32_t chunk, int32_t chunks) const {

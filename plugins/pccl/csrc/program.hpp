@@ -30,6 +30,8 @@ struct Piece {
   size_t bytes;
 };
 
+size_t total(const std::vector<Piece>& pieces);
+
 struct Program {
   int32_t size = 0, rank = 0, chunks = 1, work_slots = 0;
   uint32_t digest = 0;

@@ -14,21 +14,6 @@ namespace {
 constexpr size_t kRemoteBytes = 16 * 1024;
 constexpr size_t kScratch = 128 * 1024;
 
-size_t total(const std::vector<Piece>& pieces) {
-  size_t sum = 0;
-  for (const Piece& piece : pieces) sum += piece.bytes;
-  return sum;
-}
-
-void copy(Cursor to, Cursor from) {
-  while (!to.done() && !from.done()) {
-    size_t step = std::min(to.here(), from.here());
-    if (to.data() != from.data()) std::memmove(to.data(), from.data(), step);
-    to.skip(step);
-    from.skip(step);
-  }
-}
-
 }  // namespace
 
 void Engine::advance(Run& run) {
@@ -121,11 +106,13 @@ void Engine::receive(Run& run, int32_t index) {
   if (early != early_.end()) {
     Early message = std::move(early->second);
     early_.erase(early);
+    release(message);
     return take_early(run, index, message);
   }
   if (lost_.contains(peer))
     return fail_group(run.group, describe(run) + " waits for " + rank_name(run.group, peer) + ", but " + lost_.at(peer), true);
   posted_[key] = {&run, index};
+  resume(peer);
 }
 
 // Whether a message is as long as its op expects; the group fails where not.
@@ -138,38 +125,14 @@ bool Engine::accept(Link& link, Run& run, int32_t index, const Header& header) {
   return false;
 }
 
-void Engine::take_early(Run& run, int32_t index, Early& early) {
-  const Op& op = run.program->ops[index];
-  auto link = links_.find(early.link);
-  int peer = groups_.at(run.group).peers[op.peer];
-  if (early.header.frame == Frame::kRemote) {
-    if (link == links_.end())
-      return fail_group(run.group, describe(run) + " waits for " + rank_name(run.group, peer) + ", but " + lost_.at(peer), true);
-    if (accept(*link->second, run, index, early.header)) read_remote(run, index, early.body, early.link, early.header);
-    return;
-  }
-  std::vector<Piece> to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
-  if (early.header.bytes != total(to))
-    return fail_group(run.group, describe(run) + " expects a message of " + std::to_string(total(to)) + " bytes from " +
-                                     rank_name(run.group, peer) + " and gets " + std::to_string(early.header.bytes), true);
-  if (op.kind == Kind::kReceive) {
-    copy(Cursor(std::move(to)), Cursor({{early.body.data(), early.body.size()}}));
-  } else {
-    Link reducer;
-    reducer.sink.kind = Sink::Kind::kReduce;
-    reducer.sink.left = early.body.size();
-    reducer.sink.to = Cursor(std::move(to));
-    reducer.sink.from = Cursor(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
-    reducer.sink.type = run.signature.type;
-    reducer.sink.reduction = run.signature.reduction;
-    reducer.pour(early.body.data(), early.body.size());
-  }
-  finish(run, index);
-}
-
 void Engine::read_remote(Run& run, int32_t index, const std::vector<char>& rows, uint64_t id, const Header& header) {
   const Op& op = run.program->ops[index];
   Link& link = *links_.at(id);
+  auto refuse = [&](const std::string& why) {
+    std::string text = describe(run) + " needs " + rank_name(run.group, link.peer) + ", but " + why;
+    lose(id, why);
+    fail_group(run.group, text, true);  // its op waits no longer, so that losing the link does not end it
+  };
   std::vector<Piece> pieces;
   size_t bytes = 0;
   for (size_t at = 0; at < rows.size(); at += Header::kPieceBytes) {
@@ -178,7 +141,7 @@ void Engine::read_remote(Run& run, int32_t index, const std::vector<char>& rows,
     pieces.push_back({reinterpret_cast<char*>(row[0]), row[1]});
     bytes += std::min<uint64_t>(row[1], Header::kMostBytes);
   }
-  if (bytes != header.bytes) return lose(id, "its frame's pieces do not add up");
+  if (bytes != header.bytes) return refuse("its frame's pieces do not add up");
   Cursor theirs(std::move(pieces)), to(run.buffers.pieces(op.to, op.chunk, run.program->chunks));
   Cursor from(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
   std::vector<char> scratch(op.kind == Kind::kReduce ? std::min(kScratch, bytes) : 0);
@@ -188,9 +151,9 @@ void Engine::read_remote(Run& run, int32_t index, const std::vector<char>& rows,
     size_t step = std::min({place ? bytes : kScratch, theirs.here(), to.here(), place ? bytes : from.here()});
     iovec local{place ? to.data() : scratch.data(), step}, remote{theirs.data(), step};
     ssize_t got = process_vm_readv(link.process, &local, 1, &remote, 1, 0);
-    if (got <= 0) return lose(id, "its memory could not be read");
+    if (got <= 0) return refuse("its memory could not be read");
     size_t whole = place ? got : got / run.buffers.element * run.buffers.element;
-    if (whole == 0) return lose(id, "its memory could not be read");
+    if (whole == 0) return refuse("its memory could not be read");
     if (!place) {
       combine(run.signature.type, run.signature.reduction, to.data(), from.data(), scratch.data(), whole / run.buffers.element);
       from.skip(whole);

@@ -71,7 +71,11 @@ class Finisher {
       tasks_.pop();
       lock.unlock();
       if (!task) return;
-      task();
+      try {
+        task();
+      } catch (const std::exception& error) {
+        TORCH_WARN("pccl: a callback of a finished call failed: ", error.what());
+      }
     }
   }
   std::mutex mutex_;
@@ -91,23 +95,28 @@ class Call : public Work {
   void hold(const at::Tensor& tensor) { held_.push_back(tensor); }
   void copy_back(const at::Tensor& to, const at::Tensor& from) { copies_.emplace_back(to, from); }
 
-  void arrived(const std::string& error) {
+  // One of its runs is done. Takes the run's hold on the call: to let a tensor go may need the interpreter's lock, for which
+  // the engine should not wait.
+  static void arrived(c10::intrusive_ptr<Call> self, const std::string& error) {
     {
-      std::lock_guard lock(parts_);
-      if (!error.empty()) error_ = error;
-      if (--left_ > 0) return;
+      std::lock_guard lock(self->parts_);
+      if (!error.empty()) self->error_ = error;
+      if (--self->left_ > 0) return;
     }
     std::exception_ptr failed;
-    if (!error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + error_));
+    if (!self->error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + self->error_));
     if (!failed) {
-      c10::InferenceMode guard(false);
-      at::NoGradGuard no_grad;
-      for (auto& [to, from] : copies_) to.copy_(from);
+      try {
+        c10::InferenceMode guard(false);
+        at::NoGradGuard no_grad;
+        for (auto& [to, from] : self->copies_) to.copy_(from);
+      } catch (...) {
+        failed = std::current_exception();
+      }
     }
-    finish(failed);
-    auto self = c10::intrusive_ptr<Call>::reclaim_copy(this);
-    finisher_->post([self, failed] {
-      // To let a tensor go may need the interpreter's lock, for which the engine should not wait.
+    self->finish(failed);
+    Finisher& finisher = *self->finisher_;
+    finisher.post([self = std::move(self), failed] {
       self->copies_.clear();
       self->held_.clear();
       if (failed) self->future_->setError(failed);
@@ -301,7 +310,7 @@ class Shim : public c10d::Backend {
       run(call, {Collective::kAllReduce, *type_of(tensor), *reduction_of(options.reduceOp), static_cast<uint64_t>(flat.numel())},
           flat, flat, options.timeout);
     }
-    if (tensors.empty()) call->arrived("");
+    if (tensors.empty()) Call::arrived(call, "");
     return call;
   }
 
@@ -329,7 +338,7 @@ class Shim : public c10d::Backend {
     double seconds = timeout == c10d::kUnsetTimeout ? timeout_ : static_cast<double>(timeout.count()) / 1000;
     std::lock_guard lock(order_);
     core_->engine.start(key_, ++sequence_, std::move(program), signature, input.data_ptr(), output.data_ptr(), seconds,
-                        [call](const std::string& error) { call->arrived(error); });
+                        [call](const std::string& error) mutable { Call::arrived(std::move(call), error); });
   }
 
   // The program for so many bytes; Python makes it, and the links that it needs, when it is asked for first.
@@ -363,7 +372,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return std::make_shared<Program>(Program::parse(size, rank, chunks, work_slots, digest, ops, spans, after));
       }));
   py::class_<Core, std::shared_ptr<Core>>(module, "Core")
-      .def(py::init<>())
+      // Never destroyed: its threads may need the interpreter, which may be gone by then, and a forked child has none of them.
+      .def(py::init([] { return std::shared_ptr<Core>(new Core, [](Core*) {}); }))
+      .def("linked", [](Core& core, int peer) { return core.engine.linked(peer); })
       .def("add_outgoing", [](Core& core, int peer, int socket, int process) { core.engine.add_outgoing(peer, socket, process); })
       .def("add_incoming", [](Core& core, int peer, int socket, int process) { core.engine.add_incoming(peer, socket, process); })
       .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {

@@ -14,21 +14,28 @@ namespace pccl {
 namespace {
 
 constexpr size_t kMostAtOnce = 4 * 1024 * 1024;  // read of one link before the others have a turn
+constexpr size_t kMostBroken = 4096;             // groups that are heard of only by their failures
 
 }  // namespace
 
 void Engine::on_event(uint64_t id, uint32_t events) {
-  if (events & EPOLLOUT) {
-    auto found = links_.find(id);
-    if (found != links_.end()) flush(*found->second);
-  }
   auto found = links_.find(id);
-  if (found != links_.end() && events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read(*found->second);
+  if (found == links_.end()) return;
+  if (events & (EPOLLHUP | EPOLLERR)) {
+    // What is left to read is no more than the kernel holds.
+    found->second->hung_up = true;
+    pause(*found->second, false);
+  }
+  // Acknowledgements first: writing may find that the peer has gone, when all that it was sent is done.
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read(*found->second);
+  found = links_.find(id);
+  if (found != links_.end() && events & EPOLLOUT) flush(*found->second);
 }
 
 void Engine::read(Link& link) {
   uint64_t id = link.id;
   for (size_t taken = 0; taken < kMostAtOnce;) {
+    if (crowded(link)) return pause(link, true);
     ssize_t got = link.fill();
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (got < 0 && errno == EINTR) continue;
@@ -78,6 +85,12 @@ bool Engine::on_header(Link& link) {
     lose(link.id, "its memory is not to be read here");
     return false;
   }
+  auto group = groups_.find(header.group);
+  if (group != groups_.end() && !is_member(header.group, link.peer)) {
+    lose(link.id, kStranger);
+    return false;
+  }
+  if (removed_.contains(header.group) || (group != groups_.end() && !group->second.broken.empty())) return true;
   link.sink.kind = Sink::Kind::kOwn;
   if (header.frame != Frame::kData) return true;
   auto run = runs_.find({header.group, header.sequence});
@@ -117,17 +130,19 @@ void Engine::on_body(Link& link) {
   Sink sink = std::move(link.sink);
   link.sink = Sink();
   if (!link.incoming) return on_acknowledged(link, header);
+  if (sink.kind == Sink::Kind::kDiscard) return;
   if (header.frame == Frame::kError) {
     std::string why(sink.own.begin(), sink.own.end());
+    // It is shown to a person, by way of Python's strings.
+    std::replace_if(why.begin(), why.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
     if (groups_.contains(header.group))
       fail_group(header.group, why, true);
-    else
+    else if (broken_early_.size() < kMostBroken)
       broken_early_[header.group] = why;
     return;
   }
   if (sink.kind == Sink::Kind::kPlace || sink.kind == Sink::Kind::kReduce)
     return finish(*static_cast<Run*>(sink.run), sink.op);
-  if (sink.kind == Sink::Kind::kDiscard) return;
   Key key{header.group, header.sequence, link.peer, header.tag};
   auto run = runs_.find({header.group, header.sequence});
   if (run != runs_.end() && !(header.signature == run->second->signature))
@@ -142,8 +157,7 @@ void Engine::on_body(Link& link) {
   }
   auto newest = newest_.find(header.group);
   bool late = run == runs_.end() && newest != newest_.end() && header.sequence <= newest->second;
-  if (late) return;
-  if (!early_.emplace(key, std::move(early)).second) lose(link.id, "it sent one message twice");
+  if (!late) keep_early(link, key, std::move(early));
 }
 
 void Engine::on_acknowledged(Link& link, const Header& header) {
@@ -192,24 +206,29 @@ void Engine::flush(Link& link) {
   bool wanted = !link.queue.empty();
   if (wanted == link.wants_write) return;
   link.wants_write = wanted;
-  epoll_event event{EPOLLIN | (wanted ? EPOLLOUT : 0u), {.u64 = id}};
-  epoll_ctl(epoll_, EPOLL_CTL_MOD, link.socket, &event);
+  watch(link, EPOLL_CTL_MOD);
 }
 
 void Engine::lose(uint64_t id, const std::string& why) {
   auto found = links_.find(id);
   if (found == links_.end()) return;
+  pause(*found->second, false);
   std::unique_ptr<Link> link = std::move(found->second);
   links_.erase(found);
   epoll_ctl(epoll_, EPOLL_CTL_DEL, link->socket, nullptr);
-  close(link->socket);
+  close_socket(link->socket);
   int peer = link->peer;
   auto& known = link->incoming ? incoming_ : outgoing_;
   auto here = known.find(peer);
-  if (here != known.end() && here->second == id) known.erase(here);
+  if (here != known.end() && here->second == id) {
+    known.erase(here);
+    std::lock_guard lock(mutex_);
+    if (!link->incoming) linked_.erase(peer);
+  }
   // What the peer sent before it went is still to be read, where it went in good order.
   bool heard = !link->incoming && incoming_.contains(peer);
-  if (!heard) lost_.emplace(peer, why);
+  // A newer link in its place has made up for this one.
+  if (!heard && !known.contains(peer)) lost_.emplace(peer, why);
   std::vector<std::pair<uint64_t, std::string>> broken;
   auto note = [&](void* of) {
     Run* run = static_cast<Run*>(of);

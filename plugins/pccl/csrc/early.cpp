@@ -1,0 +1,88 @@
+// Messages that came before their operations wanted them.
+#include <sys/epoll.h>
+
+#include <climits>
+
+#include "engine.hpp"
+
+namespace pccl {
+namespace {
+
+// With what keeping it costs, so that empty messages count too.
+size_t weight(size_t body) { return body + 256; }
+
+}  // namespace
+
+void Engine::take_early(Run& run, int32_t index, Early& early) {
+  const Op& op = run.program->ops[index];
+  auto link = links_.find(early.link);
+  int peer = groups_.at(run.group).peers[op.peer];
+  if (early.header.frame == Frame::kRemote) {
+    if (link == links_.end())
+      return fail_group(run.group, describe(run) + " waits for " + rank_name(run.group, peer) + ", but " + lost_.at(peer), true);
+    if (accept(*link->second, run, index, early.header)) read_remote(run, index, early.body, early.link, early.header);
+    return;
+  }
+  std::vector<Piece> to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
+  if (early.header.bytes != total(to))
+    return fail_group(run.group, describe(run) + " expects a message of " + std::to_string(total(to)) + " bytes from " +
+                                     rank_name(run.group, peer) + " and gets " + std::to_string(early.header.bytes), true);
+  if (op.kind == Kind::kReceive) {
+    copy(Cursor(std::move(to)), Cursor({{early.body.data(), early.body.size()}}));
+  } else {
+    Link reducer;
+    reducer.sink.kind = Sink::Kind::kReduce;
+    reducer.sink.left = early.body.size();
+    reducer.sink.to = Cursor(std::move(to));
+    reducer.sink.from = Cursor(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
+    reducer.sink.type = run.signature.type;
+    reducer.sink.reduction = run.signature.reduction;
+    reducer.pour(early.body.data(), early.body.size());
+  }
+  finish(run, index);
+}
+
+void Engine::keep_early(Link& link, const Key& key, Early early) {
+  size_t bytes = weight(early.body.size());
+  if (!early_.emplace(key, std::move(early)).second) return lose(link.id, "it sent one message twice");
+  link.held += bytes;
+}
+
+void Engine::drop_early(uint64_t group, std::optional<uint64_t> sequence) {
+  auto at = early_.lower_bound(Key{group, sequence.value_or(0), INT_MIN, 0});
+  while (at != early_.end() && std::get<0>(at->first) == group && std::get<1>(at->first) == sequence.value_or(std::get<1>(at->first))) {
+    release(at->second);
+    at = early_.erase(at);
+  }
+}
+
+void Engine::release(const Early& early) {
+  auto link = links_.find(early.link);
+  if (link == links_.end()) return;
+  link->second->held -= weight(early.body.size());
+  if (link->second->paused && !crowded(*link->second)) pause(*link->second, false);
+}
+
+// Whether a link has brought so much ahead of its time that the rest can wait. It cannot where an operation waits for the
+// peer: its message may be behind those that nobody has asked for.
+bool Engine::crowded(const Link& link) const {
+  if (link.held + link.sink.own.size() <= most_early_ || link.hung_up) return false;
+  for (auto& [key, posted] : posted_)
+    if (std::get<2>(key) == link.peer) return false;
+  return true;
+}
+
+void Engine::pause(Link& link, bool paused) {
+  if (link.paused == paused) return;
+  link.paused = paused;
+  paused ? ++paused_ : --paused_;
+  watch(link, EPOLL_CTL_MOD);
+}
+
+void Engine::resume(int peer) {
+  if (paused_ == 0) return;
+  for (auto& [id, link] : links_)
+    if (link->peer == peer) pause(*link, false);
+}
+
+}  // namespace pccl

@@ -1,0 +1,81 @@
+// Whole collectives among engines of one process: collectives ROUNDS SEED
+#include <random>
+
+#include "peers.hpp"
+
+using namespace pccl;
+
+namespace {
+
+struct Call {
+  std::vector<int32_t> input, output, wanted;
+  std::string error = "never done";
+};
+
+// Links of every pair, each way; `process`: the receiver reads large messages out of the sender's memory.
+void connect(std::vector<std::unique_ptr<Engine>>& engines, pid_t process) {
+  int size = static_cast<int>(engines.size());
+  for (int from = 0; from < size; ++from)
+    for (int to = 0; to < size; ++to) {
+      if (from == to) continue;
+      auto [out, in] = pair_of_sockets();
+      engines[to]->add_incoming(from, in, process);
+      engines[from]->add_outgoing(to, out, process);
+    }
+}
+
+void round(std::mt19937_64& draw) {
+  int size = 1 + static_cast<int>(draw() % 6), calls = 1 + static_cast<int>(draw() % 12);
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int rank = 0; rank < size; ++rank) engines.push_back(std::make_unique<Engine>(draw() % 2 ? 5000 : 1 << 28));
+  connect(engines, draw() % 2 ? getpid() : 0);
+  std::vector<int> ranks(size);
+  for (int rank = 0; rank < size; ++rank) ranks[rank] = rank;
+  for (int rank = 0; rank < size; ++rank) engines[rank]->add_group(5, ranks, ranks, rank, 60);
+  std::vector<std::vector<Call>> made(size, std::vector<Call>(calls));
+  std::atomic<int> left = size * calls;
+  for (int call = 0; call < calls; ++call) {
+    bool gather = draw() % 2;
+    size_t elements = draw() % 3 == 0 ? draw() % 60000 : draw() % 50;
+    int chunks = 1 + static_cast<int>(draw() % 3);
+    if (gather) elements = elements / size * size;
+    size_t each = elements / size;
+    std::vector<int32_t> sum(elements);
+    for (int rank = 0; rank < size; ++rank) {
+      Call& one = made[rank][call];
+      one.input.resize(gather ? each : elements);
+      for (int32_t& value : one.input) value = static_cast<int32_t>(draw() % 1000);
+      for (size_t i = 0; i < one.input.size(); ++i) sum[gather ? rank * each + i : i] += one.input[i];
+      one.output.resize(elements, -1);
+    }
+    bool in_place = !gather && draw() % 2;
+    for (int rank = 0; rank < size; ++rank) {
+      Call& one = made[rank][call];
+      one.wanted = sum;
+      if (size == 1 || in_place) one.output = sum.size() && !gather ? one.input : one.output;
+      auto program = gather ? all_gather(size, rank, chunks) : all_reduce(size, rank, chunks);
+      void* input = in_place ? one.output.data() : one.input.data();
+      engines[rank]->start(5, call + 1, program, signature(gather ? Collective::kAllGather : Collective::kAllReduce, elements),
+                           input, one.output.data(), 0, [&](const std::string& error) {
+                             one.error = error;
+                             --left;
+                           });
+    }
+  }
+  while (left > 0) std::this_thread::yield();
+  engines.clear();
+  for (auto& of : made)
+    for (Call& one : of) {
+      if (!one.error.empty()) std::fprintf(stderr, "%s\n", one.error.c_str());
+      CHECK(one.error.empty() && one.output == one.wanted);
+    }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  std::mt19937_64 draw(std::strtoull(arguments[2], nullptr, 10));
+  int rounds = std::atoi(arguments[1]);
+  for (int i = 0; i < rounds; ++i) round(draw);
+  std::printf("%d rounds\n", rounds);
+}

@@ -1,0 +1,255 @@
+// Good and bad frames to an engine with work under way: fuzz FRAMES SEED
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "peers.hpp"
+
+using namespace pccl;
+
+namespace {
+
+constexpr int kSize = 3;  // ranks; the engine is rank 0, and what the others send is made here
+constexpr uint64_t kGroups[] = {11, 12, 13, 14};  // two are known, one is removed at once, one is never made
+
+std::mt19937_64 draw;
+uint64_t below(uint64_t end) { return draw() % end; }
+
+struct Bytes : std::vector<char> {
+  void add(const void* from, size_t bytes) {
+    const char* at = static_cast<const char*>(from);
+    insert(end(), at, at + bytes);
+  }
+};
+
+Bytes frame(const Header& header, const void* body) {
+  Bytes made;
+  made.resize(Header::kBytes);
+  header.write(reinterpret_cast<unsigned char*>(made.data()));
+  if (header.body() && body) made.add(body, header.body());
+  return made;
+}
+
+struct Call {
+  std::vector<int32_t> data, wanted;
+  std::atomic<int> done = 0;
+  std::string error;
+};
+
+class Episode {
+ public:
+  explicit Episode(bool clean) : clean_(clean), engine_(std::make_unique<Engine>(below(3) ? 1 << 20 : 1500)) {
+    for (int peer = 1; peer < kSize; ++peer) {
+      reconnect_in(peer);
+      reconnect_out(peer);
+    }
+    for (uint64_t group : {kGroups[0], kGroups[1], kGroups[2]}) engine_->add_group(group, {0, 1, 2}, {0, 1, 2}, 0, 30);
+    engine_->remove_group(kGroups[2], "it is not wanted");
+    for (auto& call : calls_) call = std::make_unique<Call>();
+    for (size_t i = 0; i < std::size(calls_); ++i) prepare(i);
+  }
+
+  ~Episode() {
+    for (int socket : in_) close(socket);
+    for (int socket : out_) close(socket);
+  }
+
+  // How many frames were sent.
+  int run() {
+    std::shuffle(frames_.begin(), frames_.end(), draw);
+    int sent = 0;
+    size_t next_call = 0;
+    for (auto& [peer, bytes] : frames_) {
+      while (next_call < std::size(calls_) && below(6) == 0) start(next_call++);
+      if (!clean_)
+        for (; below(4) > 0; ++sent) disturb();
+      deliver(peer, bytes);
+      ++sent;
+    }
+    while (next_call < std::size(calls_)) start(next_call++);
+    if (clean_)
+      for (auto& call : calls_)
+        while (call->done == 0) drain(), std::this_thread::yield();
+    return sent;
+  }
+
+  // The engine's end gives up what is under way.
+  void end() {
+    engine_.reset();
+    for (auto& call : calls_) {
+      CHECK(call->done == 1);
+      if (clean_ && !call->error.empty()) std::fprintf(stderr, "%s\n", call->error.c_str());
+      if (clean_) CHECK(call->error.empty() && call->data == call->wanted);
+    }
+  }
+
+  std::unique_ptr<Call> calls_[6];
+
+ private:
+  // Call i of group i % 2: its data, and what the peers send for it.
+  void prepare(size_t i) {
+    Call& call = *calls_[i];
+    size_t elements = below(4) ? below(40) : below(9000);
+    call.data.resize(elements, 1);
+    call.wanted.resize(elements);
+    Header header;
+    header.frame = Frame::kData;
+    header.signature = signature(Collective::kAllReduce, elements);
+    header.group = kGroups[i % 2];
+    header.sequence = i / 2 + 1;
+    for (int peer = 1; peer < kSize; ++peer)
+      for (size_t block : {size_t{0}, static_cast<size_t>(peer)}) {
+        size_t first = first_of(elements, kSize, block), end = first_of(elements, kSize, block + 1);
+        std::vector<int32_t> values(end - first);
+        for (int32_t& value : values) value = static_cast<int32_t>(below(1000));
+        for (size_t k = first; k < end; ++k) call.wanted[k] += values[k - first] + (block == 0 && peer == 1);
+        header.tag = block == 0 ? 0 : 1;
+        header.bytes = values.size() * 4;
+        frames_.emplace_back(peer, frame(header, values.data()));
+      }
+  }
+
+  void start(size_t i) {
+    Call& call = *calls_[i];
+    bool hasty = !clean_ && below(10) == 0;
+    engine_->start(kGroups[i % 2], i / 2 + 1, all_reduce(kSize, 0, 1), signature(Collective::kAllReduce, call.data.size()),
+                  call.data.data(), call.data.data(), hasty ? 0.0005 : 0, [&call](const std::string& error) {
+                    call.error = error;
+                    ++call.done;
+                  });
+  }
+
+  void reconnect_in(int peer) {
+    auto [here, there] = pair_of_sockets();
+    if (in_[peer] >= 0) close(in_[peer]);
+    in_[peer] = here;
+    engine_->add_incoming(peer, there, !clean_ && below(2) ? getpid() : 0);
+  }
+  void reconnect_out(int peer) {
+    auto [here, there] = pair_of_sockets();
+    if (out_[peer] >= 0) close(out_[peer]);
+    out_[peer] = here;
+    engine_->add_outgoing(peer, there, !clean_ && below(2) ? 1 : 0);
+  }
+
+  void drain() {
+    char scrap[65536];
+    for (int socket : out_)
+      while (socket >= 0 && recv(socket, scrap, sizeof scrap, MSG_DONTWAIT) > 0) {}
+  }
+
+  void deliver(int peer, const Bytes& bytes) {
+    drain();
+    size_t at = 0;
+    for (int tries = 0; at < bytes.size() && (clean_ || tries < 50); ++tries) {
+      size_t step = below(3) ? bytes.size() - at : 1 + below(bytes.size() - at);
+      ssize_t sent = send(in_[peer], bytes.data() + at, step, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (sent > 0) at += sent;
+      else if (!clean_ && errno != EAGAIN) return reconnect_in(peer);
+      else std::this_thread::yield();
+    }
+    if (at < bytes.size()) reconnect_in(peer);  // cut off
+  }
+
+  // A frame of known form with fields drawn from few values, so that many of them mean something.
+  Header plausible() {
+    Header header;
+    uint64_t kind = below(40);
+    header.frame = kind == 0 ? Frame::kError : kind < 6 ? Frame::kRemote : kind < 8 ? Frame::kAck : Frame::kData;
+    const Call& like = *calls_[below(6)];
+    header.signature = signature(Collective::kAllReduce, like.data.size());
+    if (below(8) == 0) header.signature.elements = below(50);
+    header.group = kGroups[below(4)];
+    header.sequence = below(9);
+    header.tag = static_cast<uint32_t>(below(4));
+    header.bytes = header.frame == Frame::kAck ? 0 : below(3) ? first_of(like.data.size(), kSize, 1) * 4 : below(5000);
+    if (header.frame == Frame::kRemote) header.pieces = 1 + static_cast<uint32_t>(below(3));
+    return header;
+  }
+
+  Bytes body(const Header& header) {
+    static const std::vector<char> memory(40000, 1);
+    Bytes made;
+    if (header.frame == Frame::kRemote) {
+      for (uint32_t i = 0; i < header.pieces; ++i) {
+        uint64_t share = i + 1 < header.pieces ? 0 : header.bytes;
+        uint64_t row[2] = {below(4) ? reinterpret_cast<uintptr_t>(memory.data()) : draw(), below(4) ? share : below(7) ? below(99) : draw()};
+        made.add(row, sizeof row);
+      }
+    } else {
+      for (uint64_t i = 0; i < header.bytes && header.bytes < 100000; ++i) made.push_back(static_cast<char>(draw()));
+    }
+    made.resize(std::min<uint64_t>(header.body(), 100000));
+    return made;
+  }
+
+  void disturb() {
+    int peer = 1 + static_cast<int>(below(kSize - 1));
+    Bytes bytes;
+    switch (below(12)) {
+      case 0:  // of any bytes
+        for (uint64_t left = 1 + below(200); left > 0; --left) bytes.push_back(static_cast<char>(draw()));
+        break;
+      case 1:  // a right one with a few bits changed
+        bytes = frames_[below(frames_.size())].second;
+        for (uint64_t left = 1 + below(3); left > 0; --left) bytes[below(below(2) ? Header::kBytes : bytes.size())] ^= static_cast<char>(1 << below(8));
+        break;
+      case 2:  // a right one, cut off
+        bytes = frames_[below(frames_.size())].second;
+        bytes.resize(below(bytes.size()));
+        deliver(peer, bytes);
+        return reconnect_in(peer);
+      case 3:  // a right one, once more
+        bytes = frames_[below(frames_.size())].second;
+        break;
+      case 4: {  // to the wrong side of a link
+        Header header = plausible();
+        if (below(4)) header.frame = Frame::kAck, header.bytes = header.pieces = 0;
+        bytes = frame(header, nullptr);
+        if (send(out_[peer], bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0 || below(20) == 0) reconnect_out(peer);
+        return;
+      }
+      default: {
+        Header header = plausible();
+        Bytes content = body(header);
+        bytes = frame(header, nullptr);
+        bytes.add(content.data(), content.size());
+      }
+    }
+    deliver(peer, bytes);
+  }
+
+  const bool clean_;
+  int in_[kSize] = {-1, -1, -1}, out_[kSize] = {-1, -1, -1};
+  std::vector<std::pair<int, Bytes>> frames_;
+  std::unique_ptr<Engine> engine_;
+};
+
+// The parser alone.
+void parse(int frames) {
+  unsigned char bytes[Header::kBytes];
+  for (int i = 0; i < frames; ++i) {
+    Header header;
+    header.write(bytes);
+    for (uint64_t left = below(12); left > 0; --left) bytes[below(Header::kBytes)] = static_cast<unsigned char>(draw());
+    if (!header.read(bytes).empty()) continue;
+    CHECK(!header.signature.text().empty() && header.body() <= Header::kMostBytes);
+    CHECK(header.frame == Frame::kData || header.body() <= Header::kMostPieces * Header::kPieceBytes);
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  int frames = std::atoi(arguments[1]), episodes = 0;
+  draw.seed(std::strtoull(arguments[2], nullptr, 10));
+  parse(frames);
+  int failed = 0, fine = 0;
+  for (int sent = 0; sent < frames; ++episodes) {
+    auto episode = std::make_unique<Episode>(episodes % 4 == 0);
+    sent += episode->run();
+    episode->end();
+    for (auto& call : episode->calls_) call->error.empty() ? ++fine : ++failed;
+  }
+  std::printf("%d frames, %d episodes, %d calls done, %d given up\n", frames, episodes, fine, failed);
+}

@@ -1,0 +1,50 @@
+"""The engine without torch, under sanitizers: whole collectives, and bad frames while work is under way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from plugins.pccl.build import compiler
+
+ENGINE = Path(__file__).parents[2] / "plugins" / "pccl" / "csrc"
+NATIVE = Path(__file__).parent / "native"
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the two programs, compiled with a sanitizer."""
+    folder = tmp_path_factory.mktemp("native")
+    flags = ["-std=c++20", "-O1", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
+    sources = [source for source in ENGINE.glob("*.cpp") if source.stem != "shim"]
+
+    def build(source: Path) -> Path:
+        made = folder / f"{source.stem}.o"
+        _run(compiler(), *flags, "-c", source, "-o", made)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(build, sources))
+        for program, made in zip(("fuzz", "collectives"), pool.map(build, sorted(NATIVE.glob("*.cpp"), reverse=True)), strict=True):
+            _run(compiler(), *flags, made, *objects, "-lpthread", "-o", folder / program)
+    return folder
+
+
+def test_collectives_among_engines_make_the_right_values(programs: Path) -> None:
+    assert "200 rounds" in _run(programs / "collectives", 200, 1)
+
+
+def test_no_frame_crashes_the_engine(programs: Path) -> None:
+    told = _run(programs / "fuzz", 100_000, 1)
+    done, given_up = int(told.split(" calls done")[0].split()[-1]), int(told.split(" given up")[0].split()[-1])
+    assert done > 1000 and given_up > 1000, told
