@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.launch import launch
-from plugins.pccl.backend import register
+from plugins.pccl import register
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -59,7 +59,9 @@ def reduced(parts: list[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
 def one(draw: random.Random, group: dist.ProcessGroup, seed: int) -> Pending:
     """Start a random collective; its work and the check of what it made. All members draw the same."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    kind = draw.choice(("gather", "gather list", "scatter", "scatter list", "reduce", "reduce slice", "broadcast", "barrier"))
+    kind = draw.choice(
+        ("gather", "gather list", "scatter", "scatter list", "reduce", "reduce slice", "broadcast", "barrier")
+    )
     dtype, elements = draw.choice(DTYPES), draw.choice(SIZES)
     op = draw.choice((SUM, MIN, MAX, PRODUCT, AVG))
     if op == AVG and not dtype.is_floating_point or dtype is torch.bool and op == PRODUCT:
