@@ -96,6 +96,12 @@ def _options(given: Any, first: bool) -> Options:
     return given or inherited or Options.from_environment()
 
 
+def options_of_world() -> Options:
+    """Those of the group of all ranks, which is pccl's."""
+    assert _first is not None
+    return _first
+
+
 def _read(record: bytes) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(record)
     if "error" in found:
