@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.build import load
-from plugins.pccl.choice import Choice, choose
+from plugins.pccl.choice import NATIVE, Choice, Measured, choose
 from plugins.pccl.links import Fabric, Group, Member
 from plugins.pccl.program import Program, flatten
+from plugins.pccl.tuning_file import key_of, tuning_file
+from plugins.pccl.tuning_file import read as read_tuning
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
 """By their numbers in the engine."""
@@ -60,12 +64,49 @@ def create(options: Any, backend_options: Any = None) -> Any:
     ranks = [int(number) for number in options.global_ranks_in_group] or list(range(size))  # torch names none for all
     fabric.core.add_group(key, numbers, ranks, rank, timeout.total_seconds())
     planner = _Planner(fabric, group, members, rank, timeout.total_seconds())
+    if rank == 0:  # reads for all, who must choose alike
+        store.set("tuning", read_tuning(tuning_file(), key_of(planner.nodes)).dump())
+    planner.measured = Measured.load(store.get("tuning").decode())
     inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout)
     return module.backend(fabric.core, key, rank, size, timeout.total_seconds(), inner, planner)
 
 
+def planner(group: dist.ProcessGroup | None = None) -> _Planner:
+    """That of a group with this backend, by default of the group of all ranks."""
+    found: _Planner = load().planner(_backend(group))
+    return found
+
+
+def forget(group: dist.ProcessGroup | None = None) -> None:
+    """Have the planner asked anew for every size."""
+    load().forget(_backend(group))
+
+
+@contextmanager
+def using(choice: Choice | None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Collectives of `group` that begin in the ``with`` block are done as `choice` says on every rank; None: as ever."""
+    asked = planner(group)
+    asked.fixed, before = choice, asked.fixed
+    forget(group)
+    try:
+        yield
+    finally:
+        asked.fixed = before
+        forget(group)
+
+
+def _backend(group: dist.ProcessGroup | None) -> Any:
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
 class _Planner:
-    """Answers the shim's question how a collective of so many bytes is to be done."""
+    """Answers the shim's question how a collective of so many bytes is to be done.
+
+    Attributes:
+        nodes: the group's ranks by node.
+        measured: what choices rest on.
+        fixed: a choice that holds whatever was measured.
+    """
 
     def __init__(self, fabric: Fabric, group: Group, members: Sequence[Member], rank: int, timeout: float) -> None:
         self.fabric, self.group, self.members, self.rank, self.timeout = fabric, group, members, rank, timeout
@@ -73,22 +114,33 @@ class _Planner:
         for number, member in enumerate(members):
             by_node.setdefault(member.node, []).append(number)
         self.nodes = tuple(tuple(node) for node in by_node.values())
+        self.measured = Measured()
+        self.fixed: Choice | None = None
         self._made: dict[tuple[str, Choice, int], Any] = {}
 
-    def __call__(self, collective: int, size: int, root: int) -> Any:
-        """The engine's program, and all links that it sends on.
+    def __call__(self, collective: int, size: int, root: int, native: bool) -> Any:
+        """The engine's program, and all links that it sends on; None for the native library.
 
         Args:
             collective: number in `COLLECTIVES`.
             size: bytes of all blocks.
             root: of a broadcast.
+            native: whether the native library can do it.
         """
         name = COLLECTIVES[collective]
         name = "all_reduce" if name == "barrier" else name
-        choice = choose(name, size, self.nodes)
+        choice = self.choose(name, size, native)
+        if choice.algorithm == NATIVE:
+            return None
         if (name, choice, root) not in self._made:
             self._made[name, choice, root] = self._make(name, choice, root)
         return self._made[name, choice, root]
+
+    def choose(self, collective: str, size: int, native: bool = True) -> Choice:
+        """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
+        if self.fixed is not None and collective != "broadcast" and (native or self.fixed.algorithm != NATIVE):
+            return self.fixed
+        return self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
 
     def _make(self, collective: str, choice: Choice, root: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]
