@@ -10,7 +10,8 @@ from axonn_tp.embedding import Embedding
 from axonn_tp.grad_scaler import GradScaler
 from axonn_tp.gradients import clip_grad_norm_, grad_norm, sync_gradients
 from axonn_tp.layout import Layout, layout_of
-from axonn_tp.linear import Linear, LinearSplit, linear_collectives
+from axonn_tp.linear import Linear
+from axonn_tp.linear_split import LinearSplit, linear_collectives
 from axonn_tp.loss import CrossEntropyLoss
 from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
 from axonn_tp.norm import LayerNorm

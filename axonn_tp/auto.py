@@ -20,7 +20,7 @@ from torch import nn
 
 from axonn_tp.counts import counting_attributes, divisors, read_count
 from axonn_tp.example import Arguments, as_arguments, guesses, rows
-from axonn_tp.linear import features
+from axonn_tp.linear_split import features
 from axonn_tp.mesh import Grid
 from axonn_tp.options import Options
 from axonn_tp.placement import free_layers, place, readers

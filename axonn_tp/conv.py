@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from axonn_tp.collectives import Collective, gather_from, split_to
 from axonn_tp.entry import enter
 from axonn_tp.layout import Layout, become
-from axonn_tp.linear import LinearSplit
+from axonn_tp.linear_split import LinearSplit
 from axonn_tp.mesh import Grid, Mesh
 from axonn_tp.options import Options
 from axonn_tp.product import Operation, Product

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from axonn_tp.linear import LinearSplit
+from axonn_tp.linear_split import LinearSplit
 from axonn_tp.mesh import AXES, Mesh
 from axonn_tp.overlap import in_backward
 from axonn_tp.weight import Split

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonn_tp.linear import features
+from axonn_tp.linear_split import features
 
 Arguments = tuple[tuple, dict[str, Any]]
 _ROWS = (2, 5)

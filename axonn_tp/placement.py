@@ -15,7 +15,7 @@ from axonn_tp.conv import check_conv, is_conv
 from axonn_tp.counts import check_counts
 from axonn_tp.embedding import check_embedding
 from axonn_tp.group_norm import check_group_norm
-from axonn_tp.linear import LinearSplit, features
+from axonn_tp.linear_split import LinearSplit, features
 from axonn_tp.loss import CrossEntropyLoss, check_loss
 from axonn_tp.mesh import Grid
 from axonn_tp.norm import check_norm

@@ -12,7 +12,7 @@ from axonn_tp.conv import conv_collectives, conv_layout, positions_made
 from axonn_tp.embedding import embedding_collectives, embedding_layout
 from axonn_tp.group_norm import group_norm_layout
 from axonn_tp.layout import Layout
-from axonn_tp.linear import LinearSplit, features, linear_collectives
+from axonn_tp.linear_split import LinearSplit, features, linear_collectives
 from axonn_tp.loss import loss_collectives
 from axonn_tp.mesh import Grid
 from axonn_tp.norm import norm_collectives, norm_layout

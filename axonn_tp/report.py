@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from torch import nn
 
-from axonn_tp.linear import features
+from axonn_tp.linear_split import features
 from axonn_tp.mesh import Grid
 from axonn_tp.options import Options
 from axonn_tp.placement import place

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from axonn_tp.counts import local_counts
-from axonn_tp.linear import features
+from axonn_tp.linear_split import features
 from axonn_tp.reach import Reach
 
 if TYPE_CHECKING:

@@ -47,6 +47,17 @@ def _run(command: str, name: str | None, options: list[str], helped: bool) -> in
     return importlib.import_module(f"recipes.{prefix}{name}.recipe").main(options)
 
 
+def _simulate(what: str | None, options: list[str], helped: bool) -> int:
+    if what is None:
+        print("usage: axonn simulate pccl [--help] [OPTIONS]")
+        return 0 if helped else 2
+    if what != "pccl":
+        raise ConfigError(f'"{what}" cannot be simulated; use "pccl"')
+    from plugins.pccl.simulate_cli import main as simulate
+
+    return simulate(options)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A user's mistake is one sentence and 2."""
     parser = argparse.ArgumentParser(
@@ -65,11 +76,16 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure systems side by side: axonn bench tp", add_help=False)
     bench.add_argument("recipe", nargs="?")
     bench.add_argument("options", nargs=argparse.REMAINDER)
+    simulate = commands.add_parser(
+        "simulate", help="time schedules on a modelled machine: simulate pccl", add_help=False
+    )
+    simulate.add_argument("what", nargs="?")
+    simulate.add_argument("options", nargs=argparse.REMAINDER)
     emulate = "emulate a cluster on this machine: up, exec, run, status, down"
     commands.add_parser("cluster", help=emulate, add_help=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed, rest = parser.parse_known_args(arguments)
-    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench")
+    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench", "simulate")
     if rest and parsed.command != "cluster" and not asks_for_help:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -77,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
             from plugins.cluster.cli import main as cluster
 
             return cluster(rest)
+        if parsed.command == "simulate":
+            return _simulate(parsed.what, parsed.options, asks_for_help)
         if parsed.command == "doctor":
             from plugins.doctor import main as doctor
 

@@ -6,19 +6,25 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from plugins.pccl.algorithms import algorithms
+from plugins.pccl.algorithms.flat import Nodes
 from plugins.pccl.build import BuildError, load
-from plugins.pccl.choice import Choice, choose
+from plugins.pccl.choice import NATIVE, Choice, Measured, choose
 from plugins.pccl.links import Fabric, Group, Member
 from plugins.pccl.options import Options
 from plugins.pccl.program import Program, flatten
+from plugins.pccl.tuning_file import key_of, tuning_file
+from plugins.pccl.tuning_file import read as read_tuning
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
 """By their numbers in the engine."""
@@ -76,7 +82,22 @@ def create(options: Any, backend_options: Any = None) -> Any:
     ranks = ranks or list(range(size))
     fabric.core.add_group(key, numbers, ranks, rank, timeout.total_seconds())
     planner = _Planner(fabric, group, members, ranks, rank, timeout.total_seconds(), chosen)
+    planner.measured = _measured(store, rank, chosen, planner.nodes)
     return load().backend(fabric.core, key, rank, size, timeout.total_seconds(), inner, planner)
+
+
+def _measured(store: Any, rank: int, options: Options, nodes: Nodes) -> Measured:
+    """What was measured of this cluster: rank 0 reads for all, who must choose alike."""
+    if rank == 0:
+        try:
+            found: dict[str, Any] = {
+                "times": read_tuning(Path(options.tuning_file or tuning_file()), key_of(nodes)).dump()
+            }
+        except (ValueError, OSError) as error:
+            store.set("tuning", json.dumps({"error": str(error), "rank": rank}))
+            raise
+        store.set("tuning", json.dumps(found))
+    return Measured.load(_read(store.get("tuning"))["times"])
 
 
 _first: Options | None = None
@@ -117,8 +138,42 @@ def _agree(options: Sequence[str]) -> None:
             )
 
 
+def planner(group: dist.ProcessGroup | None = None) -> _Planner:
+    """That of a group with this backend, by default of the group of all ranks."""
+    found: _Planner = load().planner(_backend(group))
+    return found
+
+
+def forget(group: dist.ProcessGroup | None = None) -> None:
+    """Have the planner asked anew for every size."""
+    load().forget(_backend(group))
+
+
+@contextmanager
+def using(choice: Choice | None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Collectives of `group` that begin in the ``with`` block are done as `choice` says on every rank; None: as ever."""
+    asked = planner(group)
+    asked.fixed, before = choice, asked.fixed
+    forget(group)
+    try:
+        yield
+    finally:
+        asked.fixed = before
+        forget(group)
+
+
+def _backend(group: dist.ProcessGroup | None) -> Any:
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
 class _Planner:
-    """Answers the shim's question how a collective of so many bytes is to be done."""
+    """Answers the shim's question how a collective of so many bytes is to be done.
+
+    Attributes:
+        nodes: the group's ranks by node.
+        measured: what choices rest on.
+        fixed: a choice that holds whatever was measured.
+    """
 
     def __init__(
         self,
@@ -137,19 +192,24 @@ class _Planner:
             several = options.ranks_per_node
             by_node.setdefault(member.node if several == "auto" else ranks[number] // several, []).append(number)
         self.nodes = tuple(tuple(node) for node in by_node.values())
+        self.measured = Measured()
+        self.fixed: Choice | None = None
         self._made: dict[tuple[str, Choice, int], Any] = {}
 
-    def __call__(self, collective: int, size: int, root: int) -> Any:
-        """The engine's program, and all links that it sends on.
+    def __call__(self, collective: int, size: int, root: int, native: bool) -> Any:
+        """The engine's program, and all links that it sends on; None for the native library.
 
         Args:
             collective: number in `COLLECTIVES`.
             size: bytes of all blocks.
             root: of a broadcast.
+            native: whether the native library can do it.
         """
         name = COLLECTIVES[collective]
         name = "all_reduce" if name == "barrier" else name
-        choice = self._prescribed(name, size) or choose(name, size, self.nodes)
+        choice = self.choose(name, size, native)
+        if choice.algorithm == NATIVE:
+            return None
         if (name, choice, root) not in self._made:
             self._made[name, choice, root] = self._make(name, choice, root)
         return self._made[name, choice, root]
@@ -167,6 +227,13 @@ class _Planner:
         if algorithm == "recursive" and len(self.members) & (len(self.members) - 1):
             return Choice("bruck")
         return Choice(algorithm)
+
+    def choose(self, collective: str, size: int, native: bool = True) -> Choice:
+        """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
+        if self.fixed is not None and collective != "broadcast" and (native or self.fixed.algorithm != NATIVE):
+            return self.fixed
+        prescribed = self._prescribed(collective, size)
+        return prescribed or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
 
     def _make(self, collective: str, choice: Choice, root: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]

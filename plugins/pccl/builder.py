@@ -211,8 +211,8 @@ def _far_first(ops: list[Op], near: frozenset[int]) -> tuple[Op, ...]:
                 followers[last[pair]].append(index)
                 waiting[index] += 1
             last[pair] = index
-    rank = [2 if op.kind is Kind.COPY else int(op.peer in near) for op in ops]
-    ready = [(rank[index], index) for index, count in enumerate(waiting) if not count]
+    turn = [2 if op.kind is Kind.COPY else int(op.peer in near) for op in ops]
+    ready = [(turn[index], index) for index, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
     order: list[int] = []
     while ready:
@@ -221,7 +221,7 @@ def _far_first(ops: list[Op], near: frozenset[int]) -> tuple[Op, ...]:
         for follower in followers[index]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                heapq.heappush(ready, (rank[follower], follower))
+                heapq.heappush(ready, (turn[follower], follower))
     new = {old: index for index, old in enumerate(order)}
     return tuple(
         Op(op.kind, op.peer, op.dst, op.src, tuple(sorted(new[wait] for wait in op.after)), op.chunk)

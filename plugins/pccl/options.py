@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Algorithm = Literal["auto", "ring", "recursive", "hierarchical", "native"]
-_VARIABLE = "AXONN_PCCL_"
 
 
 @dataclass(frozen=True)
@@ -55,26 +54,27 @@ class Options:
 
     @staticmethod
     def from_environment() -> Options:
-        """AXONN_PCCL_ALGORITHM, AXONN_PCCL_RANKS_PER_NODE, AXONN_PCCL_INTERFACES (comma-separated), AXONN_PCCL_TUNING_FILE.
+        """AXONN_PCCL_ALGORITHM, AXONN_PCCL_RANKS_PER_NODE, AXONN_PCCL_INTERFACES (comma-separated), AXONN_PCCL_TUNING.
 
         Raises:
             ValueError: a value that is not allowed, or a variable of that beginning that means nothing.
         """
-        read: dict[str, Callable[[str], Any]] = {
-            "algorithm": str,
-            "ranks_per_node": lambda text: int(text) if text.isdecimal() else text,
-            "interfaces": lambda text: tuple(name.strip() for name in text.split(",")),
-            "tuning_file": str,
+        read: dict[str, tuple[str, Callable[[str], Any]]] = {
+            "AXONN_PCCL_ALGORITHM": ("algorithm", str),
+            "AXONN_PCCL_RANKS_PER_NODE": ("ranks_per_node", lambda text: int(text) if text.isdecimal() else text),
+            "AXONN_PCCL_INTERFACES": ("interfaces", lambda text: tuple(name.strip() for name in text.split(","))),
+            "AXONN_PCCL_TUNING": ("tuning_file", str),
         }
-        given = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLE) and value}
-        variables = [_VARIABLE + key.upper() for key in read]
-        for name in given:
-            if name not in variables:
-                near = difflib.get_close_matches(name, variables, n=1, cutoff=0.0)[0]
-                raise ValueError(f"{name} is not a variable of pccl; use {near}, or another of {', '.join(variables)}")
-        return Options(
-            **{k: f(given[_VARIABLE + k.upper()]) for k, f in read.items() if _VARIABLE + k.upper() in given}
-        )
+        given: dict[str, Any] = {}
+        for name, value in os.environ.items():
+            if not name.startswith("AXONN_PCCL_") or not value:
+                continue
+            if name not in read:
+                near = difflib.get_close_matches(name, read, n=1, cutoff=0.0)[0]
+                raise ValueError(f"{name} is not a variable of pccl; use {near}, or another of {', '.join(read)}")
+            key, convert = read[name]
+            given[key] = convert(value)
+        return Options(**given)
 
     def agreed(self) -> str:
         """What must be the same on all ranks."""

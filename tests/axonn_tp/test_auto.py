@@ -16,7 +16,7 @@ import axonn_tp
 from axonn_tp import Grid, LayerPlan, Mesh, auto_plan, factorisations
 from axonn_tp.counts import count_locally
 from axonn_tp.example import guesses
-from axonn_tp.linear import features
+from axonn_tp.linear_split import features
 from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.test_grids import largest_error
 from tests.distributed import run_ranks

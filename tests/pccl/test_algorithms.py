@@ -94,7 +94,7 @@ def test_flat(size: int) -> None:
     }
     for place, collective in enumerate(DATA):
         for name in costs.keys() & algorithms(collective, size).keys():
-            if size > 20 and name in ("ring", "direct") and place != size % 3:
+            if size > 20 and name in ("ring", "direct") and place != (2 if size % 13 == 0 else size % 2):
                 continue  # p^2 messages each: one collective at a time
             for chunks in chunks_for(size):
                 found = checked(name, collective, [range(size)], chunks)
@@ -124,9 +124,11 @@ def test_hierarchical(ranks: tuple[int, int]) -> None:
     near = {"ring": local - 1, "direct": 1}
     for collective in DATA:
         times = phases(collective)
-        for between in BETWEEN:
+        for turn, between in enumerate(BETWEEN):
             for within in WITHIN:
-                for chunks in chunks_for(size)[-2:]:
+                if size > 20 and within == "ring" and (turn + times) % 2:
+                    continue
+                for chunks in chunks_for(size)[-1:]:
                     found = checked(f"hierarchical_{between}_{within}", collective, node_major(count, local), chunks)
                     assert found.far_steps == times * far[between]
                     assert found.steps == times * (far[between] + near[within])
@@ -156,9 +158,9 @@ def test_uneven_nodes(nodes, chunks: int) -> None:
             found = checked(name, collective, nodes, chunks, orders=2)
             if name.startswith("hierarchical") and "doubling" not in name:
                 # A node's link brings each foreign block in once, or takes each foreign block's sum out once.
-                assert collective == "reduce_scatter" or found.into >= foreign
-                if collective != "all_reduce":
-                    assert (found.into if collective == "all_gather" else found.out) == foreign
+                assert collective == "reduce_scatter" or sum(found.into) == phases(collective) * sum(foreign)
+                assert collective != "all_gather" or found.into == foreign
+                assert collective != "reduce_scatter" or found.out == foreign
 
 
 @pytest.mark.parametrize("size", range(1, 65))

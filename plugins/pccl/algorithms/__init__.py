@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
 
 from plugins.pccl.algorithms.broadcast import binomial, chain
-from plugins.pccl.algorithms.flat import Nodes, flat
+from plugins.pccl.algorithms.flat import flat
 from plugins.pccl.algorithms.hierarchical import hierarchical, hierarchical_doubling
-from plugins.pccl.algorithms.patterns import bruck, direct, doubling, logarithmic, ring
+from plugins.pccl.algorithms.patterns import Pattern, bruck, direct, doubling, logarithmic, ring
 from plugins.pccl.algorithms.tiny import tiny
 from plugins.pccl.program import Program
 
+Algorithm = Callable[..., Program]
+"""(collective, rank, size, nodes, chunks) -> that rank's program; broadcasts take the option `root` besides.
 
-class Algorithm(Protocol):
-    """Makes one rank's program."""
+`nodes` are the group's ranks by node, such as ((0, 1), (2, 3)); every rank of `size` is on one.
+"""
 
-    def __call__(self, collective: str, rank: int, size: int, nodes: Nodes, chunks: int, **options: Any) -> Program:
-        """`nodes` are the group's ranks by node, every rank on one; broadcasts take the option `root`."""
-
-
-BETWEEN = {"ring": ring, "log": logarithmic, "radix4": partial(bruck, radix=4), "direct": direct}
+BETWEEN: dict[str, Pattern] = {"ring": ring, "log": logarithmic, "radix4": partial(bruck, radix=4), "direct": direct}
 """Patterns between nodes, for "hierarchical_<between>_<within>"."""
 
-WITHIN = {"direct": direct, "ring": ring}
+WITHIN: dict[str, Pattern] = {"direct": direct, "ring": ring}
 """Patterns within a node."""
 
 SCATTERING: dict[str, Algorithm] = {
