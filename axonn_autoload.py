@@ -24,4 +24,7 @@ def arm() -> None:
     except Exception as error:
         import warnings
 
-        warnings.warn(f'axonn: DeepSpeed will not see the "axonn" block: {error}; run axonn doctor', stacklevel=2)
+        warnings.warn(
+            f'axonn: DeepSpeed will not see the "axonn" block, nor torch the backend pccl: {error}; run axonn doctor',
+            stacklevel=2,
+        )

@@ -1,7 +1,7 @@
-"""Arm the hook that lets stock DeepSpeed scripts see the ``"axonn"`` block.
+"""Arm what lets stock scripts see the ``"axonn"`` block of DeepSpeed's configuration, and the backend ``pccl``.
 
 Standard library only: this runs at every ``import torch`` of the environment. Nothing of DeepSpeed or of ours is
-imported until a configuration that holds the block is parsed.
+imported until a configuration that holds the block is parsed, and nothing is compiled until a pccl group is made.
 """
 
 from __future__ import annotations
@@ -13,16 +13,34 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-_TARGET = "deepspeed.runtime.config"
+
+def _patch_deepspeed(module: ModuleType) -> None:
+    from plugins.deepspeed.patch import patch
+
+    patch(module)
+
+
+def _register_backend(module: ModuleType) -> None:
+    from plugins.pccl import register
+
+    register()
+
+
+_TARGETS = {"torch.distributed.distributed_c10d": _register_backend, "deepspeed.runtime.config": _patch_deepspeed}
 
 
 class _Finder(MetaPathFinder):
-    """Waits for DeepSpeed's config module, patches it once it has run, and leaves."""
+    """Waits for the modules that we add to, does so once each has run, and leaves."""
+
+    def __init__(self) -> None:
+        self.waiting = {name for name in _TARGETS if name not in sys.modules}
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _TARGET:
+        if fullname not in self.waiting:
             return None
-        sys.meta_path.remove(self)
+        self.waiting.remove(fullname)
+        if not self.waiting:
+            sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -38,18 +56,15 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.inner.exec_module(module)
-        from plugins.deepspeed.patch import patch
-
-        patch(module)
+        _TARGETS[module.__name__](module)
 
 
 def activate() -> None:
-    """Make DeepSpeed obey the ``"axonn"`` block; harmless when called again. ``AXONN_PLUGINS=0`` turns it off."""
+    """Make DeepSpeed obey the block and torch know pccl; harmless when called again. ``AXONN_PLUGINS=0`` turns it off."""
     if os.environ.get("AXONN_PLUGINS") == "0":
         return
-    if _TARGET in sys.modules:
-        from plugins.deepspeed.patch import patch
-
-        patch(sys.modules[_TARGET])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    for name, add in _TARGETS.items():
+        if name in sys.modules:
+            add(sys.modules[name])
+    if any(name not in sys.modules for name in _TARGETS) and not any(isinstance(f, _Finder) for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from plugins import __version__
+from plugins.pccl.options import Options
 
 LayerKind = Literal[
     "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
 ]
-LATER_SYSTEMS = {"ted": "TED", "samo": "SAMO", "pccl": "PCCL", "pipeline": "the message-driven pipeline"}
+LATER_SYSTEMS = {"ted": "TED", "samo": "SAMO", "pipeline": "the message-driven pipeline"}
 
 
 class ConfigError(ValueError):
@@ -80,6 +81,12 @@ Plan = Annotated[
     Literal["auto"] | dict[str, Layer],
     WrapValidator(_layers, json_schema_input_type=Literal["auto"] | dict[str, LayerKind | Layer]),
 ]
+
+
+def _ranks_per_node(value: Any, either: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("ranks_per_node", 'an integer of at least 1, or "auto"')
 
 
 class TensorParallel(Block):
@@ -166,6 +173,40 @@ class TensorParallel(Block):
         raise PydanticCustomError("gathers", 'a number of layers, "all", or a size such as "2GiB"')
 
 
+class Pccl(Block):
+    """DeepSpeed's collectives by PCCL (dissertation chapter 6), on CPU tensors."""
+
+    algorithm: Literal["auto", "ring", "recursive", "hierarchical", "native"] = Field(
+        "auto",
+        description="auto: by collective, size and nodes. ring: p-1 steps. recursive: doubling and halving, and Bruck's algorithm where the "
+        "ranks are no power of two. hierarchical: few steps between nodes for small sizes, a ring for large ones, then within each node. "
+        "native: gloo.",
+    )
+    ranks_per_node: Annotated[int | Literal["auto"], WrapValidator(_ranks_per_node)] = Field(
+        "auto", description="auto: ranks whose node has the same name are on one node. n: each n consecutive ranks are."
+    )
+    interfaces: list[str] | None = Field(
+        None,
+        description="Network interfaces by name, of which process i of a node uses number i modulo their count. By default those of "
+        "GLOO_SOCKET_IFNAME, else the one that leads to MASTER_ADDR.",
+    )
+    tuning_file: str | None = Field(
+        None, description="Where measurements of this cluster are kept; by default in the user's cache folder."
+    )
+
+    @field_validator("interfaces", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if value is None or (isinstance(value, list) and value and all(isinstance(name, str) for name in value)):
+            return value
+        raise PydanticCustomError("interfaces", 'a list of network interfaces such as ["eth0"]')
+
+    def options(self) -> Options:
+        """The same for torch."""
+        names = None if self.interfaces is None else tuple(self.interfaces)
+        return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file)
+
+
 class Axonn(Block):
     """The whole block."""
 
@@ -173,6 +214,7 @@ class Axonn(Block):
         None, description='The lowest version of axonn-plugins that this block needs, such as "0.1".'
     )
     tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
+    pccl: Pccl | None = Field(None, description="Collectives with few steps for DeepSpeed on the CPU.")
 
 
 def parse(block: Any) -> Axonn:
@@ -215,7 +257,7 @@ def _block_at(location: tuple[str | int, ...]) -> tuple[type[Block], str]:
     """The class of the block at a location, and its documented path."""
     block: type[Block] = Axonn
     for part in location:
-        block = {"tensor_parallel": TensorParallel, "plan": Layer}.get(str(part), block)  # type: ignore[assignment]
+        block = {"tensor_parallel": TensorParallel, "plan": Layer, "pccl": Pccl}.get(str(part), block)  # type: ignore[assignment]
     return block, ".".join(["axonn", *(str(part) for part in location)])
 
 

@@ -66,7 +66,7 @@ class Check:
 def report() -> list[Check]:
     """Look at everything; takes a few seconds, because torch is imported and a process group is tried."""
     core = [_versions, _entry_point, _package_found, _devices, _gloo]
-    rest = [_other_backends, _compiler, _megatron_core, _megatron_checkout, _apex, _optional_parts]
+    rest = [_other_backends, _pccl, _compiler, _megatron_core, _megatron_checkout, _apex, _optional_parts]
     return [check for section in core + rest for check in _guarded(section, core=section in core)]
 
 
@@ -203,7 +203,33 @@ def _other_backends() -> Iterable[Check]:
             yield Check("backend nccl", "problem", detail, "install a build of torch with NCCL")
         else:
             yield Check(f"backend {name}", "optional-missing", "not in this build of torch", core=False)
-    yield Check("backend pccl", "optional-missing", "not in this version", core=False)
+
+
+def _pccl() -> Iterable[Check]:
+    """Nothing is compiled here."""
+    from plugins.pccl.build import BuildError, compiler, place
+    from plugins.pccl.interfaces import address_of
+    from plugins.pccl.options import Options
+
+    name = "backend pccl"
+    try:
+        options = Options.from_environment()
+        address = address_of(options.interfaces, int(os.environ.get("LOCAL_RANK", 0)))
+    except ValueError as error:
+        yield Check(name, "problem", str(error), "correct the variables AXONN_PCCL_*", core=False)
+        return
+    built = place()
+    try:
+        command = compiler()
+    except BuildError:
+        command = None
+    if built.exists():
+        yield Check(name, "ok", f"compiled ({built}), would listen at {address}", core=False)
+    elif command:
+        detail = f"to be compiled by {command} when first used, would listen at {address}"
+        yield Check(name, "ok", detail, core=False)
+    else:
+        yield Check(name, "optional-missing", "not compiled, and no C++ compiler", "apt-get install g++", core=False)
 
 
 def _compiler() -> Iterable[Check]:

@@ -61,7 +61,8 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     _one_sentence_for_mistakes()
     block = config.parse(raw["axonn"])
     if block.tensor_parallel is None:
-        step_aside()
+        _stock_engine()
+        _communicate(block)
         return mpu
     grid = grid_for(block.tensor_parallel, world_size())
     if isinstance(mpu, PipelineParallelGrid):
@@ -71,6 +72,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
             "axonn.tensor_parallel makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
         )
     check(raw, grid)
+    _communicate(block)
     parsed_config.axonn = block
     from plugins.deepspeed.engine import AxonnEngine
 
@@ -80,6 +82,20 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
 
 def step_aside() -> None:
     """Let DeepSpeed be itself: the configuration now parsed has no block."""
+    _stock_engine()
+    _communicate(config.Axonn())
+
+
+def _communicate(block: config.Axonn) -> None:
+    if block.pccl is not None:
+        from plugins.deepspeed import communication
+
+        communication.use(block.pccl)
+    elif "plugins.deepspeed.communication" in sys.modules:
+        sys.modules["plugins.deepspeed.communication"].step_aside()
+
+
+def _stock_engine() -> None:
     from deepspeed.utils import groups
 
     deepspeed.DeepSpeedEngine = DeepSpeedEngine

@@ -44,50 +44,54 @@ def folder() -> Path:
     return Path(root) / "pccl"
 
 
+def place() -> Path:
+    """The file of the extension module of these sources, this torch and this Python, compiled or not."""
+    import torch
+
+    digest = hashlib.sha256(repr((torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), _FLAGS)).encode())
+    for source in sorted(_SOURCES.glob("*.[ch]pp")):
+        digest.update(source.read_bytes())
+    return folder() / digest.hexdigest()[:16] / "_pccl.so"
+
+
 @cache
 def load() -> ModuleType:
-    """The extension module, compiled now if it never was with these sources, this torch and this Python.
+    """The extension module, compiled now if it never was.
 
     Raises:
         BuildError: it does not compile; the compiler's words are in it.
     """
-    import torch
-
-    sources = sorted(_SOURCES.glob("*.[ch]pp"))
-    digest = hashlib.sha256(repr((torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), _FLAGS)).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    place = folder() / digest.hexdigest()[:16] / "_pccl.so"
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with open(place.parent / "lock", "w") as lock:
+    built = place()
+    if not built.exists():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with open(built.parent / "lock", "w") as lock:
             # Ranks of one node ask at the same time: one compiles, the others wait.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not place.exists():
-                _compile([source for source in sources if source.suffix == ".cpp"], place)
-    spec = importlib.util.spec_from_file_location("_pccl", place)
+            if not built.exists():
+                _compile(sorted(_SOURCES.glob("*.cpp")), built)
+    spec = importlib.util.spec_from_file_location("_pccl", built)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _compile(sources: list[Path], place: Path) -> None:
+def _compile(sources: list[Path], to: Path) -> None:
     from torch.utils import cpp_extension
 
     command = compiler()
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     flags = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
-    with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = zip(sources, objects, strict=True)
             list(pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])]), jobs))
-        built = Path(scratch) / place.name
+        built = Path(scratch) / to.name
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
         _run([command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)])
-        built.replace(place)
+        built.replace(to)
 
 
 def _run(command: list[str]) -> None:

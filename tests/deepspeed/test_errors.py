@@ -56,7 +56,11 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "requires number": ({"requires": 0.1}, ("axonn.requires", "0.1", "string")),
     "samo": ({"samo": {}}, ("axonn.samo", "SAMO", "remove")),
     "ted": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted", "TED", "remove")),
-    "pccl": ({"pccl": {}}, ("axonn.pccl", "PCCL", "remove")),
+    "pccl algorithm": ({"pccl": {"algorithm": "rings"}}, ("axonn.pccl.algorithm", "rings", "ring", "recursive")),
+    "pccl key": ({"pccl": {"interface": ["lo"]}}, ("axonn.pccl.interface", "interfaces")),
+    "pccl interfaces": ({"pccl": {"interfaces": []}}, ("axonn.pccl.interfaces", "[]", "eth0")),
+    "pccl ranks": ({"pccl": {"ranks_per_node": 0}}, ("axonn.pccl.ranks_per_node", "0", "auto")),
+    "pccl file": ({"pccl": {"tuning_file": 3}}, ("axonn.pccl.tuning_file", "3", "string")),
     "pipeline": ({"pipeline": {}}, ("axonn.pipeline", "pipeline", "remove")),
 }
 ON_FOUR = {"gx2gy3": (tp(gx=2, gy=3), ("gx*gy*gz = 2*3*1 = 6", "4 ranks")), "gx3": (tp(gx=3), ("3", "4 ranks"))}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.launch import launch
-from plugins.pccl.backend import register
+from plugins.pccl import register
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),

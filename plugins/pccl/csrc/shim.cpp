@@ -167,7 +167,8 @@ class Shim : public c10d::Backend {
   void abort() override { shutdown(); }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    if (tensors.size() != 1 || !knows(tensors[0], options.reduceOp)) return inner_->allreduce(tensors, options);
+    if (tensors.size() != 1 || !knows(tensors[0], options.reduceOp) || native(Collective::kAllReduce, tensors[0], tensors[0], options.reduceOp))
+      return inner_->allreduce(tensors, options);
     return reduced(tensors, options);
   }
 
@@ -178,6 +179,7 @@ class Shim : public c10d::Backend {
   }
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    if (knows(input) && native(Collective::kAllGather, output, input)) return inner_->_allgather_base(output, input, options);
     Tensors outputs{output}, inputs{input};
     return allgather_into_tensor_coalesced(outputs, inputs, options);
   }
@@ -210,6 +212,8 @@ class Shim : public c10d::Backend {
   }
 
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    if (knows(input, options.reduceOp) && native(Collective::kReduceScatter, input, output, options.reduceOp))
+      return inner_->_reduce_scatter_base(output, input, options);
     Tensors outputs{output}, inputs{input};
     return reduce_scatter_tensor_coalesced(outputs, inputs, options);
   }
@@ -267,6 +271,13 @@ class Shim : public c10d::Backend {
   WorkPointer recv(Tensors& tensors, int from, int tag) override { return inner_->recv(tensors, from, tag); }
   WorkPointer recvAnysource(Tensors& tensors, int tag) override { return inner_->recvAnysource(tensors, tag); }
   void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
+
+  py::object planner() const { return *plan_; }
+  // Programs are asked for anew.
+  void forget() {
+    std::lock_guard lock(order_);
+    programs_.clear();
+  }
 
  private:
   using CallPointer = c10::intrusive_ptr<Call>;
@@ -341,17 +352,27 @@ class Shim : public c10d::Backend {
                         [call](const std::string& error) mutable { Call::arrived(std::move(call), error); });
   }
 
-  // The program for so many bytes; Python makes it, and the links that it needs, when it is asked for first.
-  std::shared_ptr<const Program> programme(Collective collective, size_t bytes, int root) {
+  // Whether a collective is better left to the inner backend, which must be able to do it: `whole` holds all blocks.
+  bool native(Collective collective, const at::Tensor& whole, const at::Tensor& own,
+              const c10d::ReduceOp& op = c10d::ReduceOp::SUM) {
+    auto type = whole.scalar_type();
+    bool able = whole.is_contiguous() && own.is_contiguous() && type == own.scalar_type() && op != c10d::ReduceOp::AVG &&
+                type != at::kShort && type != at::kBool;
+    return able && !programme(collective, whole.nbytes(), 0, true);
+  }
+
+  // The program for so many bytes, or none where the inner backend is `allowed` and better; Python decides, makes it and
+  // the links that it needs when it is asked for first.
+  std::shared_ptr<const Program> programme(Collective collective, size_t bytes, int root, bool allowed = false) {
     {
       std::lock_guard lock(order_);
-      auto found = programs_.find({collective, bytes, root});
+      auto found = programs_.find({collective, bytes, root, allowed});
       if (found != programs_.end()) return found->second;
     }
     py::gil_scoped_acquire locked;
-    auto made = (*plan_)(static_cast<int>(collective), bytes, root).cast<std::shared_ptr<Program>>();
+    auto made = (*plan_)(static_cast<int>(collective), bytes, root, allowed).cast<std::shared_ptr<Program>>();
     std::lock_guard lock(order_);
-    return programs_[{collective, bytes, root}] = made;
+    return programs_[{collective, bytes, root, allowed}] = made;
   }
 
   std::shared_ptr<Core> core_;
@@ -360,7 +381,7 @@ class Shim : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
   std::shared_ptr<py::object> plan_;
   std::mutex order_;
-  std::map<std::tuple<Collective, size_t, int>, std::shared_ptr<const Program>> programs_;
+  std::map<std::tuple<Collective, size_t, int, bool>, std::shared_ptr<const Program>> programs_;
 };
 
 }  // namespace
@@ -384,6 +405,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                            const c10::intrusive_ptr<c10d::Backend>& inner, py::object plan) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Shim>(std::move(core), key, rank, size, timeout, inner, std::move(plan));
   });
+  module.def("planner", [](const c10::intrusive_ptr<c10d::Backend>& backend) { return dynamic_cast<Shim&>(*backend).planner(); });
+  module.def("forget", [](const c10::intrusive_ptr<c10d::Backend>& backend) { dynamic_cast<Shim&>(*backend).forget(); });
 }
 
 }  // namespace pccl

@@ -1,0 +1,88 @@
+"""What a user may choose of pccl, in the block, as ``pg_options`` or in the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Algorithm = Literal["auto", "ring", "recursive", "hierarchical", "native"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices for one group; those given to ``init_process_group`` hold for all groups made after it, too.
+
+    Attributes:
+        algorithm: "auto" chooses by collective, size and nodes. "ring": p - 1 steps, fewest bytes. "recursive": recursive
+            doubling and halving, and where the ranks are no power of two Bruck's algorithm, both in the smallest
+            number of steps. "hierarchical": between nodes in few steps for small sizes and in a ring for large
+            ones, then within each node. "native": gloo.
+        ranks_per_node: "auto" goes by the nodes' names; n takes each n consecutive ranks of the job for a node.
+        interfaces: network interfaces' names, of which process i of a node uses number i modulo their count; None: those
+            of GLOO_SOCKET_IFNAME, else the one that leads to MASTER_ADDR.
+        tuning_file: where what was measured of this cluster is kept; None: in the user's cache folder.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    algorithm: Algorithm = "auto"
+    ranks_per_node: int | Literal["auto"] = "auto"
+    interfaces: tuple[str, ...] | None = None
+    tuning_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.interfaces, list):
+            object.__setattr__(self, "interfaces", tuple(self.interfaces))
+        self._check("algorithm", _nearest(self.algorithm, get_args(Algorithm)))
+        wrong = self.ranks_per_node != "auto" and not (type(self.ranks_per_node) is int and self.ranks_per_node >= 1)
+        self._check("ranks_per_node", 'an integer of at least 1, or "auto"' if wrong else None)
+        names = self.interfaces
+        wrong = names is not None and not (
+            isinstance(names, tuple) and names and all(isinstance(n, str) for n in names)
+        )
+        self._check("interfaces", 'a list of network interfaces such as ["eth0"]' if wrong else None)
+        wrong = self.tuning_file is not None and not isinstance(self.tuning_file, str)
+        self._check("tuning_file", "a path" if wrong else None)
+
+    def _check(self, key: str, allowed: str | None) -> None:
+        if allowed is not None:
+            raise ValueError(f"pccl: {key} = {getattr(self, key)!r} is not {allowed}; correct its value")
+
+    @staticmethod
+    def from_environment() -> Options:
+        """AXONN_PCCL_ALGORITHM, AXONN_PCCL_RANKS_PER_NODE, AXONN_PCCL_INTERFACES (comma-separated), AXONN_PCCL_TUNING.
+
+        Raises:
+            ValueError: a value that is not allowed, or a variable of that beginning that means nothing.
+        """
+        read: dict[str, tuple[str, Callable[[str], Any]]] = {
+            "AXONN_PCCL_ALGORITHM": ("algorithm", str),
+            "AXONN_PCCL_RANKS_PER_NODE": ("ranks_per_node", lambda text: int(text) if text.isdecimal() else text),
+            "AXONN_PCCL_INTERFACES": ("interfaces", lambda text: tuple(name.strip() for name in text.split(","))),
+            "AXONN_PCCL_TUNING": ("tuning_file", str),
+        }
+        given: dict[str, Any] = {}
+        for name, value in os.environ.items():
+            if not name.startswith("AXONN_PCCL_") or not value:
+                continue
+            if name not in read:
+                near = difflib.get_close_matches(name, read, n=1, cutoff=0.0)[0]
+                raise ValueError(f"{name} is not a variable of pccl; use {near}, or another of {', '.join(read)}")
+            key, convert = read[name]
+            given[key] = convert(value)
+        return Options(**given)
+
+    def agreed(self) -> str:
+        """What must be the same on all ranks."""
+        return f"algorithm {self.algorithm!r}, ranks_per_node {self.ranks_per_node!r}"
+
+
+def _nearest(value: Any, allowed: tuple[str, ...]) -> str | None:
+    if value in allowed:
+        return None
+    near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
+    return f'known: use "{near}", or another of {", ".join(allowed)}'

@@ -1,0 +1,30 @@
+"""MPI's collectives by mpi4py, where that is installed and mpirun has started the ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def absent() -> str | None:
+    """Why MPI is not measured; None where it is."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & os.environ.keys():
+        return "the ranks were not started by mpirun"
+    return None
+
+
+def calls() -> dict[str, Callable[[Tensor, Tensor], object]]:
+    """Collectives on (all blocks, own block)."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    return {
+        "all_gather": lambda whole, own: world.Allgather(own.numpy(), whole.numpy()),
+        "reduce_scatter": lambda whole, own: world.Reduce_scatter_block(whole.numpy(), own.numpy()),
+        "all_reduce": lambda whole, own: world.Allreduce(MPI.IN_PLACE, whole.numpy()),
+    }
