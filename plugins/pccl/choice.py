@@ -84,7 +84,9 @@ class Measured:
         """For a file or a store."""
         return json.dumps(
             {
-                collective: {size: {str(choice): seconds for choice, seconds in times.items()} for size, times in by.items()}
+                collective: {
+                    size: {str(choice): seconds for choice, seconds in times.items()} for size, times in by.items()
+                }
                 for collective, by in self.times.items()
             }
         )
