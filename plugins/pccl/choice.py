@@ -132,4 +132,9 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         return Choice("tiny")
     if not shared:
         return Choice("bruck" if small else "ring")
-    return Choice("hierarchical_log_direct" if small else "hierarchical_ring_direct", 1 if small else 2)
+    if small:
+        return Choice("hierarchical_log_direct")
+    if size >= 2**23:
+        # Bandwidth binds, and what one node passes on in one stream costs it less than several.
+        return Choice("ring", 2 if collective == "all_reduce" else 1)
+    return Choice("hierarchical_ring_direct", 2)

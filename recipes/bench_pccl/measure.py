@@ -82,8 +82,10 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
     whole.zero_()  # stays so however often it is summed
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     repeats = _CALLS if size < _SHORT else 1
+    order = list(sides.items())
     for _ in range(rounds):
-        for name, (calls, choice) in sides.items():
+        order = order[1:] + order[:1]  # nobody always comes after the same side
+        for name, (calls, choice) in order:
             dist.barrier()
             with _as(choice):
                 began = time.perf_counter()
