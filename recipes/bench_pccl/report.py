@@ -116,7 +116,9 @@ def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
     return files
 
 
-def speedups(numbers: dict[str, Any], collective: str, ours: str, theirs: str) -> dict[tuple[int, tuple[int, int]], float]:
+def speedups(
+    numbers: dict[str, Any], collective: str, ours: str, theirs: str
+) -> dict[tuple[int, tuple[int, int]], float]:
     """How many times as fast one side is as another, by bytes and (nodes, ranks a node)."""
     return {
         (size, (nodes, ranks)): sides[theirs]["median"] / sides[ours]["median"]

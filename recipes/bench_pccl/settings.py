@@ -47,13 +47,18 @@ class Settings:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="axonn bench pccl", description="PCCL, its algorithms, and the library that there is, side by side in one run."
+        prog="axonn bench pccl",
+        description="PCCL, its algorithms, and the library that there is, side by side in one run.",
     )
     made.add_argument(
-        "--layouts", default="4x2,8x2,8x4,16x2", help="nodes x ranks a node, such as 4x2,8x4; 1x4 is one node (default %(default)s)"
+        "--layouts",
+        default="4x2,8x2,8x4,16x2",
+        help="nodes x ranks a node, such as 4x2,8x4; 1x4 is one node (default %(default)s)",
     )
     made.add_argument("--latency", default="500us", help="between emulated nodes, one way (default %(default)s)")
-    made.add_argument("--bandwidth", default="500Mbit", help="of an emulated node in each direction (default %(default)s)")
+    made.add_argument(
+        "--bandwidth", default="500Mbit", help="of an emulated node in each direction (default %(default)s)"
+    )
     made.add_argument("--collectives", default=",".join(COLLECTIVES), help="(default %(default)s)")
     made.add_argument("--sizes", default=SIZES, help="bytes of all blocks (default %(default)s)")
     made.add_argument(
