@@ -83,7 +83,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
 def step_aside() -> None:
     """Let DeepSpeed be itself: the configuration now parsed has no block."""
     _stock_engine()
-    _communicate(config.Axonn.model_validate({}))
+    _communicate(config.parse({}))
 
 
 def _communicate(block: config.Axonn) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plugins.pccl import register as register
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.algorithms.flat import Nodes
 from plugins.pccl.build import BuildError, load
@@ -63,8 +64,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
         fabric = None if native else _fabric(os.getpid(), chosen.interfaces)
     except (BuildError, ValueError, OSError) as error:
         # Said to the others, who would wait.
-        for key in (f"member{rank}", *(["secret"] if rank == 0 else [])):
-            store.set(key, json.dumps({"error": str(error), "rank": rank}))
+        for name in (f"member{rank}", *(["secret"] if rank == 0 else [])):
+            store.set(name, json.dumps({"error": str(error), "rank": rank}))
         raise
     if rank == 0:
         store.set("secret", json.dumps({"secret": secrets.token_hex(32)}))

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.config import ConfigError
+from plugins.pccl import register
 from plugins.pccl.algorithms import algorithms
-from plugins.pccl.backend import planner, register, using
+from plugins.pccl.backend import planner, using
 from plugins.pccl.choice import Choice
 from plugins.pccl.tuner import tune
 from recipes.bench_pccl import mpi

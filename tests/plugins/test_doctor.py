@@ -169,3 +169,20 @@ def test_a_broken_torch_is_a_row(installed, monkeypatch):
     checks = doctor.report()
     assert named(checks, "devices").state == "problem"
     assert all(isinstance(check, Check) for check in checks)
+
+
+def test_pccl_says_whether_it_is_compiled_by_what_and_where_it_listens(monkeypatch, tmp_path):
+    monkeypatch.setenv("AXONN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "some-compiler")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    (check,) = doctor._pccl()
+    assert check.state == "ok" and "by some-compiler" in check.detail and "127.0.0.1" in check.detail
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (check,) = doctor._pccl()
+    assert check.state == "optional-missing" and "g++" in check.remedy
+    monkeypatch.setenv("AXONN_PCCL_INTERFACES", "none0")
+    (check,) = doctor._pccl()
+    assert check.state == "problem" and "none0" in check.detail
+    assert not list(tmp_path.iterdir())
