@@ -134,7 +134,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         return Choice("bruck" if small else "ring")
     if small:
         return Choice("hierarchical_log_direct")
-    if size >= 2**23:
+    if size >= 2**23 and sum(map(len, nodes)) > 16:
         # Bandwidth binds, and what one node passes on in one stream costs it less than several.
         return Choice("ring", 2 if collective == "all_reduce" else 1)
     return Choice("hierarchical_ring_direct", 2)

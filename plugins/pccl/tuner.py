@@ -19,9 +19,9 @@ from plugins.pccl.backend import forget, planner, using
 from plugins.pccl.choice import NATIVE, Choice, Measured, Times
 from plugins.pccl.tuning_file import key_of, read, tuning_file, write
 
-SIZES = (2**13, 2**16, 2**19, 2**21, 2**24)
+SIZES = (2**13, 2**16, 2**19, 2**21, 2**23)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-_HOPELESS = 2.0  # times the best so far: not measured again
+_HOPELESS = 1.5  # times the best so far: not measured again
 _SMALL, _LARGE = 2**18, 2**20
 
 
@@ -86,10 +86,10 @@ def measure(group: dist.ProcessGroup | None, sizes: Sequence[int]) -> Measured:
 
 
 def _times(collective: str, size: int, choices: Sequence[Choice], group: dist.ProcessGroup | None) -> Times:
-    """The least of up to four times of each choice; hopeless ones are timed once and left out."""
+    """The least of up to four times of each choice, of two for large sizes; hopeless ones are timed once and left out."""
     call = operation(collective, size, dist.get_world_size(group), group)
     found: Times = {}
-    for round_ in range(4):
+    for round_ in range(4 if size <= _SMALL else 2):
         for choice in choices:
             if round_ and choice not in found:
                 continue
