@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -235,17 +236,18 @@ def _links_again() -> None:
 
     fabric = backend._fabric(os.getpid())
     dist.all_reduce(torch.ones(5))
-    dist.barrier()
-    group = next(iter(fabric._groups.values()))
     store: Any = dist.distributed_c10d._get_default_store()
-    store.set(f"member{rank}", fabric.member.record())
-    member = Member.read(store.get(f"member{1 - rank}"))
-    connection = fabric._reach(member, 10)
-    fabric._introduce(connection, group, member)
-    connection.sendall(bytes(56))  # costs this link, which has taken the place of the right one
-    assert ended(connection)
-    store.set(f"done{rank}", "")
-    store.get(f"done{1 - rank}")
+    store.set(f"reduced{rank}", "")
+    store.get(f"reduced{1 - rank}")
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            if bytes(link.getpeername()).startswith(b"\0axonn-pccl-"):
+                link.shutdown(socket.SHUT_RDWR)
+    while any(fabric.core.linked(number) for number in fabric._numbers.values()):
+        time.sleep(0.01)
+    store.set(f"lost{rank}", "")
+    store.get(f"lost{1 - rank}")
+    time.sleep(0.5)  # for the other's end to be seen here
     again = torch.ones(5)
     dist.all_reduce(again, group=dist.new_group())
     assert again.tolist() == [size] * 5
