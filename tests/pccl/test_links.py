@@ -141,7 +141,9 @@ def test_what_was_overheard_is_of_no_use(pair: tuple[Fabric, Fabric, Group]) -> 
     assert meet(overheard)[1] == b"" and len(other.core.incoming) == 1
 
 
-def test_silence_does_not_keep_others_waiting(pair: tuple[Fabric, Fabric, Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_does_not_keep_others_waiting(
+    pair: tuple[Fabric, Fabric, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other, group = pair
     monkeypatch.setattr(links, "_MOST_STRANGERS", 20)
     silent = [dial(other) for _ in range(60)]
@@ -221,7 +223,11 @@ def _misbehaves(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("rubbish", "does not begin a frame"), ("too long", "its frame is too long"), ("cut off", "in the middle of a frame")],
+    [
+        ("rubbish", "does not begin a frame"),
+        ("too long", "its frame is too long"),
+        ("cut off", "in the middle of a frame"),
+    ],
 )
 def test_a_member_that_sends_no_frames_is_named(kind: str, said: str) -> None:
     load()

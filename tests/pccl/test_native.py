@@ -35,7 +35,9 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(build, sources))
-        for program, made in zip(("fuzz", "collectives"), pool.map(build, sorted(NATIVE.glob("*.cpp"), reverse=True)), strict=True):
+        for program, made in zip(
+            ("fuzz", "collectives"), pool.map(build, sorted(NATIVE.glob("*.cpp"), reverse=True)), strict=True
+        ):
             _run(compiler(), *flags, made, *objects, "-lpthread", "-o", folder / program)
     return folder
 
