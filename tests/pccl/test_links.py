@@ -247,7 +247,7 @@ def _links_again() -> None:
     store.get(f"reduced{1 - rank}")
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
-            if bytes(link.getpeername()).startswith(b"\0axonn-pccl-"):
+            if link.family == socket.AF_UNIX and link.getpeername()[:12] == b"\0axonn-pccl-":
                 link.shutdown(socket.SHUT_RDWR)
     while any(fabric.core.linked(number) for number in fabric._numbers.values()):
         time.sleep(0.01)
