@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,14 @@ def test_members_meet(pair: tuple[Fabric, Fabric, Group], near: bool) -> None:
     process = other.core.incoming[0][1]
     assert process in ((os.getpid(), 0) if near else (0,))
     assert list(one.core.outgoing.values()) == [1 if process else 0]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_member_that_has_ended_is_not_waited_for(pair: tuple[Fabric, Fabric, Group], near: bool) -> None:
+    one, other, group = pair
+    gone = replace(other.member, port=1, unix="nobody")
+    with pytest.raises(LinkError, match="port 1 cannot be reached from 127.0.0.1"):
+        one.connect(group, gone if near else far(gone), 10_000)
 
 
 def test_who_does_not_know_the_secret_is_turned_away(pair: tuple[Fabric, Fabric, Group]) -> None:
