@@ -152,7 +152,8 @@ class Fabric:
                 return connection
             except OSError as error:
                 connection.close()
-                if time.monotonic() + 0.05 > deadline:
+                # Members listen before they are known: one that refuses has ended.
+                if isinstance(error, ConnectionRefusedError) or time.monotonic() + 0.05 > deadline:
                     raise LinkError(
                         f"the process at {member.host} port {member.port} cannot be reached from {self.member.host}: {error}"
                     ) from error

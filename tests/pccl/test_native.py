@@ -24,7 +24,7 @@ def _run(*command: object) -> str:
 @pytest.fixture(scope="module", params=["address,undefined", "thread"])
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the two programs, compiled with a sanitizer."""
-    folder = tmp_path_factory.mktemp("native")
+    folder = tmp_path_factory.mktemp(request.param.split(",")[0])
     flags = ["-std=c++20", "-O1", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
     sources = [source for source in ENGINE.glob("*.cpp") if source.stem != "shim"]
 
@@ -47,6 +47,7 @@ def test_collectives_among_engines_make_the_right_values(programs: Path) -> None
 
 
 def test_no_frame_crashes_the_engine(programs: Path) -> None:
-    told = _run(programs / "fuzz", 100_000, 1)
+    frames = 20_000 if programs.name.startswith("thread") else 100_000  # the thread sanitizer is slow
+    told = _run(programs / "fuzz", frames, 1)
     done, given_up = int(told.split(" calls done")[0].split()[-1]), int(told.split(" given up")[0].split()[-1])
-    assert done > 1000 and given_up > 1000, told
+    assert min(done, given_up) > frames // 100, told

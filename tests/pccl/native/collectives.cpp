@@ -62,7 +62,7 @@ void round(std::mt19937_64& draw) {
                            });
     }
   }
-  while (left > 0) std::this_thread::yield();
+  while (left > 0) usleep(200);
   engines.clear();
   for (auto& of : made)
     for (Call& one : of) {

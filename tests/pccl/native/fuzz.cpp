@@ -62,7 +62,7 @@ class Episode {
     for (auto& [peer, bytes] : frames_) {
       while (next_call < std::size(calls_) && below(6) == 0) start(next_call++);
       if (!clean_)
-        for (; below(4) > 0; ++sent) disturb();
+        for (; below(8) >= calm_; ++sent) disturb();
       deliver(peer, bytes);
       ++sent;
     }
@@ -220,6 +220,7 @@ class Episode {
   }
 
   const bool clean_;
+  const uint64_t calm_ = 1 + below(7);
   int in_[kSize] = {-1, -1, -1}, out_[kSize] = {-1, -1, -1};
   std::vector<std::pair<int, Bytes>> frames_;
   std::unique_ptr<Engine> engine_;
