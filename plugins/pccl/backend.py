@@ -7,7 +7,7 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -50,14 +50,23 @@ def create(options: Any, backend_options: Any = None) -> Any:
         LinkError: a member cannot be reached.
         ValueError: options that are not allowed, or not the same on all members.
     """
-    rank, size, ranks = (
-        options.group_rank,
-        options.group_size,
-        [int(number) for number in options.global_ranks_in_group],
-    )
-    timeout = timedelta(seconds=options.timeout.total_seconds())
+    rank, size = options.group_rank, options.group_size
     store = dist.PrefixStore("pccl", options.store)
-    store.set_timeout(timeout)
+    store.set_timeout(timedelta(seconds=options.timeout.total_seconds()))
+    try:
+        return _create(options, store, backend_options)
+    except (BuildError, ValueError, OSError):
+        # Rank 0, which may hold the store, stays until the others know why, but not for ever.
+        store.set(f"left{rank}", "")
+        if rank == 0:
+            with suppress(dist.DistError):
+                store.wait([f"left{other}" for other in range(size)], timedelta(seconds=5))
+        raise
+
+
+def _create(options: Any, store: Any, backend_options: Any) -> Any:
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
+    ranks = [int(number) for number in options.global_ranks_in_group]
     try:
         chosen = _options(backend_options, first=not ranks)  # torch names no ranks for the group of all
         native = chosen.algorithm == "native"
@@ -75,16 +84,16 @@ def create(options: Any, backend_options: Any = None) -> Any:
     store.set(f"member{rank}", json.dumps({"member": record, "options": chosen.agreed()}))
     records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
     _agree([found["options"] for found in records])
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout)
+    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
     if fabric is None:
         return inner
     members = [Member.read(found["member"]) for found in records]
     numbers = [fabric.number(member.identity) for member in members]
     ranks = ranks or list(range(size))
-    fabric.core.add_group(key, numbers, ranks, rank, timeout.total_seconds())
-    planner = _Planner(fabric, group, members, ranks, rank, timeout.total_seconds(), chosen)
+    fabric.core.add_group(key, numbers, ranks, rank, timeout)
+    planner = _Planner(fabric, group, members, ranks, rank, timeout, chosen)
     planner.measured = _measured(store, rank, chosen, planner.nodes)
-    return load().backend(fabric.core, key, rank, size, timeout.total_seconds(), inner, planner)
+    return load().backend(fabric.core, key, rank, size, timeout, inner, planner)
 
 
 def _measured(store: Any, rank: int, options: Options, nodes: Nodes) -> Measured:

@@ -207,7 +207,7 @@ def _misbehaves(kind: str) -> str:
     rank, _ = join(timeout=20)
     from plugins.pccl import backend
 
-    fabric = backend._fabric(os.getpid())
+    fabric = backend._fabric(os.getpid(), None)
     group = next(iter(fabric._groups.values()))
     store: Any = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -249,7 +249,7 @@ def _links_again() -> None:
     rank, size = join(timeout=20)
     from plugins.pccl import backend
 
-    fabric = backend._fabric(os.getpid())
+    fabric = backend._fabric(os.getpid(), None)
     dist.all_reduce(torch.ones(5))
     store: Any = dist.distributed_c10d._get_default_store()
     store.set(f"reduced{rank}", "")
