@@ -15,6 +15,7 @@ from samo import checkpoint
 from samo.elementwise import require_elementwise
 from samo.index import Index
 from samo.loss_scale import LossScale
+from samo.native import native_step
 from samo.reducer import Reducer, gather
 from samo.store import Entry, Store, make_stores
 from samo.tiles import Buffers, Piece, Tile, load_tile, make_tiles, store_tile
@@ -137,6 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
         self.buffers = Buffers(max((tile.length for tile in self.tiles), default=0))
         self._store_of = {entry: store for store in self.stores for entry in store.entries}
+        self._native = native_step(self)
 
     def _load_masters(self) -> None:
         """Take the master weights from the parameters."""
@@ -222,8 +224,11 @@ class Optimizer(torch.optim.Optimizer):
         if not self.overflow:
             for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
                 theirs.update({key: value for key, value in ours.items() if key != "params"})
-            for tile in self.tiles:
-                self._step_tile(tile, factor)
+            if self._native is not None:
+                self._native.step(1.0 if factor is None else float(factor))
+            else:
+                for tile in self.tiles:
+                    self._step_tile(tile, factor)
             if self.shard:
                 self._gather_weights()
         for entry in self.entries:
