@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from samo.optimizer import Optimizer
 
 _SOURCE = Path(__file__).parent / "csrc" / "step.c"
-_FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LENGTH = 2**16  # kept elements that a thread takes at a time
 
@@ -55,7 +64,9 @@ def library() -> ctypes.CDLL | None:
             built.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
                 made = Path(scratch) / built.name
-                subprocess.run([command, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"], capture_output=True, check=True)
+                subprocess.run(
+                    [command, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"], capture_output=True, check=True
+                )
                 made.replace(built)
         found = ctypes.CDLL(str(built))
     except (OSError, subprocess.CalledProcessError):
@@ -101,7 +112,7 @@ class NativeStep:
     def step(self, factor: float) -> None:
         """Update all pieces whose gradients have arrived; these are multiplied by `factor` first."""
         active = [(tile, piece) for tile, piece in self._pieces if piece.segment.entry.arrived]
-        for tile, piece in active:
+        for _, piece in active:
             if piece.weights not in self.optimizer.inner.state:
                 zeros = [torch.zeros(piece.segment.length) for _ in range(2)]
                 first = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
@@ -139,12 +150,18 @@ def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]
     }
 
 
-def _cut(segment: Segment, gradient: Tensor, master: Tensor | None, state: dict[str, Tensor], rates: dict[str, float]) -> list[_Job]:
+def _cut(
+    segment: Segment, gradient: Tensor, master: Tensor | None, state: dict[str, Tensor], rates: dict[str, float]
+) -> list[_Job]:
     entry = segment.entry
     stored, starts = (None, None) if entry.index is None else entry.index.tensors
     where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype], **rates}
     if stored is not None:
-        where |= {"positions": stored.data_ptr()} if starts is None else {"offsets": stored.data_ptr(), "starts": starts.data_ptr()}
+        where |= (
+            {"positions": stored.data_ptr()}
+            if starts is None
+            else {"offsets": stored.data_ptr(), "starts": starts.data_ptr()}
+        )
     width = gradient.element_size()
     jobs = []
     for done in range(0, segment.length, _LENGTH):
