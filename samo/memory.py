@@ -159,7 +159,7 @@ def predicted(layers: Sequence[Layer], state: int = ADAM, itemsize: int = 2, ran
     """
     kept = sum(layer.kept for layer in layers)
     owned = -(-kept // ranks)
-    pruned = any(layer.kept < layer.numel for layer in layers)
+    pruned = any(0 < layer.kept < layer.numel for layer in layers)
     longest = min(tile, owned)
     return Bytes(
         weights=itemsize * sum(layer.numel for layer in layers),
