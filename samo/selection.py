@@ -186,8 +186,8 @@ class Magnitudes:
             if count >= here:
                 edges[name] = 2**62
             elif count > 0:
-                part = self.parts.get(name)
-                tied = [] if part is None else [(part.positions(self._ties(part, threshold)), part.weight)]
+                held = [part for part in parts if part.name == name]
+                tied = [(part.positions(self._ties(part, threshold)), part.weight) for part in held]
                 edges[name] = self._kth(lambda tied=tied: tied, count, 3)[0]  # type: ignore[misc]
             count = max(count - here, 0)
         return edges

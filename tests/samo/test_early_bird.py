@@ -109,3 +109,17 @@ def test_states_of_other_searches_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(search.state_dict())
+
+
+def test_the_ticket_prunes_the_optimizer():
+    net = model()
+    optimizer = samo.Optimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3), net)
+    search = samo.EarlyBird(net, 0.9, window=2)
+    data = torch.randn(8, 31)
+    while not search.observe():
+        net(data).square().mean().backward()
+        optimizer.step()
+    optimizer.prune(search.masks)
+    net(data).square().mean().backward()
+    optimizer.step()
+    assert sum(int((net[n].weight == 0).sum()) for n in (0, 2)) == round(0.9 * (31 * 17 + 17 * 9))
