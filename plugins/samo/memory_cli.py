@@ -113,10 +113,10 @@ def _over(ranks: int) -> str:
 
 def _table(rows: Sequence[tuple[str, float]], dense: float) -> str:
     width = max(len(label) for label, _ in rows)
-    lines = [f"{'model state':<{width}}{'bytes':>20}{'GiB':>12}{'saved':>9}"]
-    lines += [
-        f"{label:<{width}}{round(size):>20,}{size / 2**30:>12.3f}{1 - size / dense:>9.1%}" for label, size in rows
-    ]
+    unit, size_of = ("GiB", 2**30) if dense >= 2**30 else ("MiB", 2**20)
+    lines = [f"{'model state':<{width}}{'bytes':>20}{unit:>12}{'saved':>9}"]
+    for label, size in rows:
+        lines.append(f"{label:<{width}}{round(size):>20,}{size / size_of:>12.3f}{1 - size / dense:>9.1%}")
     return "\n".join(lines)
 
 

@@ -121,10 +121,23 @@ def _hf(path: Path) -> Callable[[], nn.Module]:
         raise ConfigError(
             f'MODEL = "{path}" needs transformers to be read; install it, or use GPT:layers,hidden,vocabulary'
         ) from None
+    # What transformers raises on a configuration that it cannot use is of many kinds.
     try:
-        config = AutoConfig.from_pretrained(file)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f'MODEL = "{path}" is not a configuration that transformers knows: {reason}') from None
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except Exception as error:
+        raise _unusable(path, error) from None
     kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
-    return lambda: kind.from_config(config)
+
+    def make() -> nn.Module:
+        try:
+            return kind.from_config(config)
+        except Exception as error:
+            raise _unusable(path, error) from None
+
+    return make
+
+
+def _unusable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f'MODEL = "{path}" is not a configuration that transformers can use: {" ".join(str(error).split())}'
+    )

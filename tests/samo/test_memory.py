@@ -119,9 +119,16 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         assert cli.main(["samo", "memory", str(path)]) == 0
         out = capsys.readouterr().out
         assert f"{phi:,} parameters, of which {12 * 32 * 32:,} can be pruned" in out and "measured after a step" in out
-    (tmp_path / "config.json").write_text("{}")
-    assert cli.main(["samo", "memory", str(tmp_path)]) == 2
-    assert "is not a configuration that transformers knows" in capsys.readouterr().err
+    for text in (
+        "{}",
+        "no JSON",
+        '{"model_type": "gpt2", "n_layer": "x"}',
+        '{"model_type": "gpt2", "n_embd": 7, "n_head": 2}',
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert cli.main(["samo", "memory", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert "is not a configuration that transformers can use: " in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
