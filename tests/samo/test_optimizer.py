@@ -232,7 +232,6 @@ def test_wrong_arguments():
         optimizer.step()
 
 
-
 def most_allocated(function):
     """The most bytes at one time that a call allocated, above what there was."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
