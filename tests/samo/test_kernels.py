@@ -1,0 +1,41 @@
+"""Triton decides at its import whether it interprets, so each way to run it has a process of its own."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def run_cases(**environment):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).parent / "kernel_cases.py"),
+    ]
+    found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_in_tritons_interpreter():
+    run_cases(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+def test_compiled_for_gpus_that_are_not_here():
+    run_cases(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: the kernels are only interpreted and compiled"
+)
+def test_on_a_gpu():
+    run_cases(TRITON_INTERPRET="0")
