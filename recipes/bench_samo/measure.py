@@ -97,11 +97,11 @@ def _dense(model: nn.Module, gradients: list[Tensor]) -> Iterable[Side]:
     """Torch's fused AdamW on dense float32 state; where the parameters are of 16 bits, and the copy to them."""
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
     masters = [parameter.float().requires_grad_() for parameter in parameters]
-    for master, gradient in zip(masters, gradients, strict=True):
-        master.grad = gradient.float()
+    upcast = [gradient.float() for gradient in gradients]
+    for master, gradient in zip(masters, upcast, strict=True):
+        master.grad = gradient
     optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
     low = gradients[0].element_size() == 2
-    upcast = [master.grad for master in masters]
     elements = sum(gradient.numel() for gradient in gradients)
 
     @torch.no_grad()

@@ -12,7 +12,8 @@ import torch
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-def run_cases(**environment):
+def run_cases(folder, **environment):
+    environment["TRITON_CACHE_DIR"] = str(folder)
     command = [
         sys.executable,
         "-m",
@@ -26,16 +27,16 @@ def run_cases(**environment):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_in_tritons_interpreter():
-    run_cases(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+def test_in_tritons_interpreter(tmp_path):
+    run_cases(tmp_path, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_compiled_for_gpus_that_are_not_here():
-    run_cases(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+def test_compiled_for_gpus_that_are_not_here(tmp_path):
+    run_cases(tmp_path, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: the kernels are only interpreted and compiled"
 )
-def test_on_a_gpu():
-    run_cases(TRITON_INTERPRET="0")
+def test_on_a_gpu(tmp_path):
+    run_cases(tmp_path, TRITON_INTERPRET="0")
