@@ -111,11 +111,12 @@ def _vectors(optimizer: Optimizer, store: Store) -> tuple[dict[str, Tensor], dic
     return {key: _whole(store, owned[key]) for key in sorted(owned)}, scalars
 
 
-def _agree(
-    store: Store, owned: dict[str, Tensor], scalars: dict[Entry, dict[str, Any]]
-) -> dict[Entry, dict[str, Any]]:
+def _agree(store: Store, owned: dict[str, Tensor], scalars: dict[Entry, dict[str, Any]]) -> dict[Entry, dict[str, Any]]:
     """Learn from the other ranks what a parameter's state has of which this rank holds no part; adds vectors to `owned`."""
-    mine = {entry.name: values for entry, values in scalars.items()}, {key: vector.dtype for key, vector in owned.items()}
+    mine = (
+        {entry.name: values for entry, values in scalars.items()},
+        {key: vector.dtype for key, vector in owned.items()},
+    )
     merged: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(bucket.process_group for bucket in store.buckets):
         if group is None:

@@ -32,7 +32,9 @@ def require_elementwise(factory: Callable[[list[dict[str, Any]]], torch.optim.Op
         )
 
 
-def _train(factory: Callable[[list[dict[str, Any]]], Any], weights: Sequence[float], gradients: Sequence[Sequence[float]]) -> Tensor:
+def _train(
+    factory: Callable[[list[dict[str, Any]]], Any], weights: Sequence[float], gradients: Sequence[Sequence[float]]
+) -> Tensor:
     weight = torch.tensor(weights)
     optimizer = factory([{"params": [weight]}])
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -58,7 +58,7 @@ def compress(entry: Entry, gradient: Tensor, store: Store) -> bool:
     return True
 
 
-def tile_size(inner: torch.optim.Optimizer, store: Store, given: int) -> int:
+def tile_size(inner: torch.optim.Optimizer, given: int, store: Store) -> int:
     """Elements of a tile: all of the store where the kernel steps, which needs no buffers, and few launches."""
     return max(store.owned, 1) if runs(store.gradient) and knows(inner) else given
 
@@ -108,7 +108,7 @@ class Plan:
         """Update what has arrived."""
         store = self.tile.store
         pieces = self._pieces(inner)
-        factor = self.one if factor is None else factor.float()
+        factor = self.one if factor is None else factor.to(self.one)
         self.kernels.adam(self.work, pieces, self._scalars(inner), store.gradient, store.master, factor)
 
     def _pieces(self, inner: torch.optim.Optimizer) -> Tensor:

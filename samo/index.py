@@ -62,7 +62,7 @@ class Index:
 
     @property
     def form(self) -> str:
-        """"offsets" or "positions"."""
+        """Offsets, or positions."""
         return "positions" if self._starts is None else "offsets"
 
     @property
@@ -96,9 +96,9 @@ class Index:
         found[self.positions()] = True
         return found
 
-    def compress(self, dense: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-        """Kept elements number `begin` to `end` of a flattened tensor."""
-        return dense.index_select(0, self.positions(begin, end))
+    def compress(self, dense: Tensor, begin: int = 0, end: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Kept elements number `begin` to `end` of a flattened tensor, in `out` if that is given."""
+        return torch.index_select(dense, 0, self.positions(begin, end), out=out)
 
     def expand(self, values: Tensor, into: Tensor, begin: int = 0) -> None:
         """Write `values`, which are the kept elements from number `begin` on, to where they belong in a flattened tensor."""

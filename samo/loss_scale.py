@@ -37,7 +37,9 @@ class LossScale:
             return LossScale()
         if isinstance(given, (int, float)) and given > 0:
             return LossScale(float(given), dynamic=False)
-        raise ValueError(f"loss_scale = {given!r} is not a scale; use 'dynamic', a positive number, a LossScale or None")
+        raise ValueError(
+            f"loss_scale = {given!r} is not a scale; use 'dynamic', a positive number, a LossScale or None"
+        )
 
     def update(self, overflow: bool) -> None:
         """Take note of how a step went."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from samo import checkpoint, fused
 from samo.elementwise import require_elementwise
 from samo.index import Index
 from samo.loss_scale import LossScale
+from samo.native import native_step
+from samo.parameters import check_masks, named_groups
 from samo.reducer import Reducer, gather
-from samo.store import Entry, Store, make_stores
+from samo.store import Entry, make_stores
 from samo.tiles import Buffers, Piece, Tile, load_tile, make_tiles, store_tile
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -56,8 +58,8 @@ class Optimizer(torch.optim.Optimizer):
         bucket_bytes: gradients reduced in one call.
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all: for
             parameters that are shards. By default their sum.
-        kernels: compress, and take the steps of torch's Adam and AdamW, by Triton's kernels on CUDA devices where triton is
-            installed. They differ from torch in rounding only.
+        kernels: compress and step by Triton's kernels on CUDA, and step by a compiled loop on a CPU, where these know the
+            inner optimizer. They differ from torch in rounding only.
 
     Attributes:
         overflow: whether the last step was skipped.
@@ -86,16 +88,20 @@ class Optimizer(torch.optim.Optimizer):
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
         if shard and group is None:
-            raise ValueError("shard = True needs the ranks to share among: pass group, such as torch.distributed.group.WORLD")
+            raise ValueError(
+                "shard = True needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
+            )
         self.factory, self.max_norm, self.shard, self.norm, self.kernels = factory, max_norm, shard, norm, kernels
         self.loss_scale = LossScale.make(loss_scale)
         self.tile_size, self.bucket_bytes = tile_size, bucket_bytes
-        self.overflow, self.total_norm = False, None
-        groups, names = _named_groups(params)
+        self.overflow = False
+        self.total_norm: Tensor | None = None
+        groups, names = named_groups(params)
         super().__init__(groups, {})
         self.names = names
         require_elementwise(factory)
         inner = factory([{**group, "params": [_stand_in()]} for group in self.param_groups])
+        self.defaults = dict(inner.defaults)
         for ours, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         self.entries: list[Entry] = []
@@ -113,18 +119,20 @@ class Optimizer(torch.optim.Optimizer):
 
     # Layout
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after the optimizer is made.
+
+        Raises:
+            ValueError: always, then.
+        """
+        if hasattr(self, "entries"):
+            raise ValueError("samo.Optimizer lays out its state once: give all parameter groups when you make it")
+        super().add_param_group(param_group)
+
     def _apply(self, masks: Mapping[str, Tensor]) -> None:
         """Give entries the indices of masks, and set what they prune to zero."""
         parameters = {self.names[p]: p for group in self.param_groups for p in group["params"]}
-        for name, mask in masks.items():
-            if name not in parameters:
-                near = difflib.get_close_matches(name, parameters, 1)
-                raise ValueError(f"masks name {name!r}, which is no parameter of this optimizer" + (f"; did you mean {near[0]!r}?" if near else ""))
-            if mask.shape != parameters[name].shape or mask.dtype != torch.bool:
-                raise ValueError(
-                    f"the mask of {name!r} is {mask.dtype} of shape {tuple(mask.shape)}; it must be torch.bool of the "
-                    f"parameter's shape {tuple(parameters[name].shape)}"
-                )
+        check_masks(masks, parameters)
         with torch.no_grad():
             for name, mask in masks.items():
                 parameters[name].masked_fill_(~mask.to(parameters[name].device), 0)
@@ -137,10 +145,12 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self.stores = make_stores(self.entries, self.bucket_bytes, self.shard)
         self.reducer = Reducer(self.stores)
-        sizes = [fused.tile_size(inner, store, self.tile_size) if self.kernels else self.tile_size for store in self.stores]
-        self.tiles = [tile for store, size in zip(self.stores, sizes, strict=True) for tile in make_tiles(store, size)]
+        size = partial(fused.tile_size, inner, self.tile_size) if self.kernels else lambda _: self.tile_size
+        self.tiles = [tile for store in self.stores for tile in make_tiles(store, size(store))]
         self.buffers = Buffers(max((tile.length for tile in self.tiles), default=0))
         self._store_of = {entry: store for store in self.stores for entry in store.entries}
+        interpreted = any(fused.runs(store.gradient) for store in self.stores)
+        self._native = native_step(self) if self.kernels and not interpreted else None
 
     def _load_masters(self) -> None:
         """Take the master weights from the parameters."""
@@ -177,7 +187,9 @@ class Optimizer(torch.optim.Optimizer):
         if gradient is None:
             return
         if gradient.layout != torch.strided:
-            raise ValueError(f"{entry.name!r} has a {gradient.layout} gradient; make its layer give dense ones (Embedding(sparse=False))")
+            raise ValueError(
+                f"{entry.name!r} has a {gradient.layout} gradient; make its layer give dense ones (Embedding(sparse=False))"
+            )
         self.reducer.before(entry)
         store = self._store_of[entry]
         flat = gradient.reshape(-1)
@@ -227,8 +239,11 @@ class Optimizer(torch.optim.Optimizer):
         if not self.overflow:
             for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
                 theirs.update({key: value for key, value in ours.items() if key != "params"})
-            for tile in self.tiles:
-                self._step_tile(tile, factor)
+            if self._native is not None:
+                self._native.step(1.0 if factor is None else float(factor))
+            else:
+                for tile in self.tiles:
+                    self._step_tile(tile, factor)
             if self.shard:
                 self._gather_weights()
         for entry in self.entries:
@@ -291,11 +306,13 @@ class Optimizer(torch.optim.Optimizer):
         return sum((square.to(device) for square in squares.values()), torch.zeros((), device=device)).sqrt()
 
     def _sum_over_shards(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
-        summed = {}
+        summed: dict[str, Tensor] = {}
         for group in dict.fromkeys(entry.process_group for entry in self.entries):
             names = [entry.name for entry in self.entries if entry.process_group is group]
             device = next(entry.parameter.device for entry in self.entries if entry.process_group is group)
-            flat = torch.stack([torch.as_tensor(squares.get(name, 0.0), dtype=torch.float64, device=device) for name in names])
+            flat = torch.stack(
+                [torch.as_tensor(squares.get(name, 0.0), dtype=torch.float64, device=device) for name in names]
+            )
             if group is not None:
                 dist.all_reduce(flat, group=group)
             summed.update(zip(names, flat.unbind(), strict=True))
@@ -329,7 +346,9 @@ class Optimizer(torch.optim.Optimizer):
         state = sum(
             value.nbytes for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)
         )
-        return state + sum(store.nbytes for store in self.stores) + sum(entry.parameter.nbytes for entry in self.entries)
+        return (
+            state + sum(store.nbytes for store in self.stores) + sum(entry.parameter.nbytes for entry in self.entries)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Compressed state of all parameters, on every rank; with `shard` every rank calls it.
@@ -353,22 +372,3 @@ class Optimizer(torch.optim.Optimizer):
 
 def _stand_in() -> Tensor:
     return torch.zeros(0)
-
-
-def _named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
-    """Torch's parameter groups without names, and names: those given, or numbers."""
-    given = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    names: dict[nn.Parameter, str] = {}
-    plain = []
-    for group in groups:
-        members = group["params"]
-        members = list(members.named_parameters()) if isinstance(members, nn.Module) else members
-        members = [members] if isinstance(members, Tensor) else list(members)
-        found = []
-        for member in members:
-            name, parameter = member if isinstance(member, tuple) else (str(len(names)), member)
-            names[parameter] = name
-            found.append(parameter)
-        plain.append({**group, "params": found})
-    return plain, names

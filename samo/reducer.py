@@ -25,7 +25,9 @@ class Reducer:
 
     def __init__(self, stores: list[Store]) -> None:
         self.active = True
-        self._order = [(store, bucket) for store in stores for bucket in store.buckets if bucket.process_group is not None]
+        self._order = [
+            (store, bucket) for store in stores for bucket in store.buckets if bucket.process_group is not None
+        ]
         self._bucket_of = {entry: bucket for _, bucket in self._order for entry in bucket.entries}
         self._missing = {bucket: set(bucket.entries) for _, bucket in self._order}
         self._launched: list[tuple[Store, Bucket, Any, Tensor | None]] = []

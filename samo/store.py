@@ -49,9 +49,12 @@ class Entry:
         """The parameter's elements, as one vector that shares their memory."""
         return self.parameter.data.view(-1)
 
-    def read(self, dense: Tensor, begin: int, end: int) -> Tensor:
-        """Kept elements number `begin` to `end` of a flattened tensor of the parameter's shape."""
-        return dense[begin:end] if self.index is None else self.index.compress(dense, begin, end)
+    def read(self, dense: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Kept elements number `begin` to `end` of a flattened tensor of the parameter's shape.
+
+        All of them are a view of it; others are copied, into `out` if that is given.
+        """
+        return dense[begin:end] if self.index is None else self.index.compress(dense, begin, end, out)
 
     def write(self, values: Tensor, begin: int) -> None:
         """Put kept elements from number `begin` on into the parameter."""

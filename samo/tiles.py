@@ -93,8 +93,7 @@ def make_tiles(store: Store, size: int) -> list[Tile]:
                 segment, begin=segment.begin + done, gradient=segment.gradient + done, master=master, length=length
             )
             if store.master is None:
-                weights = store.gradient.new_empty(length)
-                weights.set_()  # shape comes with the first step
+                weights = store.gradient.new_empty(0)  # its shape comes with its first step
             else:
                 weights = store.master[master : master + length]
             tiles[-1].pieces.append(Piece(cut, master - begin, weights))
@@ -112,14 +111,9 @@ def load_tile(tile: Tile, pieces: Iterable[Piece], buffers: Buffers, factor: Ten
         gradient = store.gradient[segment.gradient : segment.gradient + segment.length]
         if upcast is not None:
             gradient = upcast[piece.within].copy_(gradient)
-        elif segment.entry.index is None:
-            piece.weights.data = segment.entry.flat[segment.begin : segment.begin + segment.length]
         else:
-            room = buffers.get(store.gradient.dtype, device)[piece.within]
-            entry = segment.entry
-            piece.weights.data = torch.index_select(
-                entry.flat, 0, entry.index.positions(segment.begin, segment.begin + segment.length), out=room
-            )
+            entry, room = segment.entry, buffers.get(store.gradient.dtype, device)[piece.within]
+            piece.weights.data = entry.read(entry.flat, segment.begin, segment.begin + segment.length, room)
         piece.weights.grad = gradient if factor is None else gradient.mul_(factor)
 
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import samo
 from recipes.bench_samo.settings import DTYPES, Settings
 from recipes.models.gpt import GPT
-from samo import fused
 
-KERNELS, TILES = "samo, Triton kernels", "samo, torch tiles"
+OURS, TILES = "samo", "samo, torch tiles"
 DENSE, UPCAST = "dense", "dense, gradients upcast"
 PLAIN, PRUNED = "dense", "samo"
 
@@ -67,10 +66,7 @@ def steps(settings: Settings) -> tuple[list[Side], Side]:
 
 def _compressed(settings: Settings, model: nn.Module, gradients: list[Tensor]) -> Iterable[Side]:
     masks = random_masks(model, settings)
-    known = fused.runs(gradients[0])
-    for name, used in ((KERNELS, True), (TILES, False)):
-        if used and not known:
-            continue
+    for name, used in ((OURS, True), (TILES, False)):
         pruned = copy.deepcopy(model)
         optimizer = samo.Optimizer(
             lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True), pruned, masks, kernels=used

@@ -10,13 +10,17 @@ class Masked:
     def __init__(self, factory, model, masks, max_norm=None):
         self.model, self.max_norm = model, max_norm
         self.parameters = dict(model.named_parameters())
-        self.masks = {name: masks.get(name, torch.ones_like(p, dtype=torch.bool)) for name, p in self.parameters.items()}
+        self.masks = {
+            name: masks.get(name, torch.ones_like(p, dtype=torch.bool)) for name, p in self.parameters.items()
+        }
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.mul_(self.masks[name])
         self.low = next(iter(self.parameters.values())).dtype in (torch.bfloat16, torch.float16)
         self.masters = {name: p.detach().float() if self.low else p for name, p in self.parameters.items()}
-        self.optimizer = factory([{"params": [self.masters[name] for name, p in self.parameters.items() if p.requires_grad]}])
+        self.optimizer = factory(
+            [{"params": [self.masters[name] for name, p in self.parameters.items() if p.requires_grad]}]
+        )
 
     @torch.no_grad()
     def step(self, scale=1.0):

@@ -1,0 +1,179 @@
+"""The step on a CPU in one pass over memory, compiled when it is first wanted; what torch's tiles do, several times faster.
+
+It stands in for torch's fused Adam and AdamW (`fused=True`), as these do for the plain ones: equal up to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samo.store import Segment
+
+if TYPE_CHECKING:
+    from samo.optimizer import Optimizer
+
+_SOURCE = Path(__file__).parent / "csrc" / "step.c"
+_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+]
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LENGTH = 2**16  # kept elements that a thread takes at a time
+
+
+class _Job(ctypes.Structure):
+    """`struct job` of step.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("offsets", "starts", "positions")),
+        *((name, ctypes.c_int64) for name in ("begin", "length")),
+        *((name, ctypes.c_void_p) for name in ("parameter", "gradient", "master", "average", "square")),
+        *((name, ctypes.c_float) for name in ("decay", "penalty", "rate1", "beta2", "rate2", "epsilon", "step")),
+        ("type", ctypes.c_int32),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled step; None where there is no C compiler, or it does not compile."""
+    command = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if command is None:
+        return None
+    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
+    digest = hashlib.sha256(repr((command, _FLAGS, _processor())).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    built = Path(root) / "samo" / f"step-{digest}.so"
+    try:
+        if not built.exists():
+            built.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+                made = Path(scratch) / built.name
+                subprocess.run(
+                    [command, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"], capture_output=True, check=True
+                )
+                made.replace(built)
+        found = ctypes.CDLL(str(built))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found.samo_step.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float]
+    found.samo_step.restype = None
+    return found
+
+
+def _processor() -> list[str]:
+    """What -march=native goes by: a home folder may be shared by machines of several kinds."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+
+
+def native_step(optimizer: Optimizer) -> NativeStep | None:
+    """The compiled step for an optimizer; None where it does not apply: torch's tiles do it then.
+
+    It applies to parameters in float32, bf16 or fp16 on a CPU with torch's Adam or AdamW, ``fused=True``, without amsgrad and
+    maximize.
+    """
+    inner = optimizer.inner
+    known = type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] and not group["amsgrad"] and not group["maximize"] and isinstance(group["lr"], float | int)
+        for group in inner.param_groups
+    )
+    kinds = all(s.gradient.device.type == "cpu" and s.gradient.dtype in _TYPES for s in optimizer.stores)
+    return NativeStep(optimizer) if known and kinds and library() is not None else None
+
+
+class NativeStep:
+    """All of an optimizer's pieces, as jobs.
+
+    Args:
+        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._pieces = list(optimizer.pieces())
+
+    def step(self, factor: float) -> None:
+        """Update all pieces whose gradients have arrived; these are multiplied by `factor` first."""
+        active = [(tile, piece) for tile, piece in self._pieces if piece.segment.entry.arrived]
+        for _, piece in active:
+            if piece.weights not in self.optimizer.inner.state:
+                zeros = [torch.zeros(piece.segment.length) for _ in range(2)]
+                first = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+                self.optimizer.inner.state[piece.weights] = first
+        states = [self.optimizer.inner.state[piece.weights] for _, piece in active]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        jobs: list[_Job] = []
+        rates: dict[tuple[int, float], dict[str, float]] = {}
+        for (tile, piece), state, number in zip(active, states, steps, strict=True):
+            group = piece.segment.entry.group
+            key = group, float(number)
+            if key not in rates:
+                rates[key] = _rates(self.optimizer.param_groups[group], key[1], type(self.optimizer.inner))
+            jobs += _cut(piece.segment, tile.store.gradient, tile.store.master, state, rates[key])
+        table = (_Job * len(jobs))(*jobs)
+        found = library()
+        assert found is not None
+        found.samo_step(ctypes.addressof(table), len(jobs), torch.get_num_threads(), factor)
+
+
+def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]:
+    """A group's hyperparameters at its step `number`, as the jobs need them."""
+    beta1, beta2 = group["betas"]
+    decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+    root = (1 - beta2**number) ** 0.5
+    return {
+        "decay": 1 - group["lr"] * group["weight_decay"] if decoupled else 1.0,
+        "penalty": 0.0 if decoupled else group["weight_decay"],
+        "rate1": 1 - beta1,
+        "beta2": beta2,
+        "rate2": 1 - beta2,
+        "epsilon": group["eps"] * root,
+        "step": -group["lr"] / (1 - beta1**number) * root,
+    }
+
+
+def _cut(
+    segment: Segment, gradient: Tensor, master: Tensor | None, state: dict[str, Tensor], rates: dict[str, float]
+) -> list[_Job]:
+    entry = segment.entry
+    stored, starts = (None, None) if entry.index is None else entry.index.tensors
+    where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype], **rates}
+    if stored is not None:
+        where |= (
+            {"positions": stored.data_ptr()}
+            if starts is None
+            else {"offsets": stored.data_ptr(), "starts": starts.data_ptr()}
+        )
+    width = gradient.element_size()
+    jobs = []
+    for done in range(0, segment.length, _LENGTH):
+        jobs.append(
+            _Job(
+                begin=segment.begin + done,
+                length=min(_LENGTH, segment.length - done),
+                gradient=gradient.data_ptr() + (segment.gradient + done) * width,
+                master=None if master is None else master.data_ptr() + (segment.master + done) * 4,
+                average=state["exp_avg"].data_ptr() + done * 4,
+                square=state["exp_avg_sq"].data_ptr() + done * 4,
+                **where,
+            )
+        )
+    return jobs

@@ -1,0 +1,163 @@
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import samo
+from tests.distributed import run_ranks
+from tests.samo.reference import Masked
+from tests.samo.test_optimizer import FACTORIES, pair
+
+ADAMW = FACTORIES["adamw"]
+
+
+def loss_of(model, generator):
+    tokens = torch.randint(37, (2, 9), generator=generator)
+    return nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def run(model, step, ranks, rank, steps=8, seed=5, microbatches=1, no_sync=nullcontext, skip=0):
+    """Losses, averaged over ranks; each rank reads its part of the tokens of `ranks` ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for number in range(steps):
+        total = torch.zeros(())
+        for micro in range(microbatches):
+            mine = []
+            for other in range(ranks):
+                seeds = int(torch.randint(2**31, (), generator=generator))
+                if (other - rank) % dist.get_world_size() == 0:
+                    mine.append(seeds)
+            if number < skip:
+                continue
+            with no_sync() if micro < microbatches - 1 else nullcontext():
+                loss = sum(loss_of(model, torch.Generator().manual_seed(each)) for each in mine) / len(mine)
+                loss.backward()
+            total += loss.detach()
+        if number < skip:
+            continue
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size() / microbatches)
+        step()
+    return losses
+
+
+def dense_step(reference):
+    def step():
+        for parameter in reference.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad)
+        reference.step()
+
+    return step
+
+
+def state_bytes(optimizer):
+    return optimizer.nbytes - sum(entry.parameter.nbytes for entry in optimizer.entries)
+
+
+def four_ranks():
+    rank, found = dist.get_rank(), {}
+    for name, keywords in {
+        "plain": {},
+        "buckets": {"bucket_bytes": 500},
+        "shard": {"shard": True, "bucket_bytes": 700},
+        "clipped": {"max_norm": 0.2},
+        "clipped shard": {"max_norm": 0.2, "shard": True},
+        "fused": {"factory": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True), "shard": True},
+    }.items():
+        for microbatches in (1, 3):
+            ours, dense, masks = pair(0.8)
+            keywords = {"factory": ADAMW} | keywords
+            reference = Masked(keywords["factory"], dense, masks, keywords.get("max_norm"))
+            optimizer = samo.Optimizer(params=ours, masks=masks, group=dist.group.WORLD, tile_size=90, **keywords)
+            mine = run(ours, optimizer.step, 4, rank, microbatches=microbatches, no_sync=optimizer.no_sync)
+            theirs = run(dense, dense_step(reference), 4, rank, microbatches=microbatches)
+            found[f"{name} {microbatches}"] = mine, theirs
+    ours, _, masks = pair(0.8, torch.bfloat16)
+    optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, bucket_bytes=200)
+    sent = []
+    real = dist.all_reduce
+    dist.all_reduce = lambda tensor, *args, **kwargs: (sent.append(tensor.nbytes), real(tensor, *args, **kwargs))[1]
+    loss_of(ours, torch.Generator().manual_seed(rank)).backward()
+    optimizer.step()
+    dist.all_reduce = real
+    found["bytes"] = len(sent), sum(sent), 2 * sum(entry.kept for entry in optimizer.entries)
+    sharded = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks, group=dist.group.WORLD, shard=True)
+    whole = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks)
+    found["masters"] = sharded.stores[0].master.numel(), whole.stores[0].master.numel()
+    return found
+
+
+def checkpoint(folder):
+    """What four ranks save after 4 of 8 steps, sharded; and the losses of all 8."""
+    rank, found = dist.get_rank(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, _, masks = pair(0.8, dtype)
+        optimizer = samo.Optimizer(
+            ADAMW, ours, masks, group=dist.group.WORLD, shard=True, bucket_bytes=700, tile_size=70
+        )
+        losses = run(ours, optimizer.step, 4, rank, steps=4)
+        saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
+        losses += run(ours, optimizer.step, 4, rank, steps=8, skip=4)
+        path = f"{folder}/{str(dtype)[6:]}.pt"
+        if rank == 0:
+            torch.save(saved, path)
+        found[str(dtype)] = losses
+    return found
+
+
+def resume(folder):
+    rank, found = dist.get_rank(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model_state, state = torch.load(f"{folder}/{str(dtype)[6:]}.pt", weights_only=True)
+        for shard in (False, True):
+            ours, dense, masks = pair(0.8, dtype)
+            ours.load_state_dict(model_state)
+            optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, shard=shard, tile_size=41)
+            optimizer.load_state_dict(state)
+            found[f"{dtype} {shard}"] = run(ours, optimizer.step, 4, rank, steps=8, skip=4)
+        dense.load_state_dict(model_state)
+        reference = Masked(ADAMW, dense, masks)
+        whole = samo.dense_state_dict(optimizer_at(dense, masks, state))
+        by_number = dict(enumerate(dense.parameters()))
+        for number, values in whole["state"].items():
+            if "master" in values:
+                reference.masters[next(n for n, p in dense.named_parameters() if p is by_number[number])].copy_(
+                    values.pop("master")
+                )
+        kept = [number for number, parameter in by_number.items() if parameter.requires_grad]
+        trained = {kept.index(number): values for number, values in whole["state"].items() if "exp_avg" in values}
+        groups = [{**whole["param_groups"][0], "params": list(range(len(kept)))}]
+        reference.optimizer.load_state_dict({"state": trained, "param_groups": groups})
+        found[f"{dtype} dense"] = run(dense, dense_step(reference), 4, rank, steps=8, skip=4)
+    return found
+
+
+def optimizer_at(model, masks, state):
+    optimizer = samo.Optimizer(ADAMW, copy.deepcopy(model), masks)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def test_four_ranks():
+    for found in run_ranks(four_ranks, 4):
+        calls, total, expected = found.pop("bytes")
+        assert calls > 2 and total == expected
+        part, whole = found.pop("masters")
+        assert whole <= 4 * part < whole + 4 * 4
+        for name, (mine, theirs) in found.items():
+            assert mine == pytest.approx(theirs, rel=1e-5), name
+
+
+def test_a_checkpoint_of_four_ranks_resumes_on_two_and_densely(tmp_path):
+    expected = run_ranks(checkpoint, 4, tmp_path)[0]
+    found = run_ranks(resume, 2, tmp_path)[0]
+    for name, losses in found.items():
+        dtype = name.split()[0]
+        assert losses == pytest.approx(expected[dtype][4:], rel=1e-5 if "32" in dtype else 2e-2), name
