@@ -53,7 +53,9 @@ class Gate:
         if self.k < 1:
             raise ValueError(f"k = {self.k} sends a token to no expert; use 1 or more")
         if self.noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
-            raise ValueError(f"noisy_gate_policy = {self.noisy_gate_policy!r} is not known; use 'Jitter', 'RSample' or None")
+            raise ValueError(
+                f"noisy_gate_policy = {self.noisy_gate_policy!r} is not known; use 'Jitter', 'RSample' or None"
+            )
         for name in ("capacity_factor", "eval_capacity_factor"):
             if not getattr(self, name) > 0 or not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} = {getattr(self, name)} is not a factor; use a positive number")
@@ -134,7 +136,11 @@ class Gate:
         # Of top-2's choices DeepSpeed counts the first.
         counted = asked[0] if self.k == 2 else asked.sum(0)
         product = gates.mean(0) * counted.float().mean(0)
-        return product.sum() * experts if self.k == 1 else product.mean() * experts * experts / (1 if self.k == 2 else self.k)
+        return (
+            product.sum() * experts
+            if self.k == 1
+            else product.mean() * experts * experts / (1 if self.k == 2 else self.k)
+        )
 
     def _place(
         self, gates: Tensor, asked: Tensor, capacity: int, random: torch.Generator | None

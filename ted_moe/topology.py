@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+AXES = ("tensor", "data", "expert", "expert_data")
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -46,7 +48,11 @@ class Topology:
             )
         if self.world % (self.expert_tensor * self.expert):
             left = self.world // self.expert_tensor
-            split = f"tensor = {self.tensor} leaves {left} of {self.world}" if self.expert_tensor > 1 else f"there are {left}"
+            split = (
+                f"tensor = {self.tensor} leaves {left} of {self.world}"
+                if self.expert_tensor > 1
+                else f"there are {left}"
+            )
             raise ValueError(
                 f"expert = {self.expert} does not divide the ranks that can hold different experts ({split}); by equation 7.1 "
                 f"tensor * expert * expert_data = {self.world}: choose a divisor of {left}"
@@ -89,7 +95,9 @@ class Topology:
 
     def __str__(self) -> str:
         sizes = f"{self.world} ranks: tensor {self.tensor}, data {self.data}; experts over {self.expert}"
-        lines = [f"{sizes}, expert data {self.expert_data}" + ("" if self.expert_tensor_parallel else ", whole on each")]
+        lines = [
+            f"{sizes}, expert data {self.expert_data}" + ("" if self.expert_tensor_parallel else ", whole on each")
+        ]
         for name in ("tensor", "data", "expert", "expert_data"):
             find = getattr(self, f"{name}_group")
             groups = sorted({tuple(find(rank)) for rank in range(self.world)})
@@ -98,14 +106,10 @@ class Topology:
 
 
 class Groups:
-    """A topology's process groups; every rank makes them.
+    """A topology's process groups; every rank makes them. Its axes are "tensor", "data", "expert" and "expert_data".
 
-    Attributes:
-        topology: the sizes.
-        tensor: this rank's group of each kind; None where it is this rank alone.
-        data: as above.
-        expert: as above.
-        expert_data: as above.
+    Raises:
+        ValueError: as many ranks run as the topology does not have.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -114,15 +118,37 @@ class Groups:
                 f"the topology has {topology.world} ranks, but {dist.get_world_size()} run; make them equal"
             )
         self.topology = topology
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(topology.world)): dist.group.WORLD}
-        self.tensor = self._mine("tensor", made)
-        self.data = self._mine("data", made)
-        self.expert = self._mine("expert", made)
-        self.expert_data = self._mine("expert_data", made)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if dist.group.WORLD is not None:
+            made[tuple(range(topology.world))] = dist.group.WORLD
+        for axis in AXES:
+            find = getattr(topology, f"{axis}_group")
+            for group in sorted({tuple(find(rank)) for rank in range(topology.world)}):
+                if group not in made and len(group) > 1:
+                    made[group] = dist.new_group(list(group))
+            mine = made.get(tuple(find(dist.get_rank())))
+            if mine is not None:
+                self._groups[axis] = mine
 
-    def _mine(self, name: str, made: dict[tuple[int, ...], dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
-        find = getattr(self.topology, f"{name}_group")
-        for group in sorted({tuple(find(rank)) for rank in range(self.topology.world)}):
-            if len(group) > 1 and group not in made:
-                made[group] = dist.new_group(list(group))
-        return made.get(tuple(find(dist.get_rank()))) if len(find(0)) > 1 else None
+    def __deepcopy__(self, memo: dict) -> Groups:
+        """Copies of a model share the groups: these cannot be copied."""
+        return self
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group along an axis of more than one rank."""
+        return self._groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return len(getattr(self.topology, f"{axis}_group")(0))
+
+    def rank(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        return getattr(self.topology, f"{axis}_group")(dist.get_rank()).index(dist.get_rank())
+
+    def axis_names(self) -> dict[str, str]:
+        """Axis by torch's name of its group, for a ledger of what went over which axis."""
+        # One group may be that of two axes: what goes over it most names it.
+        named = ("expert_data", "data", "expert", "tensor")
+        return {self._groups[axis].group_name: axis for axis in named if axis in self._groups}

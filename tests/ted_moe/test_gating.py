@@ -34,8 +34,12 @@ def theirs(logits, gate, used_token=None):
 
 LOGITS = {
     "random": lambda generator: torch.randn(29, 6, generator=generator),
-    "one expert gets all": lambda generator: torch.randn(29, 6, generator=generator) + torch.tensor([9.0, 0, 0, 0, 0, 0]),
-    "an expert gets none": lambda generator: torch.randn(29, 6, generator=generator) - torch.tensor([0, 99.0, 0, 0, 0, 0]),
+    "one expert gets all": lambda generator: (
+        torch.randn(29, 6, generator=generator) + torch.tensor([9.0, 0, 0, 0, 0, 0])
+    ),
+    "an expert gets none": lambda generator: (
+        torch.randn(29, 6, generator=generator) - torch.tensor([0, 99.0, 0, 0, 0, 0])
+    ),
 }
 
 
