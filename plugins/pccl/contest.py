@@ -1,0 +1,104 @@
+"""Which choices are timed for which size, in which order, and when it is enough; no communication.
+
+Decisions rest on nothing but the nodes and on times that all ranks have agreed on, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from plugins.pccl.algorithms import algorithms
+from plugins.pccl.choice import NATIVE, Choice, Measured, Times
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
+BUDGET = 8.0
+"""Seconds, shared over all collectives and sizes; one call may go beyond it."""
+_CHUNKED = 2**18  # bytes above which blocks are cut
+_LARGE = 2**20
+_CLOSE = 1.5  # times the best so far: worth another round
+
+
+@dataclass(frozen=True)
+class Trial:
+    """So many calls in a row that are to be timed together; `size` in bytes of all blocks."""
+
+    collective: str
+    size: int
+    choice: Choice
+    calls: int
+
+
+Clock = tuple[float, float]
+"""Seconds a call of the last trial, and since the beginning: those of the slowest rank."""
+Trials = Generator[Trial, Clock, Measured]
+
+
+def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> list[Choice]:
+    """What comes into question for `size` bytes on these nodes, the likeliest first, the native library second."""
+    ranks = sum(len(node) for node in nodes)
+    chunked = (1, 2, 4) if size > _CHUNKED else (1,)
+    if len(nodes) == 1:
+        found = [Choice("direct"), *(Choice("ring", chunks) for chunks in chunked)]
+    elif all(len(node) == 1 for node in nodes):
+        found = [Choice("bruck"), Choice("ring"), *(Choice("direct", chunks) for chunks in chunked)]
+    else:
+        found = [Choice("hierarchical_direct_direct", chunks) for chunks in chunked]
+        found += [Choice("hierarchical_ring_direct", chunks) for chunks in chunked if size > _CHUNKED]
+        found += [Choice("hierarchical_log_direct", chunks) for chunks in chunked if size < _LARGE]
+        found += [Choice("ring"), Choice("direct")] if size > _CHUNKED else [Choice("direct")]
+        found += [Choice("hierarchical_radix4_direct")] if size <= _CHUNKED else []
+    if collective == "all_reduce" and size <= _CHUNKED:
+        found += [Choice("tiny")] + ([Choice("hierarchical_doubling_direct")] if len(nodes) > 1 else [])
+    known = algorithms(collective, ranks)
+    found = [choice for choice in dict.fromkeys(found) if choice.algorithm in known]
+    return [found[0], Choice(NATIVE), *found[1:]]
+
+
+def contest(nodes: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, budget: float = BUDGET) -> Trials:
+    """What to time next, told what the last trial took; returns all times.
+
+    Small sizes come first. Each gets its share of the seconds that are left, and is given up when they are spent; large
+    ones are left out where two calls would take more than there is.
+    """
+    times: dict[str, dict[int, Times]] = {collective: {} for collective in COLLECTIVES}
+    cells = [(collective, size) for size in sorted(sizes) for collective in COLLECTIVES]
+    now = 0.0
+    for number, (collective, size) in enumerate(cells):
+        choices, left = candidates(collective, size, nodes), budget - now
+        if before := times[collective]:
+            smaller = max(before)
+            best, growth = min(before[smaller].values()), size / smaller
+            if 2 * best * growth > left:
+                continue
+            # A call's time grows at most as fast as its bytes: what is so much slower cannot be the best here.
+            choices = [choice for choice in choices if before[smaller].get(choice, 0.0) <= growth * best]
+        share = left * _weight(size) / sum(_weight(later) for _, later in cells[number:])
+        now = yield from _rounds(collective, size, choices, now, now + share, times[collective].setdefault(size, {}))
+    return Measured(
+        {collective: {size: found for size, found in by.items() if found} for collective, by in times.items()}
+    )
+
+
+def _weight(size: int) -> float:
+    return 1 + size / 2**21
+
+
+def _rounds(
+    collective: str, size: int, choices: Sequence[Choice], now: float, until: float, found: Times
+) -> Generator[Trial, Clock, float]:
+    """Put into `found` the least seconds of each choice that was timed; returns what the clock then shows."""
+    large = size >= _LARGE
+    for round_ in range(2 if large else 3):
+        if round_:
+            best = min(found.values())
+            choices = [choice for choice in choices if found[choice] <= _CLOSE * best]
+            if len(choices) < 2:
+                break
+        for choice in choices:
+            if len(found) >= 2 and now >= until:
+                return now
+            seconds, now = yield Trial(collective, size, choice, 1 if large else 3 if round_ else 2)
+            found[choice] = min(seconds, found.get(choice, seconds))
+    return now
