@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Algorithm = Literal["auto", "ring", "recursive", "hierarchical", "native"]
@@ -35,7 +35,7 @@ class Options:
     ranks_per_node: int | Literal["auto"] = "auto"
     interfaces: tuple[str, ...] | None = None
     tuning_file: str | None = None
-    tune: bool | None = None
+    tune: bool | None = field(default=None, compare=False)  # a group once made is the same with and without
 
     def __post_init__(self) -> None:
         if isinstance(self.interfaces, list):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,12 +191,11 @@ class _Watch:
         """What a call took the slowest rank, and the time since the beginning."""
         call = operation(self.backend, trial.collective, trial.size, (self._whole, self._own), self._patience)
         self._prepare(trial)
-        self._fix(trial.choice)
-        began = time.perf_counter()
-        for _ in range(trial.calls):
-            call()
-        ended = time.perf_counter()
-        self._fix(None)
+        with self._as(trial.choice):
+            began = time.perf_counter()
+            for _ in range(trial.calls):
+                call()
+            ended = time.perf_counter()
         seconds, now = self._greatest((ended - began) / trial.calls, ended - self._began)
         return seconds, now
 
@@ -205,12 +205,13 @@ class _Watch:
             return
         self._ready.add((trial.collective, trial.choice))
         error = ""
-        self._fix(trial.choice)
+        before, self.planner.timeout = self.planner.timeout, self._patience / 2  # less than others wait
         try:
-            self.planner(COLLECTIVES.index(trial.collective), trial.size, 0, True)
+            with self._as(trial.choice):
+                self.planner(COLLECTIVES.index(trial.collective), trial.size, 0, True)
         except (RuntimeError, ValueError, OSError) as caught:
             error = str(caught)
-        self._fix(None)
+        self.planner.timeout = before
         failed = int(self._greatest(self._rank + 1 if error else 0)[0])
         if failed:
             text = torch.zeros(_WORDS, dtype=torch.uint8)
@@ -221,9 +222,15 @@ class _Watch:
             words = bytes(text.tolist()).rstrip(b"\0")
             raise LinkError(f"pccl: rank {failed - 1} of the group cannot be tuned: {words.decode(errors='ignore')}")
 
-    def _fix(self, choice: Choice | None) -> None:
+    @contextmanager
+    def _as(self, choice: Choice) -> Iterator[None]:
         self.planner.fixed = choice
         load().forget(self.backend)
+        try:
+            yield
+        finally:
+            self.planner.fixed = None
+            load().forget(self.backend)
 
     def _greatest(self, *values: float) -> list[float]:
         """The greatest over the ranks, of each value; no rank goes on before all have come here."""

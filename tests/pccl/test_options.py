@@ -71,8 +71,8 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"ALGORITHM": "ring", "RANKS_PER_NODE": "4", "INTERFACES": "a, b", "TUNING": "t", "TUNE": "0"}
     for name, value in given.items():
         monkeypatch.setenv(f"AXONN_PCCL_{name}", value)
-    assert Options.from_environment() == Options("ring", 4, ("a", "b"), "t", False)
-    assert not Options().tunes() and Options(tune=True).tunes()
+    assert Options.from_environment() == Options("ring", 4, ("a", "b"), "t")
+    assert not Options.from_environment().tune and not Options().tunes() and Options(tune=True).tunes()
     monkeypatch.setenv("AXONN_PCCL_TUNE", "no")
     with pytest.raises(ValueError, match="tune = 'no' is not true or false .in the environment 1 or 0.; correct"):
         Options.from_environment()
