@@ -17,7 +17,9 @@ BUDGET = 8.0
 """Seconds, shared over all collectives and sizes; one call may go beyond it."""
 _CHUNKED = 2**18  # bytes above which blocks are cut
 _LARGE = 2**20
+_ROUNDS = 3  # two where calls are not quick
 _CLOSE = 1.5  # times the best so far: worth another round
+_QUICK = 0.02  # seconds of the first call
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,19 @@ def _rounds(
     collective: str, size: int, choices: Sequence[Choice], now: float, until: float, found: Times
 ) -> Generator[Trial, Clock, float]:
     """Put into `found` the least seconds of each choice that was timed; returns what the clock then shows."""
-    large = size >= _LARGE
-    for round_ in range(2 if large else 3):
+    quick = True
+    for round_ in range(_ROUNDS):
         if round_:
             best = min(found.values())
             choices = [choice for choice in choices if found[choice] <= _CLOSE * best]
-            if len(choices) < 2:
+            if len(choices) < 2 or (not quick and round_ > 1):
                 break
         for choice in choices:
             if len(found) >= 2 and now >= until:
                 return now
-            seconds, now = yield Trial(collective, size, choice, 1 if large else 3 if round_ else 2)
+            # The first calls of all touch memory that nobody has.
+            calls = 1 if not quick else 3 if round_ else 2
+            seconds, now = yield Trial(collective, size, choice, calls)
+            quick = quick and (len(found) > 0 or seconds < _QUICK)
             found[choice] = min(seconds, found.get(choice, seconds))
     return now
