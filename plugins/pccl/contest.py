@@ -18,8 +18,9 @@ BUDGET = 8.0
 _CHUNKED = 2**18  # bytes above which blocks are cut
 _LARGE = 2**20
 _ROUNDS = 3  # two where calls are not quick
-_CLOSE = 1.5  # times the best so far: worth another round
-_QUICK = 0.02  # seconds of the first call
+_CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where calls are not quick
+_FAR = 2.0  # times the best: not tried at the next size
+_QUICK = 0.01  # seconds of the first call
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ Trials = Generator[Trial, Clock, Measured]
 def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> list[Choice]:
     """What comes into question for `size` bytes on these nodes, the likeliest first, the native library second."""
     ranks = sum(len(node) for node in nodes)
-    chunked = (1, 2, 4) if size > _CHUNKED else (1,)
+    chunked = (1, 2) if size > _CHUNKED else (1,)
     if len(nodes) == 1:
         found = [Choice("direct"), *(Choice("ring", chunks) for chunks in chunked)]
     elif all(len(node) == 1 for node in nodes):
@@ -74,8 +75,9 @@ def contest(nodes: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, budget
             best, growth = min(before[smaller].values()), size / smaller
             if 2 * best * growth > left:
                 continue
-            # A call's time grows at most as fast as its bytes: what is so much slower cannot be the best here.
-            choices = [choice for choice in choices if before[smaller].get(choice, 0.0) <= growth * best]
+            choices = [
+                choice for choice in choices if before[smaller].get(choice, 0.0) <= _slowest(choice, growth) * best
+            ]
         share = left * _weight(size) / sum(_weight(later) for _, later in cells[number:])
         now = yield from _rounds(collective, size, choices, now, now + share, times[collective].setdefault(size, {}))
     return Measured(
@@ -87,6 +89,15 @@ def _weight(size: int) -> float:
     return 1 + size / 2**21
 
 
+def _slowest(choice: Choice, growth: float) -> float:
+    """Times the best at a size, up to which a choice may be the best at one `growth` times as large.
+
+    As a call's time grows at most as fast as its bytes, what is `growth` times slower has no chance. Of the native
+    library no more is known; ours send much the same bytes by the same engine, and do not change places from far off.
+    """
+    return growth if choice.algorithm == NATIVE else min(growth, _FAR)
+
+
 def _rounds(
     collective: str, size: int, choices: Sequence[Choice], now: float, until: float, found: Times
 ) -> Generator[Trial, Clock, float]:
@@ -95,7 +106,7 @@ def _rounds(
     for round_ in range(_ROUNDS):
         if round_:
             best = min(found.values())
-            choices = [choice for choice in choices if found[choice] <= _CLOSE * best]
+            choices = [choice for choice in choices if found[choice] <= (_CLOSE if quick else _CLOSER) * best]
             if len(choices) < 2 or (not quick and round_ > 1):
                 break
         for choice in choices:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_PINGS, _LOADS = 5, 3
+_PINGS, _LOADS = 10, 3
 _LOAD = 2**18  # bytes
 _ALIKE = 2.0  # times
 _FINEST = 1e-4, 2**30  # seconds, bytes a second
