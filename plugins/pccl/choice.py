@@ -140,8 +140,8 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         if collective == "all_reduce" and size <= 2**14:
             return Choice("tiny")
         return Choice("direct")
-    if collective == "all_reduce" and size <= 2**12:
-        return Choice("tiny")
+    if collective == "all_reduce" and size <= 2**14:
+        return Choice("hierarchical_doubling_direct" if shared else "tiny")
     if not shared:
         return Choice("bruck" if small else "ring")
     if small:

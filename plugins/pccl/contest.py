@@ -15,8 +15,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
 BUDGET = 8.0
 """Seconds, shared over all collectives and sizes; one call may go beyond it."""
-_CHUNKED = 2**18  # bytes above which blocks are cut
-_LARGE = 2**20
+_TINY, _CHUNKED, _LARGE = 2**14, 2**18, 2**20  # bytes; blocks are cut above the second
 _ROUNDS = 3  # two where calls are not quick
 _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where calls are not quick
 _FAR = 2.0  # times the best: not tried at the next size
@@ -46,14 +45,17 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
         found = [Choice("direct"), *(Choice("ring", chunks) for chunks in chunked)]
     elif all(len(node) == 1 for node in nodes):
         found = [Choice("bruck"), Choice("ring"), *(Choice("direct", chunks) for chunks in chunked)]
+    elif size > _CHUNKED:
+        between = ("ring", "direct") if size > _LARGE else ("direct", "ring")
+        found = [Choice(f"hierarchical_{pattern}_direct", chunks) for chunks in (2, 1) for pattern in between]
+        found += [Choice("ring")]
     else:
-        found = [Choice("hierarchical_direct_direct", chunks) for chunks in chunked]
-        found += [Choice("hierarchical_ring_direct", chunks) for chunks in chunked if size > _CHUNKED]
-        found += [Choice("hierarchical_log_direct", chunks) for chunks in chunked if size < _LARGE]
-        found += [Choice("ring"), Choice("direct")] if size > _CHUNKED else [Choice("direct")]
-        found += [Choice("hierarchical_radix4_direct")] if size <= _CHUNKED else []
+        found = [Choice(f"hierarchical_{pattern}_direct") for pattern in ("direct", "log", "radix4")] + [
+            Choice("direct")
+        ]
     if collective == "all_reduce" and size <= _CHUNKED:
-        found += [Choice("tiny")] + ([Choice("hierarchical_doubling_direct")] if len(nodes) > 1 else [])
+        few_steps = [Choice("hierarchical_doubling_direct"), Choice("tiny")][len(nodes) == 1 :]
+        found = few_steps + found if size <= _TINY else found + few_steps
     known = algorithms(collective, ranks)
     found = [choice for choice in dict.fromkeys(found) if choice.algorithm in known]
     return [found[0], Choice(NATIVE), *found[1:]]
@@ -112,8 +114,8 @@ def _rounds(
         for choice in choices:
             if len(found) >= 2 and now >= until:
                 return now
-            # The first calls of all touch memory that nobody has.
-            calls = 1 if not quick else 3 if round_ else 2
+            # A second call where the first makes memory and connections warm, as those of the native library are.
+            calls = 1 if not quick else 3 if round_ else 2 - (choice.algorithm == NATIVE)
             seconds, now = yield Trial(collective, size, choice, calls)
             quick = quick and (len(found) > 0 or seconds < _QUICK)
             found[choice] = min(seconds, found.get(choice, seconds))

@@ -122,9 +122,12 @@ def _known(planner: Planner, inner: Any, store: Any, first: bool) -> Measured:
     """What was measured of this cluster: rank 0 reads for all, who must choose alike. Sets the planner's network."""
     rank, peer = inner.rank(), planner.nodes[1][0] if len(planner.nodes) > 1 else 0
     planner.network = _network if peer else None
+    if store.add("here", 1) == inner.size():
+        store.set("all here", "")
     if rank == 0:
         store.set("probe", str(int(peer > 0 and (first or _network is None))))
     if rank in (0, peer) and store.get("probe") == b"1":
+        store.wait(["all here"])  # processes that still start would disturb
         planner.network = probe(inner, rank, peer)
     if rank == 0:
         try:
