@@ -18,7 +18,7 @@ BUDGET = 8.0
 _TINY, _CHUNKED, _LARGE = 2**14, 2**18, 2**20  # bytes; blocks are cut above the second
 _ROUNDS = 3  # two where calls are not quick
 _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where calls are not quick
-_FAR = 2.0  # times the best: not tried at the next size
+_FAR = 4.0  # times the best: not tried at the next size
 _QUICK = 0.01  # seconds of the first call
 
 
@@ -95,7 +95,7 @@ def _slowest(choice: Choice, growth: float) -> float:
     """Times the best at a size, up to which a choice may be the best at one `growth` times as large.
 
     As a call's time grows at most as fast as its bytes, what is `growth` times slower has no chance. Of the native
-    library no more is known; ours send much the same bytes by the same engine, and do not change places from far off.
+    library no more is known; ours send much the same bytes by the same engine, and seldom change places from far off.
     """
     return growth if choice.algorithm == NATIVE else min(growth, _FAR)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_TRIES, _SPENT = 20, 0.02  # messages of a kind, or seconds
+_TRIES, _SPENT = 20, 0.015  # messages of a kind, or seconds
 _LOAD = 2**18  # bytes
 _ALIKE = 2.0  # times
 _FINEST = 1e-4, 2**30  # seconds, bytes a second
