@@ -193,6 +193,11 @@ class Pccl(Block):
     tuning_file: str | None = Field(
         None, description="Where measurements of this cluster are kept; by default in the user's cache folder."
     )
+    tune: bool | None = Field(
+        None,
+        description="Whether auto measures, in some 10 seconds, at the first start on a cluster of which nothing was measured; "
+        "by default AXONN_PCCL_TUNE says so, else true.",
+    )
 
     @field_validator("interfaces", mode="before")
     @classmethod
@@ -204,7 +209,7 @@ class Pccl(Block):
     def options(self) -> Options:
         """The same for torch."""
         names = None if self.interfaces is None else tuple(self.interfaces)
-        return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file)
+        return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file, self.tune)
 
 
 class Axonn(Block):

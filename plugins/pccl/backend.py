@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ import torch.distributed as dist
 
 from plugins.pccl import register as register
 from plugins.pccl.algorithms import algorithms
-from plugins.pccl.algorithms.flat import Nodes
 from plugins.pccl.build import BuildError, load
 from plugins.pccl.choice import NATIVE, Choice, Measured, choose
 from plugins.pccl.links import Fabric, Group, Member
+from plugins.pccl.network import Network
 from plugins.pccl.options import Options
 from plugins.pccl.program import Program, flatten
-from plugins.pccl.tuning_file import key_of, tuning_file
-from plugins.pccl.tuning_file import read as read_tuning
+from plugins.pccl.tuner import learn
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
 """By their numbers in the engine."""
@@ -41,6 +39,8 @@ def _fabric(process: int, interfaces: tuple[str, ...] | None) -> Fabric:
 def create(options: Any, backend_options: Any = None) -> Any:
     """A group's backend; torch calls it on every member.
 
+    With the algorithm "auto", the job's first group is tuned now where nothing is known of such a cluster.
+
     Args:
         options: torch's `DistributedBackendOptions`.
         backend_options: `Options`; None: those of the job's first group, else the environment's.
@@ -55,11 +55,11 @@ def create(options: Any, backend_options: Any = None) -> Any:
     store.set_timeout(timedelta(seconds=options.timeout.total_seconds()))
     try:
         return _create(options, store, backend_options)
-    except (BuildError, ValueError, OSError):
+    except (RuntimeError, ValueError, OSError):
         # Rank 0, which may hold the store, stays until the others know why, but not for ever.
-        store.set(f"left{rank}", "")
-        if rank == 0:
-            with suppress(dist.DistError):
+        with suppress(dist.DistError):
+            store.set(f"left{rank}", "")
+            if rank == 0:
                 store.wait([f"left{other}" for other in range(size)], timedelta(seconds=5))
         raise
 
@@ -67,9 +67,10 @@ def create(options: Any, backend_options: Any = None) -> Any:
 def _create(options: Any, store: Any, backend_options: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
     ranks = [int(number) for number in options.global_ranks_in_group]
+    first = not ranks  # torch names none for the group of all
     try:
-        chosen = _options(backend_options, first=not ranks)  # torch names no ranks for the group of all
-        native = chosen.algorithm == "native"
+        chosen = _options(backend_options, first)
+        agreed, native = chosen.agreed(), chosen.algorithm == "native"
         fabric = None if native else _fabric(os.getpid(), chosen.interfaces)
     except (BuildError, ValueError, OSError) as error:
         # Said to the others, who would wait.
@@ -81,7 +82,7 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     group = Group(bytes.fromhex(_read(store.get("secret"))["secret"]))
     key = 0 if fabric is None else fabric.join(group)
     record = None if fabric is None else fabric.member.record()
-    store.set(f"member{rank}", json.dumps({"member": record, "options": chosen.agreed()}))
+    store.set(f"member{rank}", json.dumps({"member": record, "options": agreed}))
     records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
     _agree([found["options"] for found in records])
     inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
@@ -91,23 +92,11 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     numbers = [fabric.number(member.identity) for member in members]
     ranks = ranks or list(range(size))
     fabric.core.add_group(key, numbers, ranks, rank, timeout)
-    planner = _Planner(fabric, group, members, ranks, rank, timeout, chosen)
-    planner.measured = _measured(store, rank, chosen, planner.nodes)
-    return load().backend(fabric.core, key, rank, size, timeout, inner, planner)
-
-
-def _measured(store: Any, rank: int, options: Options, nodes: Nodes) -> Measured:
-    """What was measured of this cluster: rank 0 reads for all, who must choose alike."""
-    if rank == 0:
-        try:
-            found: dict[str, Any] = {
-                "times": read_tuning(Path(options.tuning_file or tuning_file()), key_of(nodes)).dump()
-            }
-        except (ValueError, OSError) as error:
-            store.set("tuning", json.dumps({"error": str(error), "rank": rank}))
-            raise
-        store.set("tuning", json.dumps(found))
-    return Measured.load(_read(store.get("tuning"))["times"])
+    planner = Planner(fabric, group, members, ranks, rank, timeout, chosen)
+    backend = load().backend(fabric.core, key, rank, size, timeout, inner, planner)
+    if chosen.algorithm == "auto" and size > 1:
+        learn(backend, inner, store, first)
+    return backend
 
 
 _first: Options | None = None
@@ -148,9 +137,9 @@ def _agree(options: Sequence[str]) -> None:
             )
 
 
-def planner(group: dist.ProcessGroup | None = None) -> _Planner:
+def planner(group: dist.ProcessGroup | None = None) -> Planner:
     """That of a group with this backend, by default of the group of all ranks."""
-    found: _Planner = load().planner(_backend(group))
+    found: Planner = load().planner(_backend(group))
     return found
 
 
@@ -176,12 +165,13 @@ def _backend(group: dist.ProcessGroup | None) -> Any:
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
-class _Planner:
+class Planner:
     """Answers the shim's question how a collective of so many bytes is to be done.
 
     Attributes:
         nodes: the group's ranks by node.
         measured: what choices rest on.
+        network: what it is like between the nodes; None for one node, and where times do not matter.
         fixed: a choice that holds whatever was measured.
     """
 
@@ -203,6 +193,7 @@ class _Planner:
             by_node.setdefault(member.node if several == "auto" else ranks[number] // several, []).append(number)
         self.nodes = tuple(tuple(node) for node in by_node.values())
         self.measured = Measured()
+        self.network: Network | None = None
         self.fixed: Choice | None = None
         self._made: dict[tuple[str, Choice, int], Any] = {}
 

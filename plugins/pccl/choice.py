@@ -36,6 +36,9 @@ class Choice:
 
 
 Times = dict[Choice, float]
+_UNTIMED = 8.0
+_TELLING = 2**20  # bytes; beyond, what is best does not change with the size
+_FAR = 16  # times
 
 
 @dataclass
@@ -67,18 +70,27 @@ class Measured:
         return min(found, key=lambda choice: found[choice]) if found else None
 
     def estimate(self, collective: str, size: int) -> Times:
-        """Seconds of each choice at a size; beyond the sizes measured, those of the last of them."""
-        known = sorted(self.times.get(collective, {}).items())
+        """Seconds of each choice at a size, interpolated in the logarithms of size and time.
+
+        Below the sizes measured they are those of the smallest; above, in proportion to the bytes, but nothing is known
+        far beyond a largest size at which steps still count. A choice that was timed at only one of two sizes had
+        little chance at the other, and is taken to be `_UNTIMED` times as slow as the best there.
+        """
+        known = sorted((bytes_, times) for bytes_, times in self.times.get(collective, {}).items() if times)
         if not known or size <= known[0][0]:
             return known[0][1] if known else {}
         for (low, before), (high, after) in pairwise(known):
             if size < high:
                 part = math.log(size / low) / math.log(high / low)
-                # A choice that is missing on one side was too slow there to be measured in earnest.
+                slow, slower = _UNTIMED * min(before.values()), _UNTIMED * min(after.values())
                 return {
-                    choice: before[choice] ** (1 - part) * after[choice] ** part for choice in before if choice in after
-                } or before
-        return known[-1][1]
+                    choice: before.get(choice, slow) ** (1 - part) * after.get(choice, slower) ** part
+                    for choice in before | after
+                }
+        largest, times = known[-1]
+        if largest < _TELLING and size > _FAR * largest:
+            return {}
+        return {choice: seconds * size / largest for choice, seconds in times.items()}
 
     def dump(self) -> str:
         """For a file or a store."""
@@ -128,8 +140,8 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         if collective == "all_reduce" and size <= 2**14:
             return Choice("tiny")
         return Choice("direct")
-    if collective == "all_reduce" and size <= 2**12:
-        return Choice("tiny")
+    if collective == "all_reduce" and size <= 2**14:
+        return Choice("led_doubling" if shared else "tiny")
     if not shared:
         return Choice("bruck" if size <= 2**19 else "ring")
     if size <= 2**21:

@@ -60,6 +60,7 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "pccl key": ({"pccl": {"interface": ["lo"]}}, ("axonn.pccl.interface", "interfaces")),
     "pccl interfaces": ({"pccl": {"interfaces": []}}, ("axonn.pccl.interfaces", "[]", "eth0")),
     "pccl ranks": ({"pccl": {"ranks_per_node": 0}}, ("axonn.pccl.ranks_per_node", "0", "auto")),
+    "pccl tune": ({"pccl": {"tune": "never"}}, ("axonn.pccl.tune", "never", "true or false")),
     "pccl file": ({"pccl": {"tuning_file": 3}}, ("axonn.pccl.tuning_file", "3", "string")),
     "pipeline": ({"pipeline": {}}, ("axonn.pipeline", "pipeline", "remove")),
 }
