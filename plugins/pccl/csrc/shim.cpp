@@ -364,6 +364,7 @@ class Shim : public c10d::Backend {
   // The program for so many bytes, or none where the inner backend is `allowed` and better; Python decides, makes it and
   // the links that it needs when it is asked for first.
   std::shared_ptr<const Program> programme(Collective collective, size_t bytes, int root, bool allowed = false) {
+    core_->engine.check_process();  // before links are made in its name
     {
       std::lock_guard lock(order_);
       auto found = programs_.find({collective, bytes, root, allowed});
