@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -35,7 +36,9 @@ _SMALL = 2**19  # bytes; below, steps cost more than bytes
 @cache
 def _fabric(process: int, interfaces: tuple[str, ...] | None) -> Fabric:
     """One a process; a forked child makes its own."""
-    return Fabric(load().Core(), interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    core = load().Core()
+    atexit.register(core.close)
+    return Fabric(core, interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
