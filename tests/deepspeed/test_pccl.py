@@ -172,5 +172,5 @@ def test_with_tensor_parallel_all_groups_are_pccls_and_losses_are_the_same() -> 
             theirs, ours = rank[name, "gloo"], rank[name, "pccl"]
             assert set(theirs["backends"]) == {"gloo"} and set(ours["backends"]) == {"pccl"}, name
             for what in ("losses", "norms"):
-                assert ours[what] == pytest.approx(theirs[what], rel=1e-12 if case.dtype == "fp64" else 1e-6), name
+                assert ours[what] == pytest.approx(theirs[what], rel=TOLERANCE[case.dtype]), name
                 assert ours[what] == pytest.approx(wanted[what], rel=4 * TOLERANCE[case.dtype]), name
