@@ -97,7 +97,7 @@ def _step(engine: Any, windows: Tensor) -> float:
     loss = engine(windows[:, :-1], windows[:, 1:])
     engine.backward(loss)
     engine.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def _over_ranks(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
