@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -33,7 +34,9 @@ _FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more th
 @cache
 def _fabric(process: int, interfaces: tuple[str, ...] | None) -> Fabric:
     """One a process; a forked child makes its own."""
-    return Fabric(load().Core(), interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    core = load().Core()
+    atexit.register(core.close)
+    return Fabric(core, interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def create(options: Any, backend_options: Any = None) -> Any:

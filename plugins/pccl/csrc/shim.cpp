@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -58,17 +60,32 @@ class Finisher {
   }
   void post(std::function<void()> task) {
     std::lock_guard lock(mutex_);
+    if (closed_) {
+      new std::function<void()>(std::move(task));  // nor may what it holds be let go
+      return;
+    }
     tasks_.push(std::move(task));
     ready_.notify_one();
+  }
+  // Returns when it is idle, and stays so: a thread that asks for the interpreter's lock while that ends is ended itself,
+  // and the process with it.
+  void close() {
+    if (process_ != getpid()) return;  // a forked child has no such thread
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    idle_.wait(lock, [this] { return tasks_.empty() && !busy_; });
   }
 
  private:
   void loop() {
     while (true) {
       std::unique_lock lock(mutex_);
+      busy_ = false;
+      idle_.notify_all();
       ready_.wait(lock, [this] { return !tasks_.empty(); });
       auto task = std::move(tasks_.front());
       tasks_.pop();
+      busy_ = true;
       lock.unlock();
       if (!task) return;
       try {
@@ -78,8 +95,10 @@ class Finisher {
       }
     }
   }
+  const pid_t process_ = getpid();
   std::mutex mutex_;
-  std::condition_variable ready_;
+  std::condition_variable ready_, idle_;
+  bool busy_ = false, closed_ = false;
   std::queue<std::function<void()>> tasks_;
   std::thread thread_;
 };
@@ -364,6 +383,7 @@ class Shim : public c10d::Backend {
   // The program for so many bytes, or none where the inner backend is `allowed` and better; Python decides, makes it and
   // the links that it needs when it is asked for first.
   std::shared_ptr<const Program> programme(Collective collective, size_t bytes, int root, bool allowed = false) {
+    core_->engine.check_process();  // before links are made in its name
     {
       std::lock_guard lock(order_);
       auto found = programs_.find({collective, bytes, root, allowed});
@@ -395,6 +415,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Core, std::shared_ptr<Core>>(module, "Core")
       // Never destroyed: its threads may need the interpreter, which may be gone by then, and a forked child has none of them.
       .def(py::init([] { return std::shared_ptr<Core>(new Core, [](Core*) {}); }))
+      .def("close", [](Core& core) { core.finisher->close(); }, py::call_guard<py::gil_scoped_release>())
       .def("linked", [](Core& core, int peer) { return core.engine.linked(peer); })
       .def("add_outgoing", [](Core& core, int peer, int socket, int process) { core.engine.add_outgoing(peer, socket, process); })
       .def("add_incoming", [](Core& core, int peer, int socket, int process) { core.engine.add_incoming(peer, socket, process); })
