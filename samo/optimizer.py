@@ -194,10 +194,12 @@ class Optimizer(torch.optim.Optimizer):
         self.reducer.before(entry)
         store = self._store_of[entry]
         flat = gradient.reshape(-1)
+        whole = store.gradient[entry.start : entry.start + entry.kept]
         done = self.kernels and fused.compress(entry, flat, store)
+        done = done or (self._native is not None and self._native.compress(entry, flat, whole))
         for begin in range(0, 0 if done else entry.kept, self.tile_size):
             end = min(begin + self.tile_size, entry.kept)
-            into = store.gradient[entry.start + begin : entry.start + end]
+            into = whole[begin:end]
             values = entry.read(flat, begin, end)
             into.add_(values) if entry.arrived else into.copy_(values)
         entry.arrived = True
