@@ -30,6 +30,7 @@ _FLAGS = [
     "-fopenmp",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fno-strict-aliasing",
     "-fno-trapping-math",
     "-shared",
     "-fPIC",
