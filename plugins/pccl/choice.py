@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from plugins.pccl.options import Options
+
 NATIVE = "native"
 """The algorithm's name that stands for the library which PCCL was put in front of."""
+_SMALL = 2**19  # bytes; below, steps cost more than bytes
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         nodes: the group's ranks by node.
     """
     several, shared = len(nodes) > 1, any(len(node) > 1 for node in nodes)
-    small = size <= 2**19
+    small = size <= _SMALL
     if collective == "broadcast":
         return Choice("binomial") if size <= 2**16 else Choice("chain", 4)
     if not several:
@@ -138,3 +141,25 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         # Bandwidth binds, and what one node passes on in one stream costs it less than several.
         return Choice("ring", 2 if collective == "all_reduce" else 1)
     return Choice("hierarchical_ring_direct", 2)
+
+
+def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:
+    """What the user's options say; None for "auto".
+
+    Args:
+        options: them.
+        collective: its name.
+        size: bytes of all blocks.
+        ranks: of the group.
+    """
+    algorithm = options.algorithm
+    if algorithm == "auto":
+        return None
+    if collective == "broadcast":
+        return {"ring": Choice("chain", 4), "recursive": Choice("binomial")}.get(algorithm)
+    if algorithm == "hierarchical":
+        small = size <= _SMALL
+        return Choice("hierarchical_log_direct") if small else Choice("hierarchical_ring_direct", 2)
+    if algorithm == "recursive" and ranks & (ranks - 1):
+        return Choice("bruck")
+    return Choice(algorithm)
