@@ -74,19 +74,20 @@ class Transfer:
     src: tuple[Region, ...]
 
 
-Resolved = tuple[tuple[tuple[Transfer, ...], tuple[Transfer, ...]], ...]
-"""Messages and copies of each step."""
+Numbered = dict[int, Transfer]
+Resolved = tuple[tuple[Numbered, Numbered], ...]
+"""What the messages and the local operations of each step move, by their numbers in the program."""
 
 
 @lru_cache(maxsize=256)
 def resolve(plan: Plan, layout: Layout) -> Resolved:
     """The plan's steps for blocks of these lengths; messages without elements are left out, at both ends."""
 
-    def transfers(ops: Iterable[Op]) -> tuple[Transfer, ...]:
-        made = (_transfer(op, plan.program.chunks, layout) for op in ops)
-        return tuple(each for each in made if each.length)
+    def transfers(numbers: Iterable[int]) -> Numbered:
+        made = {number: _transfer(plan.program.ops[number], plan.program.chunks, layout) for number in numbers}
+        return {number: each for number, each in made.items() if each.length}
 
-    return tuple((transfers(step.messages), transfers(step.copies)) for step in plan.steps)
+    return tuple((transfers(step.messages), transfers(step.locals)) for step in plan.steps)
 
 
 def _transfer(op: Op, chunks: int, layout: Layout) -> Transfer:
@@ -150,17 +151,21 @@ def execute(steps: Resolved, memory: Memory, rank: int, combine: Combine, inner:
         inner: the backend that messages go by.
         peers: the rank in `inner` of each rank of the program.
     """
-    for messages, copies in steps:
-        sends = [(peers[each.peer], memory.take(each.src)) for each in messages if each.kind is Kind.SEND]
-        taken = [(each, _place(each, memory)) for each in messages if each.kind is not Kind.SEND]
-        exchange(inner, sends, [(peers[each.peer], data) for each, data in taken])
-        for each, data in taken:
+    kept: dict[int, Tensor] = {}
+    for messages, local in steps:
+        sends = [(peers[each.peer], memory.take(each.src)) for each in messages.values() if each.kind is Kind.SEND]
+        taken = {number: _place(each, memory) for number, each in messages.items() if each.kind is not Kind.SEND}
+        exchange(inner, sends, [(peers[messages[number].peer], data) for number, data in taken.items()])
+        for number, data in taken.items():
+            if messages[number].kind is Kind.REDUCE:
+                kept[number] = data
+            elif len(messages[number].dst) > 1:
+                memory.put(messages[number].dst, data)
+        for number, each in local.items():
             if each.kind is Kind.REDUCE:
-                _reduce(each, data, memory, combine, first=rank < each.peer)
-            elif len(each.dst) > 1:
-                memory.put(each.dst, data)
-        for each in copies:
-            memory.put(each.dst, memory.take(each.src))
+                _reduce(each, kept.pop(number), memory, combine, first=rank < each.peer)
+            else:
+                memory.put(each.dst, memory.take(each.src))
 
 
 def _place(message: Transfer, memory: Memory) -> Tensor:

@@ -95,7 +95,7 @@ class Executor:
             return
         whole = outputs[0].new_empty(self.size * outputs[0].numel())
         self.run(collective, whole, inputs[0], reduction)
-        torch._foreach_copy_(outputs, [part.view(outputs[0].shape) for part in whole.split(outputs[0].numel())])
+        torch._foreach_copy_(outputs, list(whole.view(self.size, *outputs[0].shape).unbind()))
 
     def shutdown(self, abort: bool) -> None:
         """End the node's backend; the group's is the caller's."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.backend import planner, using
@@ -174,7 +175,7 @@ def _routed() -> None:
     made = []
 
     def make() -> Any:
-        made.append(dist.distributed_c10d.FakeProcessGroup._create_internal(dist.get_rank(), 4))
+        made.append(FakeProcessGroup._create_internal(dist.get_rank(), 4))
         return made[-1]
 
     def create(asked: Any, _: Any) -> Any:
