@@ -23,10 +23,11 @@ Combine = Callable[..., Tensor]
 Region = tuple[Buffer, int, int]
 """Buffer, first element, elements."""
 
-_OPS = dist.ReduceOp.RedOpType
+_OPS: Any = dist.ReduceOp.RedOpType
+AVERAGE = int(_OPS.AVG)
 COMBINE: dict[int, Combine] = {
     int(_OPS.SUM): torch.add,
-    int(_OPS.AVG): torch.add,
+    AVERAGE: torch.add,
     int(_OPS.PRODUCT): torch.mul,
     int(_OPS.MIN): torch.minimum,
     int(_OPS.MAX): torch.maximum,

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import AllreduceOptions
 
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.choice import NATIVE, Choice, Measured, choose, prescribed
-from plugins.pccl.device import COMBINE, Layout, Memory, Plan, execute, plan, resolve
+from plugins.pccl.device import AVERAGE, COMBINE, Layout, Memory, Plan, execute, plan, resolve
 from plugins.pccl.nodewise import Nodewise, covers, even
 from plugins.pccl.options import Options
 from plugins.pccl.program import COLLECTIVES, block_lengths
-
-_AVERAGE = int(ReduceOp.RedOpType.AVG)
 
 
 class Executor:
@@ -50,6 +48,7 @@ class Executor:
         self.fixed: Choice | None = None
         self._nodewise = Nodewise(inner, local, rank, self.nodes) if local is not None and even(self.nodes) else None
         self._plans: dict[tuple[str, Choice], Plan] = {}
+        self._connected: set[torch.device] = set()
 
     def ours(self, collective: int, size: int, native: bool) -> bool:
         """Whether a collective is not left to the inner backend.
@@ -83,7 +82,7 @@ class Executor:
         if name == "all_reduce" and copied:
             into.copy_(output.reshape(-1))
         self._run(name, into, into if name == "all_reduce" else _flat(input.contiguous()), reduction)
-        if name != "all_gather" and reduction == _AVERAGE:
+        if name != "all_gather" and reduction == AVERAGE:
             into.div_(self.size)
         if copied:
             output.copy_(into.view(output.shape))
@@ -106,6 +105,7 @@ class Executor:
         whole = input if name == "reduce_scatter" else output
         if not whole.numel():
             return
+        self._connect(whole.device)
         choice = self.choose(name, whole.nbytes, native=False)
         if self._nodewise is not None and covers(choice) and _native_sums(name, whole):
             if name == "all_gather":
@@ -122,6 +122,13 @@ class Executor:
         combine = COMBINE.get(reduction, torch.add)
         memory = Memory(made, layout, input, output)
         execute(resolve(made, layout), memory, self.rank, combine, self.inner, range(self.size))
+
+    def _connect(self, device: torch.device) -> None:
+        """NCCL's communicators are made by all ranks together, of which a step may leave some out."""
+        if device not in self._connected:
+            for backend in filter(None, (self.inner, self.local)):
+                backend.allreduce([torch.zeros(1, device=device)], AllreduceOptions()).wait()
+            self._connected.add(device)
 
     def _plan(self, name: str, choice: Choice) -> Plan:
         make = algorithms(name, self.size)[choice.algorithm]

@@ -18,7 +18,7 @@ from plugins.pccl.algorithms import BETWEEN
 from plugins.pccl.algorithms.flat import flat
 from plugins.pccl.algorithms.tiny import tiny
 from plugins.pccl.choice import Choice
-from plugins.pccl.device import COMBINE, Layout, Memory, Plan, execute, grouped, plan, resolve
+from plugins.pccl.device import AVERAGE, COMBINE, Layout, Memory, Plan, execute, grouped, plan, resolve
 from plugins.pccl.program import block_lengths
 
 _PREFIX = "hierarchical_"
@@ -87,8 +87,8 @@ class Nodewise:
 
     def _scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], reduction: int) -> None:
         options = c10d.ReduceScatterOptions()
-        average = reduction == int(dist.ReduceOp.RedOpType.AVG)  # divided at the very end
-        options.reduceOp = dist.ReduceOp.SUM if average else dist.ReduceOp(dist.ReduceOp.RedOpType(reduction))
+        types: Any = dist.ReduceOp.RedOpType
+        options.reduceOp = types.SUM if reduction == AVERAGE else types(reduction)  # divided at the very end
         grouped(self.local, [partial(self.local._reduce_scatter_base, own, row, options) for own, row in pairs])
 
     def _rows(self, whole: Tensor) -> list[Tensor]:

@@ -79,7 +79,7 @@ class Accelerator:
         return load().device_backend(inner, self.rank, len(self.ranks), executor, "cuda")
 
     def _vendor(self, name: str, members: Sequence[int]) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
+        options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout)
         options.global_ranks_in_group = [self.ranks[member] for member in members]
         options.group_name = f"pccl {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +60,12 @@ def test_one_process(backend: str) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     # Not forked: a process that used CUDA has no use for it in a fork.
     done = subprocess.run(
-        [sys.executable, "-m", __name__, backend], env=os.environ | place, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tests.pccl.test_cuda", backend],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert not done.returncode, done.stderr
 

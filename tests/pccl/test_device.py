@@ -6,12 +6,14 @@ import random
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
+from plugins.pccl import register
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.backend import planner, using
 from plugins.pccl.build import load
@@ -73,6 +75,9 @@ def one(collective: str, group: Any, dtype: torch.dtype, elements: int, op: Any,
     parts = [values(dtype, elements, seed + other) for other in range(size)]
     wide = [values(dtype, elements * size, seed + 100 + other) for other in range(size)]
     mine = parts[rank].clone()
+    if form == "coalesced":
+        _coalesced(collective, group, parts, wide, op)
+        return
     if collective == "all_reduce":
         got = mine if form != "sparse" else torch.zeros(2 * elements, dtype=dtype)[::2].copy_(mine)
         work = dist.all_reduce(got, op, group=group, async_op=True)
@@ -100,6 +105,28 @@ def one(collective: str, group: Any, dtype: torch.dtype, elements: int, op: Any,
     assert torch.equal(got, wanted), (collective, dtype, elements, op, form, got, wanted)
 
 
+def _coalesced(collective: str, group: Any, parts: list[torch.Tensor], wide: list[torch.Tensor], op: Any) -> None:
+    """Two calls at once, of two sizes."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    pairs = []
+    with dist._coalescing_manager(group=group):
+        for cut in (1, 2):
+            mine, whole = parts[rank][::cut].clone(), wide[rank][: parts[0][::cut].numel() * size].clone()
+            if collective == "all_reduce":
+                dist.all_reduce(mine, op, group=group)
+                pairs.append((mine, reduced([part[::cut] for part in parts], op)))
+            elif collective == "all_gather":
+                got = torch.empty(mine.numel() * size, dtype=mine.dtype)
+                dist.all_gather_into_tensor(got, mine, group=group)
+                pairs.append((got, torch.cat([part[::cut] for part in parts])))
+            else:
+                got = torch.empty_like(mine)
+                dist.reduce_scatter_tensor(got, whole, op, group=group)
+                summed = reduced([each[: whole.numel()] for each in wide], op)
+                pairs.append((got, summed[rank * mine.numel() : (rank + 1) * mine.numel()]))
+    assert all(torch.equal(got, wanted) for got, wanted in pairs), (collective, parts[0].dtype, op)
+
+
 def _every_algorithm() -> int:
     draw, done = random.Random(7), 0
     for ranks, maps in MAPS.items():
@@ -110,7 +137,7 @@ def _every_algorithm() -> int:
             for number, (collective, choice) in enumerate(lot):
                 kinds = [(draw.choice(DTYPES), draw.choice(ELEMENTS), draw.choice(OPS)) for _ in range(2)]
                 kinds.append((torch.float64, 257, AVG))
-                form = draw.choice(("plain", "in place", "list", "sparse"))
+                form = draw.choice(("plain", "in place", "list", "sparse", "coalesced"))
                 if group is None:
                     continue
                 with using(choice, group):
@@ -188,7 +215,7 @@ def _routed() -> None:
     backend.allreduce([here], dist.AllreduceOptions()).wait()
     assert here.tolist() == [4.0] * 3 and not made
     backend.allreduce([there], dist.AllreduceOptions()).wait()
-    assert len(made) == 1
+    assert len(made) == 1 and isinstance(load().on_device(backend), FakeProcessGroup)
     for sent, got in ((here, torch.zeros(3)), (there, there)):
         assert backend.supports_coalescing
         backend._start_coalescing()
@@ -198,8 +225,25 @@ def _routed() -> None:
         assert got is there or got.tolist() == [4.0] * 3
 
 
+def _both_devices() -> None:
+    """The group as it is where there is a GPU, seen from the CPU's tensors."""
+    register()
+    with patch("torch.cuda.is_available", lambda: True):
+        group = dist.new_group(backend="pccl")
+    rank, mine, got = dist.get_rank(), torch.full((3,), dist.get_rank() + 1.0), torch.zeros(3)
+    ops = [(dist.isend, mine, (rank + 1) % 4), (dist.irecv, got, (rank - 1) % 4)]
+    for work in dist.batch_isend_irecv([dist.P2POp(op, data, group=group, group_peer=peer) for op, data, peer in ops]):
+        work.wait()
+    assert got.tolist() == [(rank - 1) % 4 + 1.0] * 3
+    dist.all_reduce(mine, group=group)
+    dist.barrier(group)
+    assert mine.tolist() == [10.0] * 3
+    with pytest.raises(RuntimeError, match='"cuda:pccl" needs a CUDA device'):
+        group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
+
+
 def _four() -> None:
-    for check in (_choices, _bits, _routed):
+    for check in (_choices, _bits, _routed, _both_devices):
         check()
         dist.barrier()
 

@@ -318,8 +318,8 @@ void define_device(py::module_& module) {
   // A group's `Device`, given what torch has for that device.
   module.def("on_device", [](const BackendPointer& backend) -> BackendPointer {
     if (dynamic_cast<Device*>(backend.get())) return backend;
-    auto* ours = dynamic_cast<Delegate*>(backend.get());
-    auto* router = ours ? dynamic_cast<Router*>(ours->inner().get()) : nullptr;
+    auto* router = dynamic_cast<Router*>(backend.get());
+    if (auto* ours = dynamic_cast<Delegate*>(backend.get()); ours && !router) router = dynamic_cast<Router*>(ours->inner().get());
     TORCH_CHECK(router, "pccl: the group's backend ", backend->getBackendName(), " has nothing of pccl's for an accelerator");
     return router->device();
   });
