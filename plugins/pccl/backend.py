@@ -156,7 +156,7 @@ def _agree(options: Sequence[str]) -> None:
 
 
 def planner(group: dist.ProcessGroup | None = None, device: str = "cpu") -> Any:
-    """What chooses for a group with this backend, by default that of all ranks: a `_Planner`; on "cuda" an `Executor`."""
+    """What chooses for a group with this backend, by default all ranks': a `_Planner`; on "cuda" an `Executor`."""
     return load().planner(_backend(group, device))
 
 
@@ -167,7 +167,7 @@ def forget(group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
 
 @contextmanager
 def using(choice: Choice | None, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Iterator[None]:
-    """Collectives of `group` that begin in the ``with`` block are done as `choice` says on every rank; None: as ever."""
+    """Collectives of `group` that begin in the ``with`` block are done as `choice` says, on all ranks; None: as ever."""
     asked = planner(group, device)
     asked.fixed, before = choice, asked.fixed
     forget(group, device)

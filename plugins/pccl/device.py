@@ -44,7 +44,7 @@ class Plan:
 
 
 def plan(make: Callable[[int], Program], rank: int, size: int) -> Plan:
-    """The plan of `rank`; needs all ranks' programs, `make(rank)`, since both ends of a message must be in the same step."""
+    """The plan of `rank`, from all ranks' programs `make(rank)`: both ends of a message must be in the same step."""
     programs = [make(other) for other in range(size)]
     return Plan(programs[rank], cut(programs)[rank])
 

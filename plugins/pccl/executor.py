@@ -22,7 +22,8 @@ class Executor:
 
     Args:
         inner: the vendor's backend of the group.
-        local: the vendor's backend of the ranks of this rank's node; None where `even` does not hold.
+        local: the vendor's backend of the ranks of this rank's node, which is `inner` where all are on one; None where
+            `plugins.pccl.nodewise.even` does not hold.
         rank: this rank.
         nodes: the group's ranks by node.
         options: what the user chose.
@@ -98,7 +99,7 @@ class Executor:
 
     def shutdown(self, abort: bool) -> None:
         """End the node's backend; the group's is the caller's."""
-        if self.local is not None:
+        if self.local is not None and self.local is not self.inner:
             self.local.abort() if abort else self.local.shutdown()
 
     def _run(self, name: str, output: Tensor, input: Tensor, reduction: int) -> None:

@@ -66,7 +66,7 @@ class Nodewise:
         self._between("reduce_scatter", choice, layout, sums, output, reduction)
 
     def all_reduce(self, choice: Choice, data: Tensor, reduction: int) -> None:
-        """Each of a node's ranks gets its share of the node's sums, which is summed between nodes and gathered again."""
+        """Each of a node's ranks gets a share of the node's sums, which is summed between nodes and gathered again."""
         length = -(-data.numel() // self.width)
         whole = data
         if length * self.width != data.numel():

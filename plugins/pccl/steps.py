@@ -22,8 +22,8 @@ class Step:
     """What a rank does between two waits, by the operations' numbers in its program.
 
     Attributes:
-        messages: SEND, RECV and REDUCE, to be given to the library as one group in this order; what a REDUCE receives is
-            kept aside, so that it waits for nothing.
+        messages: SEND, RECV and REDUCE, to be given to the library as one group in this order; what a REDUCE receives
+            is kept aside, so that it waits for nothing.
         locals: COPY and REDUCE, which adds what was kept, one after the other.
     """
 
@@ -59,7 +59,8 @@ def barred(program: Program, steps: Sequence[Step]) -> Program:
     """The program that steps amount to: every operation waits for all of the step before.
 
     A REDUCE becomes a RECV into a place of its own and, when it is added, a message of the rank to itself. So
-    `plugins.pccl.check.check` proves values, races and, with sends that end only when they are taken, that groups cannot lock.
+    `plugins.pccl.check.check` proves values and races and, with sends that end only when they are taken, that groups
+    cannot lock.
     """
     ops: list[Op] = []
     before: tuple[int, ...] = ()
@@ -96,7 +97,7 @@ def barred(program: Program, steps: Sequence[Step]) -> Program:
 
 
 def _levels(programs: Sequence[Program], senders: dict[Event, Event]) -> dict[Event, int]:
-    """A level for every operation: messages have theirs from 1; COPY, and the sum of a REDUCE, that of the last it waits for."""
+    """Every operation's level: of SEND and RECV from 1; of COPY, and of a REDUCE's sum, that of the last it waits for."""
     receivers = {send: receive for receive, send in senders.items()}
     waits: dict[Event, int] = {}
     followers: dict[Event, list[Event]] = defaultdict(list)

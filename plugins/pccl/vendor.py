@@ -37,7 +37,7 @@ def require() -> None:
     """
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ValueError(
-            'pccl: "cuda:pccl" needs a CUDA device and a torch with NCCL, which are not here; use "cpu:pccl", or leave it out'
+            'pccl: "cuda:pccl" needs a CUDA device and a torch with NCCL, which are not here; use "cpu:pccl"'
         )
 
 
@@ -72,9 +72,10 @@ class Accelerator:
         inner = self._vendor("all", range(len(self.ranks)))
         if self.options.algorithm == NATIVE:
             return inner
-        here = next(number for number, node in enumerate(self.nodes) if self.rank in node)
-        apart = even(self.nodes) and len(self.nodes) > 1
-        local = self._vendor(f"node{here}", self.nodes[here]) if apart else None
+        local = None
+        if even(self.nodes):
+            here = next(number for number, node in enumerate(self.nodes) if self.rank in node)
+            local = inner if len(self.nodes) == 1 else self._vendor(f"node{here}", self.nodes[here])
         executor = Executor(inner, local, self.rank, self.nodes, self.options)
         return load().device_backend(inner, self.rank, len(self.ranks), executor, "cuda")
 

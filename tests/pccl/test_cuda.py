@@ -1,4 +1,4 @@
-"""On a GPU: one process, since NCCL takes no two ranks of a group on one device; what needs several is in test_device.py."""
+"""On a GPU, in one process: NCCL takes no two ranks of a group on one device; what needs several: test_device.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What runs on accelerators, on the CPU: gloo stands in for the vendor's library, its ranks for GPUs on several nodes."""
+"""What runs on accelerators, on the CPU: gloo stands in for the vendor's library, ranks for GPUs on several nodes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from plugins.pccl import register
@@ -50,7 +52,9 @@ def group_of(ranks: int, nodes: Sequence[Sequence[int]], options: Options | None
         timeout, rank = timedelta(seconds=60), asked.group_rank
         inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", asked.store), rank, ranks, timeout)
         local = None
-        if even(nodes) and len(nodes) > 1:
+        if len(nodes) == 1:
+            local = inner
+        elif even(nodes):
             here = next(number for number, node in enumerate(nodes) if rank in node)
             store = dist.PrefixStore(f"node{here}", asked.store)
             local = dist.ProcessGroupGloo(store, list(nodes[here]).index(rank), len(nodes[here]), timeout)
@@ -242,8 +246,22 @@ def _both_devices() -> None:
         group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
 
 
+def _training() -> None:
+    """DDP calls from threads of its own, and goes on in the futures."""
+    group = group_of(4, ((0, 1), (2, 3)), Options(algorithm="hierarchical"))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(13, 40), nn.Tanh(), nn.Linear(40, 7)).double()
+    data = torch.randn(5, 13, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    found = []
+    for chosen in (dist.group.WORLD, group):
+        copied = nn.parallel.DistributedDataParallel(deepcopy(model), process_group=chosen, bucket_cap_mb=0.001)
+        copied(data).square().sum().backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in copied.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
 def _four() -> None:
-    for check in (_choices, _bits, _routed, _both_devices):
+    for check in (_choices, _bits, _routed, _both_devices, _training):
         check()
         dist.barrier()
 
