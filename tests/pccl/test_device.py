@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from plugins.pccl import register
@@ -246,33 +244,19 @@ def _both_devices() -> None:
         group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
 
 
-def _training() -> None:
-    """DDP calls from threads of its own, and goes on in the futures."""
-    group = group_of(4, ((0, 1), (2, 3)), Options(algorithm="hierarchical"))
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(13, 40), nn.Tanh(), nn.Linear(40, 7)).double()
-    data = torch.randn(5, 13, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
-    found = []
-    for chosen in (dist.group.WORLD, group):
-        copied = nn.parallel.DistributedDataParallel(deepcopy(model), process_group=chosen, bucket_cap_mb=0.001)
-        copied(data).square().sum().backward()
-        found.append(torch.cat([parameter.grad.flatten() for parameter in copied.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
-
-
 def _four() -> None:
-    for check in (_choices, _bits, _routed, _both_devices, _training):
+    for check in (_choices, _bits, _routed, _both_devices):
         check()
         dist.barrier()
 
 
 def test_every_algorithm_with_gloo_in_the_librarys_place() -> None:
-    done = run_ranks(_every_algorithm, 6, timeout=150)
+    done = run_ranks(_every_algorithm, 6, timeout=60)
     assert done[0] == max(done) > 300
 
 
 def test_choices_bits_and_devices() -> None:
-    run_ranks(_four, 4, timeout=100)
+    run_ranks(_four, 4, timeout=60)
 
 
 def test_nodes_by_name_or_by_number() -> None:
