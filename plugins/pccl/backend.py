@@ -18,17 +18,19 @@ import torch.distributed as dist
 
 from plugins.pccl import register as register
 from plugins.pccl.algorithms import algorithms
+from plugins.pccl.algorithms.flat import Nodes
 from plugins.pccl.build import BuildError, load
-from plugins.pccl.choice import NATIVE, Choice, Measured, choose
+from plugins.pccl.choice import NATIVE, Choice, Measured, choose, prescribed
+from plugins.pccl.interfaces import node_name
 from plugins.pccl.links import Fabric, Group, Member
 from plugins.pccl.network import Network
 from plugins.pccl.options import Options
 from plugins.pccl.program import Program, flatten
 from plugins.pccl.tuner import learn
+from plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
 """By their numbers in the engine."""
-_FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 
 
 @cache
@@ -74,6 +76,8 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     try:
         chosen = _options(backend_options, first)
         agreed, native = chosen.agreed(), chosen.algorithm == "native"
+        if asked_for(options.store) == "cuda":
+            require()
         fabric = None if native else _fabric(os.getpid(), chosen.interfaces)
     except (BuildError, ValueError, OSError) as error:
         # Said to the others, who would wait.
@@ -85,17 +89,20 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     group = Group(bytes.fromhex(_read(store.get("secret"))["secret"]))
     key = 0 if fabric is None else fabric.join(group)
     record = None if fabric is None else fabric.member.record()
-    store.set(f"member{rank}", json.dumps({"member": record, "options": agreed}))
+    store.set(f"member{rank}", json.dumps({"member": record, "node": node_name(), "options": agreed}))
     records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
     _agree([found["options"] for found in records])
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
+    ranks = ranks or list(range(size))
+    nodes = nodes_of([found["node"] for found in records], ranks, chosen.ranks_per_node)
+    inner: Any = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
+    if torch.cuda.is_available():
+        inner = load().router(inner, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
     if fabric is None:
         return inner
     members = [Member.read(found["member"]) for found in records]
     numbers = [fabric.number(member.identity) for member in members]
-    ranks = ranks or list(range(size))
     fabric.core.add_group(key, numbers, ranks, rank, timeout)
-    planner = Planner(fabric, group, members, ranks, rank, timeout, chosen)
+    planner = Planner(fabric, group, members, nodes, rank, timeout, chosen)
     backend = load().backend(fabric.core, key, rank, size, timeout, inner, planner)
     if chosen.algorithm == "auto" and size > 1:
         learn(backend, inner, store, first)
@@ -140,32 +147,32 @@ def _agree(options: Sequence[str]) -> None:
             )
 
 
-def planner(group: dist.ProcessGroup | None = None) -> Planner:
-    """That of a group with this backend, by default of the group of all ranks."""
-    found: Planner = load().planner(_backend(group))
-    return found
+def planner(group: dist.ProcessGroup | None = None, device: str = "cpu") -> Any:
+    """What chooses for a group with this backend, by default all ranks': a `Planner`; on "cuda" an `Executor`."""
+    return load().planner(_backend(group, device))
 
 
-def forget(group: dist.ProcessGroup | None = None) -> None:
+def forget(group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
     """Have the planner asked anew for every size."""
-    load().forget(_backend(group))
+    load().forget(_backend(group, device))
 
 
 @contextmanager
-def using(choice: Choice | None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Collectives of `group` that begin in the ``with`` block are done as `choice` says on every rank; None: as ever."""
-    asked = planner(group)
+def using(choice: Choice | None, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Iterator[None]:
+    """Collectives of `group` that begin in the ``with`` block are done as `choice` says, on all ranks; None: as ever."""
+    asked = planner(group, device)
     asked.fixed, before = choice, asked.fixed
-    forget(group)
+    forget(group, device)
     try:
         yield
     finally:
         asked.fixed = before
-        forget(group)
+        forget(group, device)
 
 
-def _backend(group: dist.ProcessGroup | None) -> Any:
-    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+def _backend(group: dist.ProcessGroup | None, device: str) -> Any:
+    found = (group or dist.group.WORLD)._get_backend(torch.device(device))  # type: ignore[union-attr]
+    return found if device == "cpu" else load().on_device(found)
 
 
 class Planner:
@@ -183,18 +190,13 @@ class Planner:
         fabric: Fabric,
         group: Group,
         members: Sequence[Member],
-        ranks: Sequence[int],
+        nodes: Nodes,
         rank: int,
         timeout: float,
         options: Options,
     ) -> None:
         self.fabric, self.group, self.members, self.rank, self.timeout = fabric, group, members, rank, timeout
-        self.options = options
-        by_node: dict[str | int, list[int]] = {}
-        for number, member in enumerate(members):
-            several = options.ranks_per_node
-            by_node.setdefault(member.node if several == "auto" else ranks[number] // several, []).append(number)
-        self.nodes = tuple(tuple(node) for node in by_node.values())
+        self.nodes, self.options = nodes, options
         self.measured = Measured()
         self.network: Network | None = None
         self.fixed: Choice | None = None
@@ -218,26 +220,12 @@ class Planner:
             self._made[name, choice, root] = self._make(name, choice, root)
         return self._made[name, choice, root]
 
-    def _prescribed(self, collective: str, size: int) -> Choice | None:
-        """What the options say; None for "auto"."""
-        algorithm = self.options.algorithm
-        if algorithm == "auto":
-            return None
-        if collective == "broadcast":
-            return {"ring": Choice("chain", 4), "recursive": Choice("binomial")}.get(algorithm)
-        if algorithm == "hierarchical":
-            few = Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
-            return few if size <= _FEW_STEPS else Choice("hierarchical_ring_direct", 2)
-        if algorithm == "recursive" and len(self.members) & (len(self.members) - 1):
-            return Choice("bruck")
-        return Choice(algorithm)
-
     def choose(self, collective: str, size: int, native: bool = True) -> Choice:
         """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
         if self.fixed is not None and collective != "broadcast" and (native or self.fixed.algorithm != NATIVE):
             return self.fixed
-        prescribed = self._prescribed(collective, size)
-        return prescribed or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
+        asked = prescribed(self.options, collective, size, len(self.members))
+        return asked or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
 
     def _make(self, collective: str, choice: Choice, root: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]

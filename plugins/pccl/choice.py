@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from plugins.pccl.options import Options
+
 NATIVE = "native"
 """The algorithm's name that stands for the library which PCCL was put in front of."""
+_FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,6 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         nodes: the group's ranks by node.
     """
     several, shared = len(nodes) > 1, any(len(node) > 1 for node in nodes)
-    small = size <= 2**18
     if collective == "broadcast":
         return Choice("binomial") if size <= 2**16 else Choice("chain", 4)
     if not several:
@@ -144,10 +146,31 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         return Choice("led_doubling" if shared else "tiny")
     if not shared:
         return Choice("bruck" if size <= 2**19 else "ring")
-    if size <= 2**21:
-        # What messages cost, then what steps cost.
-        return Choice("led_radix4" if small else "hierarchical_log_direct")
+    if size <= _FEW_STEPS:
+        return Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
     if size >= 2**23 and sum(map(len, nodes)) > 16:
         # Bandwidth binds, and what one node passes on in one stream costs it less than several.
         return Choice("ring", 2 if collective == "all_reduce" else 1)
     return Choice("hierarchical_ring_direct", 2)
+
+
+def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:
+    """What the user's options say; None for "auto".
+
+    Args:
+        options: them.
+        collective: its name.
+        size: bytes of all blocks.
+        ranks: of the group.
+    """
+    algorithm = options.algorithm
+    if algorithm == "auto":
+        return None
+    if collective == "broadcast":
+        return {"ring": Choice("chain", 4), "recursive": Choice("binomial")}.get(algorithm)
+    if algorithm == "hierarchical":
+        few = Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
+        return few if size <= _FEW_STEPS else Choice("hierarchical_ring_direct", 2)
+    if algorithm == "recursive" and ranks & (ranks - 1):
+        return Choice("bruck")
+    return Choice(algorithm)

@@ -19,7 +19,7 @@ class Options:
         algorithm: "auto" chooses by collective, size and nodes. "ring": p - 1 steps, fewest bytes. "recursive": recursive
             doubling and halving, and where the ranks are no power of two Bruck's algorithm, both in the smallest
             number of steps. "hierarchical": between nodes in few steps for small sizes and in a ring for large
-            ones, then within each node. "native": gloo.
+            ones, then within each node. "native": gloo; for CUDA tensors NCCL.
         ranks_per_node: "auto" goes by the nodes' names; n takes each n consecutive ranks of the job for a node.
         interfaces: network interfaces' names, of which process i of a node uses number i modulo their count; None: those
             of GLOO_SOCKET_IFNAME, else the one that leads to MASTER_ADDR.
