@@ -47,6 +47,8 @@ class Case:
     scale: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
     blow_up: int | None = None
+    # The same data on every rank, so that runs on other numbers of ranks compare.
+    same: bool = False
 
     def model(self) -> nn.Module:
         return network().to(DTYPES[self.dtype] if self.dtype == "fp64" else torch.float32)
@@ -112,8 +114,10 @@ def start(case: Case, model: nn.Module | None = None) -> Any:
     return deepspeed.initialize(model=model, model_parameters=parameters, config=config_of(case), **keywords)[0]
 
 
-def mine(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def mine(case: Case, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """This rank's part."""
+    if case.same:
+        return batch
     part = slice(dist.get_rank() * BATCH, (dist.get_rank() + 1) * BATCH)
     return batch[0][part], batch[1][part]
 
@@ -121,11 +125,11 @@ def mine(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def train(engine: Any, case: Case, steps: range = range(STEPS), each: Callable[[], None] | None = None) -> list[Any]:
     """Losses of this rank, norms, scales and skipped steps."""
     found = []
-    batches = case.batches(dist.get_world_size())
+    batches = case.batches(1 if case.same else dist.get_world_size())
     for step in steps:
         losses = []
         for batch in batches[step]:
-            ids, target = mine(batch)
+            ids, target = mine(case, batch)
             loss = case.loss(engine(ids), target, step)
             engine.backward(loss)
             engine.step()
@@ -154,7 +158,7 @@ def plain(case: Case, scale: samo.LossScale | float | None = None) -> list[Any]:
     for step, batches in enumerate(case.batches(dist.get_world_size())):
         losses = []
         for number, batch in enumerate(batches):
-            ids, target = mine(batch)
+            ids, target = mine(case, batch)
             loss = case.loss(model(ids), target, step)
             optimizer.reducer.active = number == len(batches) - 1
             optimizer.scale(loss / case.accumulation).backward()
@@ -163,7 +167,13 @@ def plain(case: Case, scale: samo.LossScale | float | None = None) -> list[Any]:
         skipped += optimizer.overflow
         if scheduler is not None and not optimizer.overflow:
             scheduler.step()
-        norm = None if optimizer.total_norm is None else float("inf") if optimizer.overflow else optimizer.total_norm.item()
+        norm = (
+            None
+            if optimizer.total_norm is None
+            else float("inf")
+            if optimizer.overflow
+            else optimizer.total_norm.item()
+        )
         found.append((losses, norm, 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.scale, skipped))
     return found
 
