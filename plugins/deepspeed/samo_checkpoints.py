@@ -85,6 +85,5 @@ def _read(file: Path) -> dict[str, Any] | None:
         return None
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f'"{file}" is damaged ({reason}); load another checkpoint') from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+        raise ConfigError(f'"{file}" is damaged and cannot be read as masks; load another checkpoint') from None

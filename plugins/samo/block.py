@@ -116,7 +116,13 @@ class Samo(Block):
     def search(self) -> EarlyBird | None:
         """The settings of the search for a ticket; None: another pruner."""
         given = self.pruner
-        return given.early_bird if isinstance(given, Pruner) else EarlyBird.model_validate({}) if given == "early_bird" else None
+        return (
+            given.early_bird
+            if isinstance(given, Pruner)
+            else EarlyBird.model_validate({})
+            if given == "early_bird"
+            else None
+        )
 
     @property
     def mask(self) -> str | None:
