@@ -18,10 +18,7 @@ from plugins.deepspeed.config_hook import needs_whole_matrices
 
 Groups = list[dict[str, Any]]
 # What DeepSpeed's Adams know and torch's do not.
-_DEEPSPEED_ONLY = (
-    *("bias_correction", "adam_w_mode", "adamw_mode", "set_grad_none", "fp32_optimizer_states", "torch_adam"),
-    *("amsgrad_fused", "step", "legacy_fusion"),
-)
+_DEEPSPEED_ONLY = ("bias_correction", "adam_w_mode", "set_grad_none", "fp32_optimizer_states", "torch_adam", "step")
 
 
 def torch_adam(parameters: Any, decoupled: bool, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -55,7 +52,7 @@ def factory_of(optimizer: torch.optim.Optimizer) -> Callable[[Groups], torch.opt
                 "another of torch's"
             )
         kind = torch.optim.AdamW if getattr(optimizer, "adam_w_mode", True) else torch.optim.Adam
-        if settings.get("bias_correction", True) is False or settings.get("bias_correction") == 0:
+        if not settings.get("bias_correction", True):
             raise ConfigError(
                 "the optimizer's bias_correction = False is unknown to torch's Adam, which axonn.samo runs; leave it out"
             )
@@ -98,7 +95,7 @@ class Scale(samo.LossScale):
         return {key: value for key, value in vars(self.scaler).items() if isinstance(value, bool | int | float)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Numbers of a scaler of the same kind; else, a static one is a dynamic one's successor, it starts anew."""
+        """Numbers of a scaler of the same kind; those of a static one are nothing to a dynamic one, nor the reverse."""
         if state.keys() == self.state_dict().keys():
             vars(self.scaler).update(state)
             self.scale = self.scaler.loss_scale
