@@ -18,8 +18,11 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import samo  # noqa: E402
+from samo.mask_file import unpack  # noqa: E402
 
 STEPS, BATCH = 6, 3
+DYNAMIC = {"initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 1, "min_loss_scale": 1}
+SEARCH = {"early_bird": {"interval": 1, "window": 2, "epsilon": 0.5}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -75,6 +78,18 @@ class Case:
 
     def optimizer_of(self, parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=fused)
+
+
+def ready() -> None:
+    """What every rank does first."""
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
+def masks_of(engine: Any) -> dict[str, Tensor]:
+    """By what an engine's model is pruned."""
+    state = engine._pruning.state_dict(engine.optimizer.samo)
+    return {name: unpack(t, tuple(state["shapes"][name])) for name, t in state["masks"].items()}
 
 
 def half_life(optimizer: torch.optim.Optimizer) -> Any:
