@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 import samo
 from plugins.autoload import activate
-from plugins.launch import launch
 from plugins.pccl.build import load
-from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, dense, masks_of, plain, ready, start, train
+from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, dense, masks_of, plain, ready, run, start, train
 
 activate()
 SCALE = samo.LossScale(16.0, growth_interval=10**9)
@@ -78,7 +77,7 @@ def against_plain() -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_equals_a_plain_run(ranks: int) -> None:
-    everyone = launch(against_plain, ranks, timeout=150)
+    everyone = run(against_plain, ranks)
     first, last = (sum(rank["fp32"]["ours"][step][0][0] for rank in everyone) for step in (0, -1))
     assert last < first
     for rank in everyone:
@@ -121,7 +120,7 @@ def exact() -> dict[str, Any]:
 
 
 def test_equals_masked_dense_training() -> None:
-    ranks = launch(exact, 2, timeout=100)
+    ranks = run(exact, 2)
     for name, (case, at) in EXACT.items():
         masks = ranks[0][name]["masks"]
         losses, weights = dense(case, {at: masks}, 2)
@@ -183,7 +182,7 @@ def other_ways(folder: Path) -> dict[str, Any]:
 
 def test_early_bird_mask_file_pccl_and_unused_parameters(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     load()  # compiled before ranks are forked, whose time is limited
-    ranks = launch(other_ways, 2, tmp_path, timeout=100)
+    ranks = run(other_ways, 2, tmp_path)
     for found in ranks:
         assert found["mask"] and found["mask and sparsity"]
         assert found["pccl"][1] == "pccl"

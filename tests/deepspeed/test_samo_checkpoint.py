@@ -15,9 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import samo
 from plugins.autoload import activate
 from plugins.config import ConfigError
-from plugins.launch import launch
 from tests.deepspeed import samo_training as training
-from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, config_of, masks_of, ready, start, train
+from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, config_of, masks_of, ready, run, start, train
 from tests.deepspeed.scripts import one_sentence
 
 activate()
@@ -120,9 +119,9 @@ def weights_only(folder: Path) -> dict[str, Any]:
 
 
 def test_a_checkpoint_of_four_ranks_resumes_on_two_sharded_or_not(tmp_path: Path) -> None:
-    saved = launch(save, 4, tmp_path, timeout=100)
+    saved = run(save, 4, tmp_path)
     assert sorted(os.listdir(tmp_path / "fp32")) == ["global_step3", "latest"]
-    for rank in launch(resume, 2, tmp_path, timeout=100):
+    for rank in run(resume, 2, tmp_path):
         for name in SAVED:
             steps, masks, pruned = saved[0][name]
             for ours, our_masks, our_pruned in rank[name]:
