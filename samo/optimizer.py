@@ -115,8 +115,10 @@ class Optimizer(torch.optim.Optimizer):
         self._apply(masks or {})
         self._build(inner)
         self._load_masters()
-        for entry in self.entries:
+        self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._compress(entry))
+            for entry in self.entries
+        ]
 
     # Layout
 
@@ -219,6 +221,11 @@ class Optimizer(torch.optim.Optimizer):
         for entry in self.entries:
             entry.arrived = False
             entry.parameter.grad = None
+
+    def release(self) -> None:
+        """Take no more gradients: another optimizer may have the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     # Step
 

@@ -54,7 +54,7 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "requires newer": ({"requires": "99.1"}, ("axonn.requires", "99.1", "pip install")),
     "requires nonsense": ({"requires": "new"}, ("axonn.requires", '"new"', "version")),
     "requires number": ({"requires": 0.1}, ("axonn.requires", "0.1", "string")),
-    "samo": ({"samo": {}}, ("axonn.samo", "SAMO", "remove")),
+    "samo": ({"samo": {}}, ("axonn.samo.sparsity", "missing")),
     "ted": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted", "TED", "remove")),
     "pccl algorithm": ({"pccl": {"algorithm": "rings"}}, ("axonn.pccl.algorithm", "rings", "ring", "recursive")),
     "pccl key": ({"pccl": {"interface": ["lo"]}}, ("axonn.pccl.interface", "interfaces")),
