@@ -217,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has consumed."""
-        self.reducer.finish()
+        self.reducer.forget()
         for entry in self.entries:
             entry.arrived = False
             entry.parameter.grad = None

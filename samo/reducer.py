@@ -17,7 +17,7 @@ class Reducer:
     """Sums each bucket over its ranks as soon as backward has brought all of its gradients, and divides it.
 
     Buckets are reduced in one order on all ranks, whatever the order in which gradients come. What a pass did not bring
-    is reduced by `finish`, as zeros or as what earlier passes brought.
+    is reduced by `finish`, as what earlier passes brought, or as zeros: a gradient that only some ranks have counts on all.
 
     Args:
         stores: all of them.
@@ -45,6 +45,7 @@ class Reducer:
         bucket = self._bucket_of.get(entry)
         if bucket is not None and any(bucket is launched for _, launched, _, _ in self._launched):
             self.finish()
+            self._reopen()
 
     def after(self, entry: Entry) -> None:
         """Call when a gradient has been written."""
@@ -56,9 +57,20 @@ class Reducer:
             self._launch()
 
     def finish(self) -> None:
-        """Reduce what is left, and wait for all of it."""
+        """Reduce what is left, and wait for all of it; nothing where no gradient has come since the last step."""
+        if not any(entry.arrived for entry in self._bucket_of):
+            return
         while len(self._launched) < len(self._order):
             self._launch()
+        self._wait()
+        for entry in self._bucket_of:
+            entry.arrived = True
+
+    def forget(self) -> None:
+        """Wait for what is under way, and reduce no more of it."""
+        self._wait()
+
+    def _wait(self) -> None:
         for store, bucket, work, own in self._launched:
             if work is not None:
                 work.wait()
@@ -67,6 +79,17 @@ class Reducer:
                 store.gradient[begin:end] = own
         self._launched = []
         self._missing = {bucket: set(bucket.entries) for _, bucket in self._order}
+
+    def _reopen(self) -> None:
+        """Have what is reduced come out as it is when it is reduced again with what is now added."""
+        for store, bucket in self._order:
+            begin, end = bucket.share(store.shard)
+            if store.shard and bucket.ranks > 1:
+                store.gradient[bucket.begin : begin] = 0
+                store.gradient[end : bucket.end] = 0
+                store.gradient[begin:end] *= bucket.divisor
+            elif bucket.divisor != bucket.ranks:
+                store.gradient[begin:end] *= bucket.divisor / bucket.ranks
 
     def _launch(self) -> None:
         store, bucket = self._order[len(self._launched)]

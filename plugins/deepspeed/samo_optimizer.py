@@ -188,12 +188,6 @@ class SamoOptimizer(ZeROOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Reduce what is left, unscale, clip, and update kept elements; skip the step when a gradient is not finite."""
-        if self._ranks > 1:
-            # As DeepSpeed does: a parameter unused here may have been used on another rank.
-            self.reduce_in_backward(True)
-            for entry in self.samo.entries:
-                if not entry.arrived and entry.parameter.grad is None:
-                    entry.parameter.grad = torch.zeros_like(entry.parameter)
         self.samo.step()
         norm = self.samo.total_norm
         self._global_grad_norm = None if norm is None else float("inf") if self.overflow else norm.item()
@@ -204,9 +198,7 @@ class SamoOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has consumed."""
-        # After a step there are none; samo would reduce its empty buckets.
-        if any(entry.arrived for entry in self.samo.entries):
-            self.samo.zero_grad()
+        self.samo.zero_grad()
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on; state of what is kept stays.

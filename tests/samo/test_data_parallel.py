@@ -79,6 +79,25 @@ def four_ranks():
             mine = run(ours, optimizer.step, 4, rank, microbatches=microbatches, no_sync=optimizer.no_sync)
             theirs = run(dense, dense_step(reference), 4, rank, microbatches=microbatches)
             found[f"{name} {microbatches}"] = mine, theirs
+    for name, keywords in {"twice": {}, "twice shard": {"shard": True}}.items():
+        # Both backward passes of a step reduce: as without no_sync, only dearer.
+        ours, dense, masks = pair(0.8)
+        optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, bucket_bytes=700, **keywords)
+        reference = Masked(ADAMW, dense, masks)
+        mine = run(ours, optimizer.step, 4, rank, microbatches=2)
+        found[name] = mine, run(dense, dense_step(reference), 4, rank, microbatches=2)
+    # Only some ranks use a layer.
+    ours, _, masks = pair(0.8)
+    optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD)
+    for number in range(3):
+        loss = loss_of(ours, torch.Generator().manual_seed(rank))
+        (loss + ours.unused(torch.ones(3)).sum() * (rank == number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
+    every = [torch.empty_like(weights) for _ in range(4)]
+    dist.all_gather(every, weights)
+    found["alike"] = all(torch.equal(other, weights) for other in every)
     ours, _, masks = pair(0.8, torch.bfloat16)
     optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, bucket_bytes=200)
     sent = []
@@ -86,6 +105,7 @@ def four_ranks():
     dist.all_reduce = lambda tensor, *args, **kwargs: (sent.append(tensor.nbytes), real(tensor, *args, **kwargs))[1]
     loss_of(ours, torch.Generator().manual_seed(rank)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     dist.all_reduce = real
     found["bytes"] = len(sent), sum(sent), 2 * sum(entry.kept for entry in optimizer.entries)
     sharded = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks, group=dist.group.WORLD, shard=True)
@@ -149,6 +169,7 @@ def test_four_ranks():
     for found in run_ranks(four_ranks, 4):
         calls, total, expected = found.pop("bytes")
         assert calls > 2 and total == expected
+        assert found.pop("alike")
         part, whole = found.pop("masters")
         assert whole <= 4 * part < whole + 4 * 4
         for name, (mine, theirs) in found.items():
