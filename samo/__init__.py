@@ -1,6 +1,14 @@
 """SAMO: a pruned network trained with the state of its kept elements only (000, chapter 4)."""
 
 from samo.checkpoint import dense_state_dict as dense_state_dict
+from samo.early_bird import EarlyBird as EarlyBird
 from samo.index import Index as Index
 from samo.loss_scale import LossScale as LossScale
 from samo.optimizer import Optimizer as Optimizer
+from samo.pruning import Shard as Shard
+from samo.pruning import Shards as Shards
+from samo.pruning import magnitude as magnitude
+from samo.pruning import n_of_m as n_of_m
+from samo.pruning import read_masks as read_masks
+from samo.pruning import sparsity_table as sparsity_table
+from samo.pruning import write_masks as write_masks

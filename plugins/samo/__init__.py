@@ -1,0 +1,1 @@
+"""SAMO on the command line: how much memory a pruned model's training takes."""

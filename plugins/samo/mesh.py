@@ -1,0 +1,35 @@
+"""Pruning a model that `axonn_tp` has split: one threshold over all of its shards."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import samo
+from axonn_tp.layout import layout_of
+from axonn_tp.mesh import Mesh
+
+
+def shards_of(mesh: Mesh) -> samo.Shards:
+    """How parameters lie on a mesh, for `samo.magnitude(..., shards=...)` and `samo.EarlyBird`; masks are those of the serial model.
+
+    Args:
+        mesh: the mesh that the model was split over.
+    """
+    whole_world = torch.distributed.group.WORLD
+    assert whole_world is not None
+
+    def find(name: str, parameter: Tensor) -> samo.Shard:
+        layout = layout_of(parameter)
+        shape = layout.serial_shape
+        copies = math.prod(mesh.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
+
+        def positions() -> Tensor:
+            numbers = torch.arange(1, math.prod(shape) + 1, device=parameter.device).view(shape)
+            return layout.shard(numbers, mesh.grid, mesh.coordinates) - 1
+
+        return samo.Shard(shape, copies, positions)
+
+    return samo.Shards(whole_world, find)

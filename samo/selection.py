@@ -1,0 +1,213 @@
+"""The smallest magnitudes of many tensors, exactly, without a copy of them, on one process or over the ranks of a mesh.
+
+The bits of a non-negative float, read as an integer, are in the order of the floats. So the threshold is found digit by digit, 16
+bits at a time: a histogram of the next digit says which one the threshold has. Histograms of ranks are summed; each rank
+reads its own elements a chunk at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK = 2**20
+"""Elements that are looked at together."""
+_DIGIT = 16
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank's part of a parameter is of the whole.
+
+    Attributes:
+        shape: of the whole parameter.
+        copies: how many ranks hold this same part.
+        positions: makes an int64 tensor of the part's shape: where each element is in the whole, flattened; −1 for padding.
+            None: the part is the whole.
+    """
+
+    shape: tuple[int, ...]
+    copies: int = 1
+    positions: Callable[[], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A model of which each rank holds a part.
+
+    Attributes:
+        group: the ranks that hold all parts; all of them must call.
+        find: the shard that a rank holds of a parameter, by its name.
+    """
+
+    group: dist.ProcessGroup
+    find: Callable[[str, Tensor], Shard]
+
+    def names(self, names: Iterable[str]) -> list[str]:
+        """The names on all ranks, in the order of the ranks."""
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(found, list(names), group=self.group)
+        return list(dict.fromkeys(name for theirs in found for name in theirs))
+
+
+def total(counts: Tensor, shards: Shards | None) -> Tensor:
+    """Counts, each divided by the copies of what was counted, summed over the ranks: int64."""
+    if shards is not None:
+        dist.all_reduce(counts, group=shards.group)
+    return counts.round().long()
+
+
+class Part:
+    """The elements of one parameter that this process holds.
+
+    Args:
+        name: the parameter's.
+        tensor: the elements.
+        shard: what they are of the whole; None: the whole.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, shard: Shard | None) -> None:
+        self.name, self.shape = name, tensor.shape
+        self.flat = tensor.detach().reshape(-1)
+        self.weight = 1.0 if shard is None else 1.0 / shard.copies
+        self._positions = None if shard is None else shard.positions
+        self._real: Tensor | None = None
+        if self._positions is not None:
+            real = self._positions().reshape(-1) >= 0
+            self._real = None if bool(real.all()) else real
+        self.real_numel = self.flat.numel() if self._real is None else int(self._real.sum())
+
+    def real(self, begin: int, end: int) -> Tensor | None:
+        """Which of the elements are not padding; None: all."""
+        return None if self._real is None else self._real[begin:end]
+
+    def keys(self, begin: int, end: int, wide: bool) -> Tensor:
+        """Integers in the order of the elements' magnitudes: int32, or int64 where `wide`."""
+        values = self.flat[begin:end].abs()
+        return values.double().view(torch.int64) if wide else values.float().view(torch.int32)
+
+    def positions(self, where: Tensor) -> Tensor:
+        """Positions in the whole parameter of the elements with these indices."""
+        return where if self._positions is None else self._positions().reshape(-1)[where]
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Begins and ends of the chunks."""
+        length = self.flat.numel()
+        return ((begin, min(begin + CHUNK, length)) for begin in range(0, length, CHUNK))
+
+
+class Magnitudes:
+    """The magnitudes of parameters, of which the smallest can be pruned.
+
+    Args:
+        parameters: by name.
+        shards: of a model whose parts are on several ranks.
+
+    Raises:
+        ValueError: there is a NaN among them, on any rank.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], shards: Shards | None = None) -> None:
+        self.shards = shards
+        find = {name: None if shards is None else shards.find(name, tensor) for name, tensor in parameters.items()}
+        self.parts = {name: Part(name, tensor, find[name]) for name, tensor in parameters.items()}
+        self.names = list(parameters) if shards is None else shards.names(parameters)
+        self._device = next((part.flat.device for part in self.parts.values()), torch.device("cpu"))
+        facts = torch.zeros(3, len(self.names), dtype=torch.float64, device=self._device)
+        for column, name in enumerate(self.names):
+            part = self.parts.get(name)
+            if part is not None:
+                nan = any(bool(part.flat[begin:end].isnan().any()) for begin, end in part.chunks())
+                wide = part.flat.dtype == torch.float64
+                # Rounded once summed: one rank with a NaN must not vanish among copies.
+                facts[:, column] = torch.tensor([part.real_numel * part.weight, nan, wide], device=self._device)
+        counts, nans, wide = total(facts, shards)
+        if nans.any():
+            raise ValueError(
+                f"{self.names[int(nans.nonzero()[0])]!r} holds NaN, which has no magnitude; prune a model that has not diverged"
+            )
+        self.sizes = dict(zip(self.names, counts.tolist(), strict=True))
+        self._wide = bool(wide.any())
+
+    def keep(self, names: Sequence[str], count: int) -> dict[str, Tensor]:
+        """Masks that are false for the `count` smallest magnitudes of all elements of these parameters, and for padding.
+
+        Of equal magnitudes those of the first parameters, and in a parameter those of the first positions, are pruned.
+
+        Returns:
+            By name, of the parts that this process holds, in their shapes.
+        """
+        parts = [self.parts[name] for name in names if name in self.parts]
+        if count == 0 or count == sum(self.sizes[name] for name in names):
+            return {part.name: self._all(part, count == 0) for part in parts}
+        threshold, below = self._kth(lambda: self._magnitudes(parts), count, 4 if self._wide else 2)
+        edges = self._edges(names, parts, threshold, count - below)
+        return {part.name: self._mask(part, threshold, edges.get(part.name)) for part in parts}
+
+    def _all(self, part: Part, kept: bool) -> Tensor:
+        mask = torch.full_like(part.flat, kept, dtype=torch.bool)
+        real = part.real(0, part.flat.numel())
+        return (mask if real is None else mask & real).view(part.shape)
+
+    def _magnitudes(self, parts: list[Part]) -> Iterator[tuple[Tensor, float]]:
+        for part in parts:
+            for begin, end in part.chunks():
+                keys, real = part.keys(begin, end, self._wide), part.real(begin, end)
+                yield keys if real is None else keys[real], part.weight
+
+    def _kth(self, chunks: Callable[[], Iterable[tuple[Tensor, float]]], rank: int, digits: int) -> tuple[int, int]:
+        """The key with `rank` smaller or equal keys before it, and how many are smaller."""
+        prefix, below = 0, 0
+        for shift in reversed(range(0, digits * _DIGIT, _DIGIT)):
+            histogram = torch.zeros(2**_DIGIT, dtype=torch.float64, device=self._device)
+            for keys, weight in chunks():
+                if shift < (digits - 1) * _DIGIT:
+                    keys = keys[keys >> (shift + _DIGIT) == prefix]
+                found = torch.bincount((keys >> shift) & (2**_DIGIT - 1), minlength=2**_DIGIT)
+                histogram += found.to(self._device) * weight
+            smaller = total(histogram, self.shards).cumsum(0)
+            digit = int(torch.searchsorted(smaller, rank - below, right=True))
+            below += int(smaller[digit - 1]) if digit else 0
+            prefix = prefix << _DIGIT | digit
+        return prefix, below
+
+    def _edges(self, names: Sequence[str], parts: list[Part], threshold: int, count: int) -> dict[str, int]:
+        """By parameter, before which position elements at the threshold are pruned, so that these are `count` in all."""
+        ties = torch.zeros(len(names), dtype=torch.float64, device=self._device)
+        numbers = {name: number for number, name in enumerate(names)}
+        for part in parts:
+            ties[numbers[part.name]] = self._ties(part, threshold).numel() * part.weight
+        edges: dict[str, int] = {}
+        for name, here in zip(names, total(ties, self.shards).tolist(), strict=True):
+            if count >= here:
+                edges[name] = 2**62
+            elif count > 0:
+                held = [part for part in parts if part.name == name]
+                tied = [(part.positions(self._ties(part, threshold)), part.weight) for part in held]
+                edges[name] = self._kth(lambda tied=tied: tied, count, 3)[0]  # type: ignore[misc]
+            count = max(count - here, 0)
+        return edges
+
+    def _ties(self, part: Part, threshold: int) -> Tensor:
+        """Indices of a part's elements at the threshold."""
+        found = []
+        for begin, end in part.chunks():
+            tied, real = part.keys(begin, end, self._wide) == threshold, part.real(begin, end)
+            found.append((tied if real is None else tied & real).nonzero().reshape(-1) + begin)
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=part.flat.device)
+
+    def _mask(self, part: Part, threshold: int, edge: int | None) -> Tensor:
+        mask = torch.empty_like(part.flat, dtype=torch.bool)
+        for begin, end in part.chunks():
+            torch.ge(part.keys(begin, end, self._wide), threshold, out=mask[begin:end])
+            real = part.real(begin, end)
+            if real is not None:
+                mask[begin:end] &= real
+        if edge is not None:
+            ties = self._ties(part, threshold)
+            mask[ties[part.positions(ties) < edge]] = False
+        return mask.view(part.shape)

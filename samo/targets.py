@@ -1,0 +1,110 @@
+"""Which parameters of a model are pruned: matrices and convolutions, and what patterns of names add or take away."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+Parameters = nn.Module | Iterable[tuple[str, Tensor]]
+
+
+def names_of(model: Parameters) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's parameters, those that modules share once, and by every name of a parameter the one it has here.
+
+    Args:
+        model: a module, or pairs of name and parameter.
+    """
+    pairs = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model
+    parameters: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in pairs:
+        known = first.setdefault(id(parameter), name)
+        aliases[name] = known
+        parameters[known] = parameter
+    return parameters, aliases
+
+
+def targets(
+    model: Parameters,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, Tensor]:
+    """The parameters to prune, in the order of the model, frozen ones too.
+
+    By default all floating-point parameters of two dims or more, but not the tables of `nn.Embedding`: as in pruned
+    transformers commonly published, of which each row is read for few tokens. An output layer tied to such a table stays
+    whole with it. Pairs of names and parameters do not say which are tables: name these in `exclude`.
+
+    Args:
+        model: a module, or pairs of name and parameter.
+        include: patterns (``*``, ``?``, ``[...]``) of names: only these, tables of embeddings too. Vectors, such as biases
+            and the weights of norms, are never pruned. ``["*"]`` is every tensor of two dims or more.
+        exclude: patterns of names: not these.
+        shapes: by name, of the whole parameter where `model` holds a part of it.
+
+    Raises:
+        ValueError: a pattern fits no parameter, or only vectors.
+    """
+    parameters, aliases = names_of(model)
+    dims = {name: len(shapes[name]) if shapes else parameter.dim() for name, parameter in parameters.items()}
+    able = [name for name, parameter in parameters.items() if dims[name] > 1 and parameter.is_floating_point()]
+    chosen = set(able)
+    if include is not None:
+        chosen &= _matching("include", include, aliases, able)
+    elif isinstance(model, nn.Module):
+        chosen -= _tables(model, aliases)
+    if exclude is not None:
+        chosen -= _matching("exclude", exclude, aliases, None)
+    return {name: parameters[name] for name in able if name in chosen}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The name that is most like this one, for messages; "none" where none is known."""
+    found = difflib.get_close_matches(name.replace("*", "0"), list(known), n=1, cutoff=0.0)
+    return repr(found[0]) if found else "none"
+
+
+def _tables(model: nn.Module, aliases: Mapping[str, str]) -> set[str]:
+    return {
+        aliases[f"{name}.weight" if name else "weight"]
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module._parameters.get("weight") is not None
+    }
+
+
+def _matching(key: str, patterns: Sequence[str], aliases: Mapping[str, str], able: Sequence[str] | None) -> set[str]:
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f'{key} = {patterns!r} is not a list of patterns of names; write for instance ["*.fc1.weight"]'
+        )
+    found: set[str] = set()
+    for pattern in patterns:
+        names = {known for name, known in aliases.items() if fnmatchcase(name, pattern)}
+        if not names:
+            raise ValueError(
+                f"{key} pattern {pattern!r} matches no parameter; the nearest name is {nearest(pattern, aliases)}"
+            )
+        if able is not None and not names.intersection(able):
+            raise ValueError(
+                f"{key} pattern {pattern!r} matches only vectors such as {min(names)!r}, which are not pruned; name tensors "
+                "of two dims or more"
+            )
+        found |= names
+    return found
+
+
+def require_values(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse parameters without values.
+
+    Raises:
+        ValueError: one is on the meta device.
+    """
+    for name, parameter in parameters.items():
+        if parameter.device == torch.device("meta"):
+            raise ValueError(f"{name!r} is on the meta device, which holds no magnitudes; give the model memory first")
