@@ -27,6 +27,7 @@ class Plan:
         pruned_lr: the same after pruning.
         weight_decay: AdamW's.
         beta2: AdamW's.
+        clip: norm that gradients are clipped to; None: they are not.
         sparsity: share of the weights of matrices and convolutions that is pruned.
         pruner: one of `PRUNERS`.
         scope: one of `SCOPES`.
@@ -46,6 +47,7 @@ class Plan:
     pruned_lr: float = 1e-3
     weight_decay: float = 0.1
     beta2: float = 0.95
+    clip: float | None = 1.0
     sparsity: float = 0.9
     pruner: str = "early_bird"
     scope: str = "global"

@@ -14,17 +14,13 @@ import samo
 from recipes.pruned.plan import Plan
 from samo.memory import measured
 
-CLIP = 1.0
-
 
 class Side(Protocol):
-    """What the training loop needs.
+    """What the training loop needs."""
 
-    Attributes:
-        model: to be called; its gradients are averaged over the ranks as backward runs.
-    """
-
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module:
+        """To be called; its gradients are averaged over the ranks as backward runs."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Backward passes in the ``with`` block only accumulate."""
@@ -40,20 +36,24 @@ class Dense:
     """DistributedDataParallel and torch's fused AdamW; in 16 bits with weights and gradients in 32 bits besides: 20φ bytes."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._clip = plan.clip
         self._parameters = list(model.parameters())
         self._masters = [
             p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self._parameters
         ]
         self._optimizer = torch.optim.AdamW(self._masters, **_adamw(plan))
         self.model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-        self.no_sync = self.model.no_sync
         self._bytes = 0
+
+    def no_sync(self) -> AbstractContextManager[Any]:  # noqa: D102
+        return self.model.no_sync()
 
     def step(self, lr: float) -> None:  # noqa: D102
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()
-        nn.utils.clip_grad_norm_(self._masters, CLIP)
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._masters, self._clip)
         self._optimizer.param_groups[0]["lr"] = lr
         self._optimizer.step()
         self._bytes = self._count()
@@ -75,14 +75,25 @@ class Dense:
 
 
 class Pruned:
-    """SAMO: dense until `prune`, then with the state of what is kept."""
+    """SAMO: dense until `prune`, then with the state of what is kept.
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    Args:
+        model: to train.
+        plan: how.
+        alone: without the other ranks.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, alone: bool = False) -> None:
         self.model = model
         self._optimizer = samo.Optimizer(
-            lambda groups: torch.optim.AdamW(groups, **_adamw(plan)), model, max_norm=CLIP, group=dist.group.WORLD
+            lambda groups: torch.optim.AdamW(groups, **_adamw(plan)),
+            model,
+            max_norm=plan.clip,
+            group=None if alone else dist.group.WORLD,
         )
-        self.no_sync = self._optimizer.no_sync
+
+    def no_sync(self) -> AbstractContextManager[Any]:  # noqa: D102
+        return self._optimizer.no_sync()
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on."""

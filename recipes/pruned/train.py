@@ -23,15 +23,15 @@ from recipes.pruned.sides import Dense, Pruned, Side
 
 
 class Problem(Protocol):
-    """What is learned.
+    """What is learned."""
 
-    Attributes:
-        title: the model in words.
-        metric: what a validation measures, such as "perplexity".
-    """
+    @property
+    def metric(self) -> str:
+        """What a validation measures, such as "perplexity"."""
 
-    title: str
-    metric: str
+    @property
+    def title(self) -> str:
+        """The model in words."""
 
     def build(self) -> nn.Module:
         """The model, from torch's random numbers."""
@@ -101,6 +101,12 @@ def train(problem: Problem, plan: Plan, prune: bool, folder: Path) -> Outcome:
     return _Run(problem, plan, prune).train(folder)
 
 
+def reduced_bytes(ledger: Ledger) -> int:
+    """Bytes of the tensors that this rank handed to all-reduces; none where it is alone."""
+    entries = [entry for entry in ledger.entries if entry.collective.op == "all_reduce"]
+    return sum(entry.collective.elements * entry.itemsize for entry in entries)
+
+
 class _Run:
     def __init__(self, problem: Problem, plan: Plan, prune: bool) -> None:
         self.problem, self.plan, self.rank = problem, plan, dist.get_rank()
@@ -121,13 +127,13 @@ class _Run:
             self._prune(0)
         for step in range(1, plan.steps + 1):
             watched = step in (1, plan.steps)
-            with Ledger() if watched else nullcontext() as ledger:
+            ledger = Ledger()
+            with ledger if watched else nullcontext():
                 began = time.perf_counter()
                 loss = self._step(step)
                 outcome.seconds.append(time.perf_counter() - began)
             if watched:
-                entries = [entry for entry in ledger.entries if entry.collective.op == "all_reduce"]
-                reduced.append(sum(entry.collective.elements * entry.itemsize for entry in entries))
+                reduced.append(reduced_bytes(ledger))
             outcome.losses.append(self._mean(loss))
             self._look(step)
             lr = plan.lr_at(step, outcome.pruned_at is not None)
