@@ -78,12 +78,15 @@ def _build(name: str, settings: Settings) -> tuple[Side, Callable[[], None]]:
     model = GPT(settings.model).to(DTYPES[settings.dtype])
     plan = Plan(ranks=settings.ranks, clip=None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    side, trained = Side(name, kept=parameters, parameters=parameters), _trained(name, model, plan, settings)
-    if isinstance(trained, Pruned):
-        side.kept = sum(
-            int((parameter != 0).sum()) if parameter.dim() > 1 else parameter.numel()
-            for parameter in model.parameters()
-        )
+    side = Side(name, kept=parameters, parameters=parameters)
+    trained: Dense | Pruned
+    if name.startswith(DENSE):
+        trained = Dense(model, plan)
+    else:
+        masks = samo.magnitude(model, settings.sparsity)
+        trained = Pruned(model, plan, alone=name.endswith(ALONE))
+        trained.prune(masks)
+        side.kept -= sum(int((~mask).sum()) for mask in masks.values())
     generator = torch.Generator().manual_seed(settings.seed)
     windows = torch.randint(256, (settings.batch, settings.context + 1), generator=generator)
     share = windows.chunk(settings.ranks)[dist.get_rank()]
@@ -95,15 +98,6 @@ def _build(name: str, settings: Settings) -> tuple[Side, Callable[[], None]]:
         side.state = trained.state_bytes()
 
     return side, step
-
-
-def _trained(name: str, model: GPT, plan: Plan, settings: Settings) -> Dense | Pruned:
-    if name.startswith(DENSE):
-        return Dense(model, plan)
-    masks = samo.magnitude(model, settings.sparsity)
-    pruned = Pruned(model, plan, alone=name.endswith(ALONE))
-    pruned.prune(masks)
-    return pruned
 
 
 def _sent(cluster: Cluster) -> int:
