@@ -97,11 +97,13 @@ def table(numbers: dict[str, Any]) -> str:
         )
     if set(sides) == {"dense", "pruned"}:
         dense, pruned = sides["dense"], sides["pruned"]
-        apart = pruned["final"] / dense["final"] - 1
+        change = f"{100 * (pruned['final'] - dense['final']):+.2f} points"
+        if metric == "perplexity":
+            change = f"{pruned['final'] / dense['final'] - 1:+.2%}"
         found = "the ticket was found" if pruned["ticket"] else "weights were pruned by magnitude"
         lines += [
             "",
-            f"{metric} {apart:+.2%} at equal steps; {found} after step {pruned['pruned_at']}; state "
+            f"{metric} {change} at equal steps; {found} after step {pruned['pruned_at']}; state "
             f"{1 - pruned['state_bytes'] / dense['state_bytes']:.1%} less, all-reduces "
             f"{1 - pruned['reduced_bytes'][-1] / max(dense['reduced_bytes'][-1], 1):.1%} less",
         ]

@@ -60,9 +60,9 @@ def test_both_sides_train_and_are_reported(
     assert len(pruned["distances"]) == 3 and len(pruned["distances"][-1]) == 2
     assert dense["reduced_bytes"] == [size * whole] * 2
     assert pruned["reduced_bytes"] == [size * whole, size * kept]
-    counters = 4 * 16  # Adam counts the steps of each parameter
+    counters = 4 * 17  # Adam counts the steps of each parameter
     assert dense["state_bytes"] == (16 if dtype == "fp32" else 20) * whole + counters
-    assert dense["state_bytes"] > 2 * pruned["state_bytes"] > 0
+    assert 0 < pruned["state_bytes"] < 0.6 * dense["state_bytes"]
     # The same until weights are pruned, and not after.
     assert dense["losses"][:3] == pytest.approx(pruned["losses"][:3], abs=1e-5 if dtype == "fp32" else 2e-2)
     assert dense["losses"][4] != pytest.approx(pruned["losses"][4], abs=1e-4)
