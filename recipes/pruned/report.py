@@ -101,12 +101,10 @@ def table(numbers: dict[str, Any]) -> str:
         if metric == "perplexity":
             change = f"{pruned['final'] / dense['final'] - 1:+.2%}"
         found = "the ticket was found" if pruned["ticket"] else "weights were pruned by magnitude"
-        lines += [
-            "",
-            f"{metric} {change} at equal steps; {found} after step {pruned['pruned_at']}; state "
-            f"{1 - pruned['state_bytes'] / dense['state_bytes']:.1%} less, all-reduces "
-            f"{1 - pruned['reduced_bytes'][-1] / max(dense['reduced_bytes'][-1], 1):.1%} less",
-        ]
+        less = f"state {1 - pruned['state_bytes'] / dense['state_bytes']:.1%} less"
+        if dense["reduced_bytes"][-1]:
+            less += f", all-reduces {1 - pruned['reduced_bytes'][-1] / dense['reduced_bytes'][-1]:.1%} less"
+        lines += ["", f"{metric} {change} at equal steps; {found} after step {pruned['pruned_at']}; {less}"]
     return "\n".join(lines)
 
 
@@ -140,6 +138,8 @@ def _draw(numbers: dict[str, Any], file: Path) -> None:
             axes.axvline(side["pruned_at"], color=color, linestyle=":", label=f"pruned after step {side['pruned_at']}")
     if numbers["metric"] == "perplexity":
         axes.set(yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set(xlabel="step", ylabel=f"validation {numbers['metric']}", title=numbers["model"])
     axes.grid(alpha=0.3, which="both")
     axes.legend()
