@@ -8,7 +8,7 @@ from axonn_tp.checkpoint import full_state_dict
 from axonn_tp.collectives import Collective
 from axonn_tp.embedding import Embedding
 from axonn_tp.grad_scaler import GradScaler
-from axonn_tp.gradients import clip_grad_norm_, grad_norm, sync_gradients
+from axonn_tp.gradients import clip_grad_norm_, global_square, grad_norm, sum_ranks, sync_gradients
 from axonn_tp.layout import Layout, layout_of
 from axonn_tp.linear import Linear
 from axonn_tp.linear_split import LinearSplit, linear_collectives
@@ -47,10 +47,12 @@ __all__ = [
     "factorisations",
     "first_difference",
     "full_state_dict",
+    "global_square",
     "grad_norm",
     "layout_of",
     "linear_collectives",
     "parallelize",
     "place",
+    "sum_ranks",
     "sync_gradients",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,30 @@ def buckets(
         yield axis, members
 
 
+def sum_ranks(parameter: nn.Parameter, mesh: Mesh) -> tuple[dist.ProcessGroup | None, int]:
+    """Who sums a parameter's gradients, and by what the sum is divided: what `sync_gradients` does, for other optimizers.
+
+    Returns:
+        The group, None where it is this rank alone, and gz·gdata.
+    """
+    axis = layout_of(parameter).sum_axis
+    return (mesh.group(axis) if mesh.size(axis) > 1 else None), mesh.grid.batch
+
+
+@torch.no_grad()
+def global_square(squares: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
+    """The whole model's sum of squares, from each rank's by parameter name; every rank calls it.
+
+    Returns:
+        A float64 scalar, the same on every rank.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for name, square in squares.items():
+        if layout_of(parameters[name]).counted_here(mesh.coordinates):
+            total += square.double()
+    return all_reduce(all_reduce(total, mesh, "model"), mesh, "z")
+
+
 @torch.no_grad()
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """The 2-norm of the whole model's gradient, equal to the serial model's; call after `sync_gradients`.
@@ -81,11 +105,9 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     Returns:
         A float64 scalar, the same on every rank.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for parameter in parameters:
-        if parameter.grad is not None and layout_of(parameter).counted_here(mesh.coordinates):
-            total += parameter.grad.double().square().sum()
-    return all_reduce(all_reduce(total, mesh, "model"), mesh, "z").sqrt()
+    named = {str(number): parameter for number, parameter in enumerate(parameters)}
+    squares = {name: p.grad.double().square().sum() for name, p in named.items() if p.grad is not None}
+    return global_square(squares, named, mesh).sqrt()
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float) -> Tensor:

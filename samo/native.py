@@ -132,6 +132,7 @@ class NativeStep:
         found = library()
         assert found is not None
         found.samo_step(ctypes.addressof(table), len(jobs), torch.get_num_threads(), factor)
+        torch.autograd.graph.increment_version({piece.segment.entry.parameter for _, piece in active})
 
 
 def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]:

@@ -21,7 +21,8 @@ from samo.store import Entry, make_stores
 from samo.tiles import Buffers, Piece, Tile, load_tile, make_tiles, store_tile
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Groups = dist.ProcessGroup | Callable[[nn.Parameter], dist.ProcessGroup | None] | None
+Ranks = tuple[dist.ProcessGroup | None, int]
+"""Who sums a parameter's gradients, and by what the sum is divided."""
 TILE = 2**18
 """Kept elements that one tile updates by default: their state fits into a core's cache, and calls cost little."""
 
@@ -50,8 +51,8 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: clip the gradient's norm to this.
         loss_scale: "dynamic", a number or a `LossScale`: multiply the loss by `scale`; a step whose gradients are not finite
             is skipped. None: gradients are taken as they are.
-        group: the data-parallel ranks, whose gradients are averaged while backward runs; a function gives each parameter
-            its own. None: no others.
+        group: the data-parallel ranks, whose gradients are averaged while backward runs; a function gives for each parameter
+            the ranks that sum its gradients, and the divisor. None: no others.
         shard: each rank of `group` holds the state of its share only, as with ZeRO-1.
         tile_size: kept elements updated at a time.
         bucket_bytes: gradients reduced in one call.
@@ -75,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         max_norm: float | None = None,
         loss_scale: LossScale | float | str | None = None,
-        group: Groups = None,
+        group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None = None,
         shard: bool = False,
         tile_size: int = TILE,
         bucket_bytes: int = 25 * 2**20,
@@ -105,8 +106,8 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in parameters["params"]:
                 if parameter.requires_grad:
                     parameter.data = parameter.data.contiguous()
-                    ranks = group(parameter) if callable(group) else group
-                    self.entries.append(Entry(names[parameter], parameter, number, process_group=ranks))
+                    ranks, divisor = _ranks(group, parameter)
+                    self.entries.append(Entry(names[parameter], parameter, number, None, ranks, divisor))
         self._apply(masks or {})
         self._build(inner)
         self._load_masters()
@@ -363,3 +364,9 @@ class Optimizer(torch.optim.Optimizer):
 
 def _stand_in() -> Tensor:
     return torch.zeros(0)
+
+
+def _ranks(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:
+    if group is None:
+        return None, 1
+    return group(parameter) if callable(group) else (group, dist.get_world_size(group))

@@ -14,7 +14,7 @@ from samo.store import Bucket, Entry, Store
 
 
 class Reducer:
-    """Averages each bucket over its ranks as soon as backward has brought all of its gradients.
+    """Sums each bucket over its ranks as soon as backward has brought all of its gradients, and divides it.
 
     Buckets are reduced in one order on all ranks, whatever the order in which gradients come. What a pass did not bring
     is reduced by `finish`, as zeros or as what earlier passes brought.
@@ -25,9 +25,8 @@ class Reducer:
 
     def __init__(self, stores: list[Store]) -> None:
         self.active = True
-        self._order = [
-            (store, bucket) for store in stores for bucket in store.buckets if bucket.process_group is not None
-        ]
+        buckets = [(store, bucket) for store in stores for bucket in store.buckets]
+        self._order = [(store, bucket) for store, bucket in buckets if bucket.ranks > 1 or bucket.divisor > 1]
         self._bucket_of = {entry: bucket for _, bucket in self._order for entry in bucket.entries}
         self._missing = {bucket: set(bucket.entries) for _, bucket in self._order}
         self._launched: list[tuple[Store, Bucket, Any, Tensor | None]] = []
@@ -61,7 +60,8 @@ class Reducer:
         while len(self._launched) < len(self._order):
             self._launch()
         for store, bucket, work, own in self._launched:
-            work.wait()
+            if work is not None:
+                work.wait()
             if own is not None:
                 begin, end = bucket.share(store.shard)
                 store.gradient[begin:end] = own
@@ -75,9 +75,11 @@ class Reducer:
                 store.gradient[entry.start : entry.start + entry.kept] = 0
         whole = store.gradient[bucket.begin : bucket.end]
         # Divided first: a sum of 16-bit gradients may overflow where their mean does not.
-        whole.div_(bucket.ranks)
-        own = None
-        if store.shard:
+        whole.div_(bucket.divisor)
+        own, work = None, None
+        if bucket.ranks == 1:
+            pass
+        elif store.shard:
             begin, end = bucket.share(True)
             own = torch.empty_like(whole[: end - begin])
             work = dist.reduce_scatter_tensor(own, whole, group=bucket.process_group, async_op=True)

@@ -27,6 +27,7 @@ class Entry:
         group: number of its parameter group.
         index: where its kept elements are; None: all are.
         process_group: the ranks whose gradients are summed; None: no others.
+        divisor: by which the sum is divided.
         start: where its kept elements begin in the gradient vector.
         arrived: whether a backward pass has brought a gradient since the last step.
     """
@@ -36,6 +37,7 @@ class Entry:
     group: int
     index: Index | None = None
     process_group: dist.ProcessGroup | None = None
+    divisor: int = 1
     start: int = 0
     arrived: bool = False
 
@@ -47,7 +49,7 @@ class Entry:
     @property
     def flat(self) -> Tensor:
         """The parameter's elements, as one vector that shares their memory."""
-        return self.parameter.data.view(-1)
+        return self.parameter.detach().view(-1)
 
     def read(self, dense: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
         """Kept elements number `begin` to `end` of a flattened tensor of the parameter's shape.
@@ -80,13 +82,21 @@ class Bucket:
         entries: in the order of the vector.
         begin: where they begin.
         end: where the bucket ends; beyond the last entry there may be padding.
-        process_group: the ranks that reduce it; None: no others.
     """
 
     entries: list[Entry]
     begin: int
     end: int
-    process_group: dist.ProcessGroup | None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that reduce it; None: no others."""
+        return self.entries[0].process_group
+
+    @property
+    def divisor(self) -> int:
+        """By which the sum is divided."""
+        return self.entries[0].divisor
 
     @property
     def ranks(self) -> int:
@@ -179,11 +189,11 @@ def make_stores(entries: Iterable[Entry], bucket_bytes: int, shard: bool) -> lis
     stores = []
     for (dtype, device), members in by_kind.items():
         buckets: list[Bucket] = []
-        for group, filling in _fill(members, bucket_bytes // dtype.itemsize):
+        for filling in _fill(members, bucket_bytes // dtype.itemsize):
             begin = buckets[-1].end if buckets else 0
             for entry, start in zip(filling, _starts(filling, begin), strict=True):
                 entry.start = start
-            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept, group)
+            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept)
             if shard:
                 bucket.end = begin + math.ceil((bucket.end - begin) / bucket.ranks) * bucket.ranks
             buckets.append(bucket)
@@ -192,14 +202,15 @@ def make_stores(entries: Iterable[Entry], bucket_bytes: int, shard: bool) -> lis
     return stores
 
 
-def _fill(members: list[Entry], most: int) -> Iterator[tuple[dist.ProcessGroup | None, list[Entry]]]:
-    filling: dict[dist.ProcessGroup | None, list[Entry]] = {}
+def _fill(members: list[Entry], most: int) -> Iterator[list[Entry]]:
+    filling: dict[tuple[dist.ProcessGroup | None, int], list[Entry]] = {}
     for entry in members:
-        bucket = filling.setdefault(entry.process_group, [])
+        kind = entry.process_group, entry.divisor
+        bucket = filling.setdefault(kind, [])
         bucket.append(entry)
         if sum(other.kept for other in bucket) >= most:
-            yield entry.process_group, filling.pop(entry.process_group)
-    yield from filling.items()
+            yield filling.pop(kind)
+    yield from filling.values()
 
 
 def _starts(entries: list[Entry], begin: int) -> Iterator[int]:

@@ -110,7 +110,8 @@ def load_tile(tile: Tile, pieces: Iterable[Piece], buffers: Buffers, factor: Ten
         if upcast is not None:
             gradient = upcast[piece.within].copy_(gradient)
         else:
-            entry, room = segment.entry, buffers.get(store.gradient.dtype, device)[piece.within]
+            entry = segment.entry
+            room = None if entry.index is None else buffers.get(store.gradient.dtype, device)[piece.within]
             piece.weights.data = entry.read(entry.flat, segment.begin, segment.begin + segment.length, room)
         piece.weights.grad = gradient if factor is None else gradient.mul_(factor)
 

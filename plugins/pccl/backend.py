@@ -29,7 +29,7 @@ from plugins.pccl.tuning_file import read as read_tuning
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
 """By their numbers in the engine."""
-_SMALL = 2**19  # bytes; below, steps cost more than bytes
+_FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 
 
 @cache
@@ -232,8 +232,8 @@ class _Planner:
         if collective == "broadcast":
             return {"ring": Choice("chain", 4), "recursive": Choice("binomial")}.get(algorithm)
         if algorithm == "hierarchical":
-            small = size <= _SMALL
-            return Choice("hierarchical_log_direct") if small else Choice("hierarchical_ring_direct", 2)
+            few = Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
+            return few if size <= _FEW_STEPS else Choice("hierarchical_ring_direct", 2)
         if algorithm == "recursive" and len(self.members) & (len(self.members) - 1):
             return Choice("bruck")
         return Choice(algorithm)

@@ -121,7 +121,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         nodes: the group's ranks by node.
     """
     several, shared = len(nodes) > 1, any(len(node) > 1 for node in nodes)
-    small = size <= 2**19
+    small = size <= 2**18
     if collective == "broadcast":
         return Choice("binomial") if size <= 2**16 else Choice("chain", 4)
     if not several:
@@ -131,9 +131,10 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
     if collective == "all_reduce" and size <= 2**12:
         return Choice("tiny")
     if not shared:
-        return Choice("bruck" if small else "ring")
-    if small:
-        return Choice("hierarchical_log_direct")
+        return Choice("bruck" if size <= 2**19 else "ring")
+    if size <= 2**21:
+        # What messages cost, then what steps cost.
+        return Choice("led_radix4" if small else "hierarchical_log_direct")
     if size >= 2**23 and sum(map(len, nodes)) > 16:
         # Bandwidth binds, and what one node passes on in one stream costs it less than several.
         return Choice("ring", 2 if collective == "all_reduce" else 1)

@@ -37,10 +37,10 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
         found = [Choice("hierarchical_direct_direct", chunks) for chunks in chunked]
         found += [Choice("hierarchical_ring_direct", chunks) for chunks in chunked if size > _SMALL]
         found += [Choice("hierarchical_log_direct", chunks) for chunks in chunked if size < _LARGE]
-        found += [Choice("hierarchical_radix4_direct")] if size <= _SMALL else []
+        found += [Choice("led_radix4"), Choice("led_log")] if size <= _SMALL else []
         found += [Choice("ring"), Choice("direct")] if size > _SMALL else [Choice("direct")]
     if collective == "all_reduce" and size <= _SMALL:
-        found += [Choice("tiny")] + ([Choice("hierarchical_doubling_direct")] if len(nodes) > 1 else [])
+        found += [Choice("tiny")] + ([Choice("led_doubling")] if len(nodes) > 1 else [])
     known = algorithms(collective, ranks)
     return [choice for choice in dict.fromkeys(found) if choice.algorithm in known] + [Choice(NATIVE)]
 

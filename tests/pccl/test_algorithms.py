@@ -148,6 +148,28 @@ def test_hierarchical_doubling(ranks: tuple[int, int]) -> None:
     assert max(found.out) == 2 * (rounds + folded) * count * local
 
 
+@pytest.mark.parametrize("ranks", EVEN, ids=lambda ranks: "x".join(map(str, ranks)))
+def test_led(ranks: tuple[int, int]) -> None:
+    count, local = ranks
+    nodes = node_major(count, local)
+    far = {"ring": (count - 1, count - 1), "log": (bruck_chain(count), log_steps(count)), "direct": (1, count - 1)}
+    for collective in DATA:
+        times = phases(collective)
+        for between, (steps, messages) in far.items():
+            found = checked(f"led_{between}", collective, nodes)
+            assert found.far_steps == times * steps
+            assert found.steps == times * steps + 2
+            for rank, sent in enumerate(found.messages):
+                assert sent == (1 if rank % local else times * messages + local - 1)
+            # As many bytes between nodes as with every rank at work.
+            assert set(found.out) == set(found.into) == {times * (count - 1) * local}
+    rounds = count.bit_length() - 1
+    folded = count != 1 << rounds
+    found = checked("led_doubling", "all_reduce", nodes, chunks=2)
+    assert rounds + folded <= found.far_steps == found.steps - 2 <= rounds + 2 * folded
+    assert max(found.out) == 2 * (rounds + folded) * count * local
+
+
 @pytest.mark.parametrize("nodes", UNEVEN, ids=str)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_uneven_nodes(nodes, chunks: int) -> None:
@@ -156,7 +178,7 @@ def test_uneven_nodes(nodes, chunks: int) -> None:
     for collective in DATA:
         for name in algorithms(collective, size):
             found = checked(name, collective, nodes, chunks, orders=2)
-            if name.startswith("hierarchical") and "doubling" not in name:
+            if name.startswith(("hierarchical", "led")) and "doubling" not in name:
                 # A node's link brings each foreign block in once, or takes each foreign block's sum out once.
                 assert collective == "reduce_scatter" or sum(found.into) == phases(collective) * sum(foreign)
                 assert collective != "all_gather" or found.into == foreign
@@ -167,7 +189,7 @@ def test_uneven_nodes(nodes, chunks: int) -> None:
 def test_any_grouping(size: int) -> None:
     nodes = dealt(size)
     for place, collective in enumerate(DATA):
-        names = [name for name in algorithms(collective, size) if name.startswith("hierarchical")]
+        names = [name for name in algorithms(collective, size) if name.startswith(("hierarchical", "led"))]
         for name in names if size <= 12 else [names[(size + place) % len(names)]]:
             checked(name, collective, nodes, chunks=1 + size % 4)
 

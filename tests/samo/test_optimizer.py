@@ -230,3 +230,33 @@ def test_wrong_arguments():
     ours.frozen.weight.grad = torch.zeros(13, 13)
     with pytest.raises(RuntimeError, match="'frozen.weight' has a gradient but was frozen"):
         optimizer.step()
+
+
+def most_allocated(function):
+    """The most bytes at one time that a call allocated, above what there was."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def test_peak_memory_of_a_whole_step():
+    layers = [nn.Linear(600, 600, bias=False, dtype=torch.bfloat16) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    masks = random_masks(model, 0.9, torch.Generator().manual_seed(0))
+    optimizer = samo.Optimizer(FACTORIES["adamw"], model, masks, tile_size=4096)
+    rows = torch.randn(2, 600, dtype=torch.bfloat16)
+
+    def step():
+        model(rows).sum().backward()
+        optimizer.step()
+
+    step()
+    one_gradient, tile, activations = 2 * 600 * 600, 4096 * 40, 20_000
+    assert one_gradient < most_allocated(step) < one_gradient + tile + activations
+    model(rows).sum().backward()
+    assert most_allocated(optimizer.step) < tile

@@ -8,6 +8,7 @@ from functools import partial
 from plugins.pccl.algorithms.broadcast import binomial, chain
 from plugins.pccl.algorithms.flat import flat
 from plugins.pccl.algorithms.hierarchical import hierarchical, hierarchical_doubling
+from plugins.pccl.algorithms.led import led, led_doubling
 from plugins.pccl.algorithms.patterns import Pattern, bruck, direct, doubling, logarithmic, ring
 from plugins.pccl.algorithms.tiny import tiny
 from plugins.pccl.program import Program
@@ -34,6 +35,7 @@ SCATTERING: dict[str, Algorithm] = {
         for between in BETWEEN
         for within in WITHIN
     },
+    **{f"led_{between}": partial(led, inter=BETWEEN[between]) for between in BETWEEN},
 }
 """For all_gather, reduce_scatter and all_reduce. "recursive" needs a power of two; between nodes "log" is recursive
 doubling there, else Bruck's algorithm."""
@@ -41,6 +43,7 @@ doubling there, else Bruck's algorithm."""
 REDUCING: dict[str, Algorithm] = {
     "tiny": tiny,
     "hierarchical_doubling_direct": partial(hierarchical_doubling, intra=direct),
+    "led_doubling": led_doubling,
 }
 """For all_reduce alone."""
 
