@@ -51,16 +51,18 @@ def run(settings: Settings) -> dict[str, Side]:
 def halved(settings: Settings) -> Settings:
     """The bandwidth at which the dense side's communication is half of its step, found by trying."""
     brief, bandwidth = replace(settings, rounds=min(settings.rounds, _TRY_ROUNDS)), 500e6
+    tried: dict[float, str] = {}
     for _ in range(_TRIES):
         brief = replace(brief, bandwidth=f"{bandwidth / 1e6:.1f}Mbit")
         dense, alone = communicated(run(brief), DENSE)
         share = 1 - alone / dense
         print(f"{brief.bandwidth}: communication is {share:.0%} of the dense step", flush=True)
-        if abs(share - 0.5) < _CLOSE:
+        tried[abs(share - 0.5)] = brief.bandwidth
+        if min(tried) < _CLOSE:
             break
         bandwidth *= min(max((dense - alone) / alone, 0.2), 5.0)
     print()
-    return replace(settings, bandwidth=brief.bandwidth)
+    return replace(settings, bandwidth=tried[min(tried)])
 
 
 def communicated(sides: dict[str, Side], name: str) -> tuple[float, float]:
