@@ -1,0 +1,1 @@
+"""Batch times of dense data parallelism and of SAMO on an emulated cluster."""

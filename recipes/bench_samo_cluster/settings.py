@@ -1,0 +1,115 @@
+"""What is measured, read from the command line and checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugins.cluster.units import bits_per_second, nanoseconds, node_count
+from plugins.config import ConfigError
+from recipes.models.gpt import GPTConfig
+from recipes.pruned.plan import DTYPES
+
+HALF = "half"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what is measured; sizes are counts, `latency` and `bandwidth` as for a cluster, or `HALF`."""
+
+    nodes: int
+    ranks_per_node: int
+    latency: str
+    bandwidth: str
+    sparsity: float
+    dtype: str
+    layers: int
+    hidden: int
+    heads: int
+    context: int
+    batch: int
+    rounds: int
+    seed: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def model(self) -> GPTConfig:
+        """Sizes of the model."""
+        return GPTConfig(256, self.context, self.layers, self.heads, self.hidden)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="axonn bench samo_cluster",
+        description="Batch time of dense data parallelism and of SAMO on an emulated cluster, in one run.",
+    )
+    made.add_argument("--nodes", type=int, default=4, help="emulated nodes (default 4)")
+    made.add_argument("--ranks-per-node", type=int, default=1, help="(default 1)")
+    made.add_argument("--latency", default="100us", help="between nodes, one way (default 100us)")
+    made.add_argument(
+        "--bandwidth",
+        default=HALF,
+        help="of a node in each direction, such as 500Mbit; half: such that communication is half of the dense step (default half)",
+    )
+    made.add_argument("--sparsity", type=float, default=0.9, help="(default 0.9)")
+    made.add_argument("--dtype", choices=DTYPES, default="fp32", help="that the model computes with (default fp32)")
+    for name, default, text in (
+        ("layers", 4, "transformer blocks"),
+        ("hidden", 256, "features of the residual stream"),
+        ("heads", 8, "attention heads"),
+        ("context", 64, "tokens a sequence"),
+        ("batch", 32, "sequences a step, over all ranks"),
+        ("rounds", 21, "timed steps of every side; sides take turns"),
+    ):
+        made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
+    made.add_argument("--name", help="the run's folder under runs/ (default bench_samo_cluster, ...)")
+    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    return made
+
+
+def resolve(options: argparse.Namespace) -> Settings:
+    """What the command line asks for.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    for name in ("ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds"):
+        if getattr(options, name) < 1:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {getattr(options, name)} is not at least 1; give a positive number")
+    node_count(options.nodes), nanoseconds(options.latency)
+    if options.bandwidth != HALF:
+        bits_per_second(options.bandwidth)
+    if not 0 <= options.sparsity <= 1:
+        raise ConfigError(f"--sparsity {options.sparsity} is not a share; give a number from 0 to 1, such as 0.9")
+    if options.hidden % options.heads:
+        raise ConfigError(f"--hidden {options.hidden} does not divide into --heads {options.heads}; choose a multiple")
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__ if name != "seed"})
+    if settings.ranks < 2:
+        raise ConfigError(f"--nodes {settings.nodes} of one rank each have nothing to communicate; give 2 or more")
+    if settings.batch % settings.ranks:
+        raise ConfigError(f"--batch {settings.batch} does not divide by the {settings.ranks} ranks; use a multiple")
+    return settings
+
+
+def described(settings: Settings) -> str:
+    """The run in words."""
+    bandwidth = settings.bandwidth
+    if bandwidth == HALF:
+        bandwidth = "such that communication is half of the dense step"
+    return "\n".join(
+        [
+            f"{settings.ranks} ranks on {settings.nodes} emulated nodes, latency {settings.latency}, bandwidth {bandwidth}",
+            f"GPT: {settings.layers} blocks, hidden {settings.hidden}, {settings.heads} heads, "
+            f"{settings.batch} x {settings.context} tokens a step, {settings.dtype}, {settings.sparsity:.0%} pruned",
+            "dense: DistributedDataParallel, fused AdamW; SAMO: samo.Optimizer of the same, all-reduce overlapped with backward",
+            f"{settings.rounds} timed steps of each side, in turns",
+        ]
+    )

@@ -1,0 +1,55 @@
+"""``axonn train samo_cnn``: VGG-19 or WideResnet-101 dense and pruned with SAMO, in plain PyTorch (000, Table 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from plugins.launch import launch
+from recipes.pruned import report
+from recipes.pruned.train import train
+from recipes.samo_cnn.images import read
+from recipes.samo_cnn.problem import Classes, make
+from recipes.samo_cnn.settings import Settings, parser, resolve
+from samo.memory import layers_of
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train both sides as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    options = parser().parse_args(arguments)
+    settings = resolve(options)
+    folder = report.folder_of(options.runs, "samo_cnn", options.name)
+    if options.dry_run:
+        print(_described(settings))
+        return 0
+    images = read(options.data)
+    config = replace(settings.config, classes=images.classes, channels=images.training.shape[1])
+    settings = replace(settings, config=config)
+    print(_described(settings))
+    print(
+        f"{images.source}: {len(images.training):,} images to learn from, {len(images.validation):,} held out\n",
+        flush=True,
+    )
+    plan = settings.plan
+    problem = Classes(images, config, settings.name, settings.batch, plan.seed)
+    sides = ("dense", "pruned") if options.side == "both" else (options.side,)
+    outcomes = {side: launch(train, plan.ranks, problem, plan, side == "pruned", folder / side)[0] for side in sides}
+    numbers = report.results(problem, plan, outcomes)
+    print("\n" + report.table(numbers), end="\n\n")
+    print(*report.write(numbers, folder), sep="\n")
+    return 0
+
+
+def _described(settings: Settings) -> str:
+    with torch.device("meta"):
+        model = make(settings.config)
+    layers = layers_of(model, settings.plan.sparsity)
+    pruned = sum(layer.numel - layer.kept for layer in layers)
+    title = f"{settings.name}, {settings.batch} images a step"
+    return report.described(settings.plan, title, sum(layer.numel for layer in layers), pruned)
