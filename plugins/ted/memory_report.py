@@ -196,13 +196,13 @@ def configuration(
         f"expert {degrees.expert} × data {degrees.data} for experts. DeepSpeed-MoE: tensor 1, data {plain.shared_data}; "
         f"expert {plain.expert} × data {plain.data}",
         "",
-        f"{'on a GPU':<56}{'TED':>14}{'DeepSpeed-MoE':>16}",
-        f"{'parameters':<56}{local[0].total:>14,}{local[1].total:>16,}",
-        *(f"{label:<56}{_size(values[0]):>14}{_size(values[1]):>16}" for label, values in rows),
+        f"{'on a GPU':<56}{'TED':>18}{'DeepSpeed-MoE':>20}",
+        f"{'parameters':<56}{local[0].total:>18,}{local[1].total:>20,}",
+        *(f"{label:<56}{_size(values[0]):>18}{_size(values[1]):>20}" for label, values in rows),
     ]
     if size is not None:
         fits = [f"{_size(size - need)} free" if need <= size else f"{_size(need - size)} too much" for need in total]
-        lines.append(f"{f'of {_size(size)}':<56}{fits[0]:>14}{fits[1]:>16}")
+        lines.append(f"{f'of {_size(size)}':<56}{fits[0]:>18}{fits[1]:>20}")
     lines.append(
         "\nNot counted: activations of the one layer that is recomputed, communication buffers, the allocator's loss."
     )
@@ -219,4 +219,4 @@ def _size(size: float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
-    return f"{size / 1e3:.2f} kB"
+    return f"{size / 1e3:.2f} kB" if size else "0"
