@@ -37,19 +37,17 @@ def _parser() -> argparse.ArgumentParser:
     # Everything is read as text, so that what is wrong with it is said in our words.
     parser = _Parser(prog="axonn ted memory", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{', '.join(TABLE_4_1)} or {_GPT}: the base model")
-    both, table, one = (
-        parser.add_argument_group(title) for title in ("options", "the table's", "one configuration's, of MODEL")
-    )
-    both.add_argument("--memory", metavar="SIZE", help="of a GPU (table: default 16GB, Summit's V100)")
-    both.add_argument(
+    table, one = (parser.add_argument_group(title) for title in ("of the table", "of one configuration, with MODEL"))
+    parser.add_argument("--memory", metavar="SIZE", help="of a GPU (table: default 16GB, Summit's V100)")
+    parser.add_argument(
         "--experts", metavar="E", help="in every second layer: 16, or for the table 4,8,16 or 4..128 (its default)"
     )
-    both.add_argument(
+    parser.add_argument(
         "--tensor",
         metavar="N",
         help=f'tensor degree (default 1), in the table the highest allowed, or "max"\n(default {_SUMMIT_NODE}, a node of Summit)',
     )
-    both.add_argument(
+    parser.add_argument(
         "--measure",
         action="store_true",
         help="train stock DeepSpeed-MoE for a step on this machine and count: MODEL, or for the table a small GPT",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.config import ConfigError
-from ted_moe import memory
-from ted_moe.memory import TABLE_4_1, TILE, Degrees, Fit, Parameters, Transformer
+from ted_moe import fitting, memory
+from ted_moe.fitting import Fit
+from ted_moe.memory import TABLE_4_1, TILE, Degrees, Parameters, Transformer
 
 PUBLISHED = (1.09, 4.8)
 """The range of ratios in section 7.4.2, from 32 to 512 GPUs; the bars of Figure 7.9 are not given as numbers."""
@@ -45,10 +46,10 @@ def search(gpus: Sequence[int], experts: Sequence[int], room: float, tensor: int
     return [
         Row(
             number,
-            memory.largest(TABLE_4_1, experts, number, room),
-            memory.largest(TABLE_4_1, experts, number, room, tensor),
-            memory.largest(TABLE_4_1, experts, number, room, count=memory.by_part_stock),
-            memory.largest(TABLE_4_1, experts, number, room, tensor, memory.by_part_ted),
+            fitting.largest(TABLE_4_1, experts, number, room),
+            fitting.largest(TABLE_4_1, experts, number, room, tensor),
+            fitting.largest(TABLE_4_1, experts, number, room, count=fitting.by_part_stock),
+            fitting.largest(TABLE_4_1, experts, number, room, tensor, fitting.by_part_ted),
         )
         for number in gpus
     ]
@@ -126,10 +127,13 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
     ):
         places = [place + offset for place in range(len(rows))]
         drawn = axis.bar(places, [_billions(fit) for fit in bars], width, label=f"{name}, equation 7.5")
-        axis.bar_label(drawn, [_short(fit) for fit in bars], fontsize=7)
+        axis.bar_label(drawn, [_short(fit) for fit in bars], padding=4, fontsize=7)
         axis.plot(places, [_billions(fit) for fit in marks], "kx" if offset < 0 else "k+", label=f"{name}, by part")
-    axis.set_xticks(range(len(rows)), [str(row.gpus) for row in rows])
-    axis.set(xlabel="GPUs", ylabel="parameters of the largest MoE (billions)")
+    axis.set_xticks(range(len(rows)), [f"{row.gpus}\n{_ratio(row.stock, row.ted)}" for row in rows])
+    axis.set(
+        xlabel=f"GPUs, and TED's over DeepSpeed-MoE's (published: {PUBLISHED[0]} to {PUBLISHED[1]})",
+        ylabel="parameters of the largest MoE (billions)",
+    )
     axis.margins(y=0.12)
     axis.legend(loc="upper left")
     try:
@@ -171,10 +175,10 @@ def configuration(
     published = [_published(base, experts, split) for split in (degrees, plain)]
     state = [memory.state_bytes(part, split) for part, split in sides]
     steps = [memory.step_bytes(local[0], degrees, TILE), memory.stock_step_bytes(local[1], plain)]
-    inputs = [memory.checkpoint_bytes(model, tokens)] * 2
-    stash = [memory.stash_bytes(model, experts, tokens, degrees), 0]
-    total = [sum(parts) for parts in zip(state, steps, inputs, stash, strict=True)]
-    rows = [
+    inputs: list[float] = [memory.checkpoint_bytes(model, tokens)] * 2
+    stash: list[float] = [memory.stash_bytes(model, experts, tokens, degrees), 0]
+    total = [sum(addends) for addends in zip(state, steps, inputs, stash, strict=True)]
+    parts: list[tuple[str, list[float]]] = [
         ("weights, outside experts", [part.weights for part in shared]),
         ("weights, experts", [part.weights for part in expert]),
         ("gradients, outside experts", [part.gradients for part in shared]),
@@ -198,7 +202,7 @@ def configuration(
         "",
         f"{'on a GPU':<56}{'TED':>18}{'DeepSpeed-MoE':>20}",
         f"{'parameters':<56}{local[0].total:>18,}{local[1].total:>20,}",
-        *(f"{label:<56}{_size(values[0]):>18}{_size(values[1]):>20}" for label, values in rows),
+        *(f"{label:<56}{_size(values[0]):>18}{_size(values[1]):>20}" for label, values in parts),
     ]
     if size is not None:
         fits = [f"{_size(size - need)} free" if need <= size else f"{_size(need - size)} too much" for need in total]

@@ -11,7 +11,7 @@ from plugins import cli
 from plugins.samo.models import MODELS
 from plugins.ted import memory_measure as measuring
 from plugins.ted import memory_report as report
-from ted_moe import memory
+from ted_moe import fitting, memory
 from ted_moe.memory import TABLE_4_1, Degrees, Parameters, Transformer
 
 SMALL = Transformer(4, 32, 50, 16)
@@ -129,10 +129,10 @@ def test_largest():
     # "beyond 128 GPUs, our proposed framework can train MoEs with hundreds of billion of parameters"
     assert all(row.ted.parameters > 1e11 for row in rows[3:])
     # Twice 54 experts: a degree of three divides the GPUs, and not the features.
-    assert memory.largest({"one": Transformer(2, 32)}, [4], 12, 1e12, 3).degrees == Degrees(1, 4, 3)
-    assert memory.largest({"one": Transformer(2, 33)}, [4], 12, 1e12, 3).degrees.tensor == 1
-    assert memory.largest(TABLE_4_1, [4], 4, 1e9) is None
-    assert memory.largest(TABLE_4_1, [8], 4, 1e15) is None
+    assert fitting.largest({"one": Transformer(2, 32)}, [4], 12, 1e12, 3).degrees == Degrees(1, 4, 3)
+    assert fitting.largest({"one": Transformer(2, 33)}, [4], 12, 1e12, 3).degrees.tensor == 1
+    assert fitting.largest(TABLE_4_1, [4], 4, 1e9) is None
+    assert fitting.largest(TABLE_4_1, [8], 4, 1e15) is None
 
 
 def test_the_published_range():
