@@ -82,7 +82,7 @@ def largest(
     fits = []
     for name, model in bases.items():
         for number in experts:
-            for degree in range(1, min(tensor, gpus) + 1):
+            for degree in range(1, min(tensor, gpus, model.hidden) + 1):
                 if gpus % (degree * number) or model.hidden % degree:
                     continue
                 degrees = Degrees(degree, number, gpus // (degree * number))
