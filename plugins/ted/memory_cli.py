@@ -133,7 +133,7 @@ def base(name: str) -> Transformer:
     sizes = name.partition(":")[2].split(",")
     if len(sizes) not in (3, 4) or not all(_is_count(size) for size in sizes):
         raise ConfigError(
-            f'MODEL = "{name}" does not give the sizes of a GPT; write {_GPT} in positive whole numbers, such as GPT:24,2048,50257'
+            f'MODEL = "{name}" does not give the sizes of a GPT; write {_GPT} in whole numbers from 1 to 999,999,999, such as GPT:24,2048,50257'
         )
     if int(sizes[0]) < 2:
         raise ConfigError(f'MODEL = "{name}" has no second layer to hold experts; use 2 layers or more')
@@ -145,14 +145,16 @@ def _plain(name: str) -> str:
 
 
 def _is_count(text: str) -> bool:
-    return re.fullmatch(r"\s*[0-9]{1,15}\s*", text) is not None and int(text) > 0
+    return re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is not None and int(text) > 0
 
 
 def _number(key: str, text: str | None, default: int, more: str = "") -> int:
     if text is None:
         return default
     if not _is_count(text):
-        raise ConfigError(f'--{key} = "{text}" is not a number of them; use a whole number from 1 on {more}'.rstrip())
+        raise ConfigError(
+            f'--{key} = "{text}" is not a number of them; use a whole number from 1 to 999,999,999 {more}'.rstrip()
+        )
     return int(text)
 
 
@@ -163,7 +165,7 @@ def _numbers(key: str, text: str) -> list[int]:
         first, dots, last = part.partition("..")
         if not _is_count(first) or (dots and (not _is_count(last) or int(last) < int(first))):
             raise ConfigError(
-                f'--{key} = "{text}" is not a list of numbers; use whole numbers from 1 on, such as 32,64, or 4..128, '
+                f'--{key} = "{text}" is not a list of numbers; use whole numbers from 1 to 999,999,999, such as 32,64, or 4..128, '
                 "which doubles from 4 to 128"
             )
         number = int(first)

@@ -222,9 +222,10 @@ def test_the_measured_beside_the_formula(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "0"], '--gpus = "0" is not a list of numbers; use whole numbers from 1 on'),
+        (["--gpus", "0"], '--gpus = "0" is not a list of numbers; use whole numbers from 1 to 999,999,999'),
         (["--gpus", "32,,64"], "is not a list of numbers"),
         (["--gpus", "64..32"], "is not a list of numbers"),
+        (["--gpus", "1000000000"], "is not a list of numbers"),
         (["--experts"], "expected one argument"),
         (["--experts", "-4"], '--experts = "-4" is not a list'),
         (["--experts", "4..x"], "is not a list of numbers"),
@@ -234,7 +235,10 @@ def test_the_measured_beside_the_formula(capsys, monkeypatch):
         (["--memory", "infGB"], "is not a size of memory"),
         (["--memory", "16"], "is not a size of memory"),
         (["--reserve", "16GB"], "--memory = 16GB leaves nothing beside --reserve = 16GB"),
-        (["--tensor", "0"], '--tensor = "0" is not a number of them; use a whole number from 1 on or "max"'),
+        (
+            ["--tensor", "0"],
+            '--tensor = "0" is not a number of them; use a whole number from 1 to 999,999,999 or "max"',
+        ),
         (["--tensor", "2.5"], "is not a number of them"),
         (["--picture", "figure.xyz"], '--picture = "figure.xyz" cannot be written'),
         (["--expert", "4"], "--expert = 4 belongs to one MODEL"),
