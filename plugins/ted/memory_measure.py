@@ -110,7 +110,7 @@ def require_small(model: Transformer, experts: int, degrees: Degrees) -> None:
 def measure(model: Transformer, experts: int, degrees: Degrees) -> list[Counted]:
     """Train stock DeepSpeed-MoE in bf16 with Adam and ZeRO-1 for a step on gloo ranks, and count on each.
 
-    Gradients are counted after backward, the optimizer's state after the step.
+    Gradients are counted at the moment of backward at which there are most, the optimizer's state after the step.
 
     Args:
         model: the base model.
@@ -131,6 +131,8 @@ def _train(model: Transformer, experts: int, degrees: Degrees) -> Counted:
 
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)  # DeepSpeed prints
+    # The shared-memory collectives, which are not needed, would be compiled first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -141,15 +143,12 @@ def _train(model: Transformer, experts: int, degrees: Degrees) -> Counted:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
     engine, zero, _, _ = deepspeed.initialize(model=GPT(model, experts, degrees.expert), config=config)
-    ids = torch.randint(model.vocabulary, (1, min(model.context, 64)))
-    engine.backward(engine(ids))
     split: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for parameter in engine.module.parameters():
         split[is_moe_param(parameter)].append(parameter)
-    gradients = {
-        is_expert: sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
-        for is_expert, parameters in split.items()
-    }
+    gradients = _watch_gradients(split)
+    ids = torch.randint(model.vocabulary, (1, min(model.context, 64)))
+    engine.backward(engine(ids))
     engine.step()
     optimizer = {False: 0, True: 0}
     for group in zero.optimizer.param_groups:
@@ -162,6 +161,23 @@ def _train(model: Transformer, experts: int, degrees: Degrees) -> Counted:
             for is_expert in (False, True)
         )
     )
+
+
+def _watch_gradients(split: dict[bool, list[nn.Parameter]]) -> dict[bool, int]:
+    """Bytes of gradients by kind of parameter, filled by backward, of the moment at which there are most."""
+    most = {kind: 0 for kind in split}
+
+    def count(_: Tensor) -> None:
+        held = {
+            kind: sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
+            for kind, parameters in split.items()
+        }
+        if sum(held.values()) > sum(most.values()):
+            most.update(held)
+
+    for parameter in (parameter for parameters in split.values() for parameter in parameters):
+        parameter.register_post_accumulate_grad_hook(count)
+    return most
 
 
 def compare(model: Transformer, experts: int, degrees: Degrees) -> str:
@@ -189,7 +205,10 @@ def compare(model: Transformer, experts: int, degrees: Degrees) -> str:
         for name in ("weights", "gradients", "optimizer"):
             lines.append(_line(f"{name}, {part}", getattr(by_formula, name), getattr(counted, name)))
     lines.append(_line("model state", shared.total + expert.total, most.shared.total + most.expert.total))
-    return "\n".join(lines) + "\n(the optimizer's difference is the padding of ZeRO's shares and Adam's counters)"
+    return (
+        "\n".join(lines)
+        + "\n(gradients at the end of backward, before ZeRO-1 keeps its share alone; the optimizer's difference is padding and Adam's counters)"
+    )
 
 
 def _line(label: str, formula: float, measured: float) -> str:
