@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axonn_tp.layout import Layout
-from axonn_tp.mesh import Mesh
+from axonn_tp.mesh import Axes, Mesh
 
 _ops = torch.ops._c10d_functional
 
@@ -40,6 +40,7 @@ class Collective:
             "all_gather": (p - 1) * n,
             "reduce_scatter": n * (p - 1) / p,
             "all_reduce": 2 * n * (p - 1) / p,
+            "all_to_all": n * (p - 1) / p,
             "broadcast": n * (p - 1) / p,
             "reduce": n * (p - 1) / p,
         }[self.op]
@@ -71,20 +72,20 @@ class _Done(Pending):
         return self.tensor
 
 
-def start_all_reduce(tensor: Tensor, mesh: Mesh, axis: str, op: str = "sum") -> Pending:
+def start_all_reduce(tensor: Tensor, mesh: Axes, axis: str, op: str = "sum") -> Pending:
     """Begin the sum (or ``"max"``) of `tensor` over an axis; same shape."""
     if mesh.size(axis) == 1:
         return _Done(tensor)
     return Pending(_ops.all_reduce(tensor.contiguous(), op, mesh.group(axis).group_name))
 
 
-def start_all_reduce_(tensor: Tensor, mesh: Mesh, axis: str) -> Pending:
+def start_all_reduce_(tensor: Tensor, mesh: Axes, axis: str) -> Pending:
     """Begin the sum of a contiguous tensor over an axis of more than one rank, in place."""
     return Pending(_ops.all_reduce_(tensor, "sum", mesh.group(axis).group_name))
 
 
 def start_all_gather(
-    tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None
+    tensor: Tensor, mesh: Axes, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None
 ) -> Pending:
     """Begin to join the axis' tensors along `dim`.
 
@@ -118,7 +119,7 @@ def _start_flat_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return _ops.all_gather_into_tensor_out(tensor, size, group_name, out=gathered)
 
 
-def start_reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1) -> Pending:
+def start_reduce_scatter(tensor: Tensor, mesh: Axes, axis: str, dim: int = 0, parts: int = 1) -> Pending:
     """Begin the sum over an axis of which this rank gets its share along `dim`; the inverse of `start_all_gather`.
 
     A dim that does not divide is padded with zeros.
@@ -145,24 +146,24 @@ def start_reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, pa
     return Pending(_ops.reduce_scatter_tensor(joined, "sum", size, mesh.group(axis).group_name), arrange)
 
 
-def all_reduce(tensor: Tensor, mesh: Mesh, axis: str, op: str = "sum") -> Tensor:
+def all_reduce(tensor: Tensor, mesh: Axes, axis: str, op: str = "sum") -> Tensor:
     """Sum (or ``"max"``) of `tensor` over an axis; same shape."""
     return start_all_reduce(tensor, mesh, axis, op).wait()
 
 
-def all_gather(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None) -> Tensor:
+def all_gather(tensor: Tensor, mesh: Axes, axis: str, dim: int = 0, parts: int = 1, whole: int | None = None) -> Tensor:
     """The axis' tensors joined along `dim`; see `start_all_gather`."""
     return start_all_gather(tensor, mesh, axis, dim, parts, whole).wait()
 
 
-def reduce_scatter(tensor: Tensor, mesh: Mesh, axis: str, dim: int = 0, parts: int = 1) -> Tensor:
+def reduce_scatter(tensor: Tensor, mesh: Axes, axis: str, dim: int = 0, parts: int = 1) -> Tensor:
     """This rank's share, along `dim`, of the sum over an axis; see `start_reduce_scatter`."""
     return start_reduce_scatter(tensor, mesh, axis, dim, parts).wait()
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: Axes, axis: str) -> Tensor:
         ctx.mesh, ctx.axis = mesh, axis
         return tensor.view_as(tensor)
 
@@ -173,7 +174,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: Axes, axis: str) -> Tensor:
         ctx.mesh, ctx.axis = mesh, axis
         return all_reduce(tensor, mesh, axis)
 
@@ -184,7 +185,7 @@ class _Reduce(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: Axes, axis: str, dim: int) -> Tensor:
         ctx.mesh, ctx.axis, ctx.dim = mesh, axis, dim
         return tensor.chunk(mesh.size(axis), dim=dim)[mesh.rank(axis)].contiguous()
 
@@ -195,7 +196,7 @@ class _Split(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: Axes, axis: str, dim: int) -> Tensor:
         ctx.mesh, ctx.axis, ctx.dim = mesh, axis, dim
         return all_gather(tensor, mesh, axis, dim)
 
@@ -206,7 +207,7 @@ class _Gather(torch.autograd.Function):
 
 class _GatherSummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int, whole: int | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: Axes, axis: str, dim: int, parts: int, whole: int | None) -> Tensor:
         ctx.arguments = (mesh, axis, dim, parts)
         return all_gather(tensor, mesh, axis, dim, parts, whole)
 
@@ -217,7 +218,7 @@ class _GatherSummed(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: Axes, axis: str, dim: int, parts: int) -> Tensor:
         ctx.arguments = (mesh, axis, dim, parts, tensor.shape[dim])
         return reduce_scatter(tensor, mesh, axis, dim, parts)
 
@@ -229,32 +230,32 @@ class _ReduceScatter(torch.autograd.Function):
 # Each backward below is made of the function that mirrors it, so gradients of gradients are right too.
 
 
-def copy_to(tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def copy_to(tensor: Tensor, mesh: Axes, axis: str) -> Tensor:
     """Enter a region that is split over `axis`: identity forward, all-reduce of the gradient (Algorithm 3, line 12)."""
     return tensor if mesh.size(axis) == 1 else _Copy.apply(tensor, mesh, axis)
 
 
-def reduce_from(tensor: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def reduce_from(tensor: Tensor, mesh: Axes, axis: str) -> Tensor:
     """Leave a contraction over `axis`: all-reduce forward (Algorithm 3, line 4), identity for the gradient."""
     return tensor if mesh.size(axis) == 1 else _Reduce.apply(tensor, mesh, axis)
 
 
-def split_to(tensor: Tensor, mesh: Mesh, axis: str, dim: int = -1) -> Tensor:
+def split_to(tensor: Tensor, mesh: Axes, axis: str, dim: int = -1) -> Tensor:
     """This rank's part of a tensor that is the same on all ranks of `axis`; the gradient is gathered."""
     return tensor if mesh.size(axis) == 1 else _Split.apply(tensor, mesh, axis, dim)
 
 
-def gather_from(tensor: Tensor, mesh: Mesh, axis: str, dim: int = -1) -> Tensor:
+def gather_from(tensor: Tensor, mesh: Axes, axis: str, dim: int = -1) -> Tensor:
     """The whole of a tensor split over `axis`, for a use that is the same on all its ranks; the gradient is split."""
     return tensor if mesh.size(axis) == 1 else _Gather.apply(tensor, mesh, axis, dim)
 
 
-def gather_to(tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int = 1, whole: int | None = None) -> Tensor:
+def gather_to(tensor: Tensor, mesh: Axes, axis: str, dim: int, parts: int = 1, whole: int | None = None) -> Tensor:
     """The whole of a tensor split over `axis`, for a use that differs among its ranks; the gradient is reduce-scattered."""
     return tensor if mesh.size(axis) == 1 else _GatherSummed.apply(tensor, mesh, axis, dim, parts, whole)
 
 
-def scatter_from(tensor: Tensor, mesh: Mesh, axis: str, dim: int, parts: int = 1) -> Tensor:
+def scatter_from(tensor: Tensor, mesh: Axes, axis: str, dim: int, parts: int = 1) -> Tensor:
     """Leave a contraction over `axis` with a share along `dim` of the sum: reduce-scatter; the gradient is gathered."""
     return tensor if mesh.size(axis) == 1 else _ReduceScatter.apply(tensor, mesh, axis, dim, parts)
 

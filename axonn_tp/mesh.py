@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,19 @@ def factorisations(world: int) -> Iterator[Grid]:
             for gz in range(1, world // (gx * gy) + 1):
                 if world % (gx * gy * gz) == 0:
                     yield Grid(gx, gy, gz, world // (gx * gy * gz))
+
+
+class Axes(Protocol):
+    """Named axes with a process group each: what a collective asks of a mesh."""
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group along an axis of more than one rank."""
+
+    def size(self, axis: str) -> int:
+        """Number of ranks of the group."""
+
+    def rank(self, axis: str) -> int:
+        """This rank's place in the group."""
 
 
 class Mesh:

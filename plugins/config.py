@@ -1,6 +1,6 @@
 """The ``"axonn"`` block of ds_config.json: strict, every key documented, wrong input refused in one sentence.
 
-Each system has its own class and sub-block; a new one is a class below and a field of `Axonn`.
+Each system has its own class and sub-block; a new one is a class here or in its package, and a field of `Axonn`.
 The JSON schema beside this file is written by ``axonn schema``.
 """
 
@@ -13,29 +13,20 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from plugins import __version__
+from plugins.block import Block as Block
+from plugins.block import ConfigError as ConfigError
+from plugins.block import Size as Size
 from plugins.pccl.options import Options
+from plugins.samo.block import EarlyBird, Pruner, Samo
 
 LayerKind = Literal[
     "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
 ]
-LATER_SYSTEMS = {"ted": "TED", "samo": "SAMO", "pipeline": "the message-driven pipeline"}
-
-
-class ConfigError(ValueError):
-    """A mistake of the user's, in one sentence: the key, its value, what is allowed and what to do."""
-
-
-class Block(BaseModel):
-    """Base of all blocks: unknown keys and loose types are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-Size = Annotated[int, Field(ge=1)]
+LATER_SYSTEMS = {"ted": "TED", "pipeline": "the message-driven pipeline"}
 
 
 class Layer(Block):
@@ -193,6 +184,11 @@ class Pccl(Block):
     tuning_file: str | None = Field(
         None, description="Where measurements of this cluster are kept; by default in the user's cache folder."
     )
+    tune: bool | None = Field(
+        None,
+        description="Whether auto measures, in some 10 seconds, at the first start on a cluster of which nothing was measured; "
+        "by default AXONN_PCCL_TUNE says so, else true.",
+    )
 
     @field_validator("interfaces", mode="before")
     @classmethod
@@ -204,7 +200,7 @@ class Pccl(Block):
     def options(self) -> Options:
         """The same for torch."""
         names = None if self.interfaces is None else tuple(self.interfaces)
-        return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file)
+        return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file, self.tune)
 
 
 class Axonn(Block):
@@ -215,6 +211,7 @@ class Axonn(Block):
     )
     tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
     pccl: Pccl | None = Field(None, description="Collectives with few steps for DeepSpeed on the CPU.")
+    samo: Samo | None = Field(None, description="Training of a pruned network with compressed state.")
 
 
 def parse(block: Any) -> Axonn:
@@ -232,9 +229,17 @@ def parse(block: Any) -> Axonn:
                     "remove the key, or install a newer axonn-plugins"
                 )
     try:
-        return Axonn.model_validate(block)
+        found = Axonn.model_validate(block)
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors(include_url=False)[0])) from None
+    if found.samo is not None:
+        found.samo.require_whole()
+        if found.tensor_parallel is not None:
+            raise ConfigError(
+                "axonn.samo and axonn.tensor_parallel do not go together under DeepSpeed yet, whose sums for weights split over z "
+                "SAMO's compressed ones would replace; remove one of them, or use samo.Optimizer on the split model in plain PyTorch"
+            )
+    return found
 
 
 def _check_version(block: Mapping[str, Any]) -> None:
@@ -253,11 +258,21 @@ def _check_version(block: Mapping[str, Any]) -> None:
         )
 
 
+_CLASSES: dict[str, type[Block]] = {
+    "tensor_parallel": TensorParallel,
+    "plan": Layer,
+    "pccl": Pccl,
+    "samo": Samo,
+    "pruner": Pruner,
+    "early_bird": EarlyBird,
+}
+
+
 def _block_at(location: tuple[str | int, ...]) -> tuple[type[Block], str]:
     """The class of the block at a location, and its documented path."""
     block: type[Block] = Axonn
     for part in location:
-        block = {"tensor_parallel": TensorParallel, "plan": Layer, "pccl": Pccl}.get(str(part), block)  # type: ignore[assignment]
+        block = _CLASSES.get(str(part), block)
     return block, ".".join(["axonn", *(str(part) for part in location)])
 
 

@@ -28,6 +28,7 @@ _FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 _INPLACE = {
     "allreduce_": ("all_reduce", 0),

@@ -6,6 +6,8 @@ one count a block says which block is meant: half the bytes.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,11 @@ class Index:
     def tensors(self) -> tuple[Tensor, Tensor | None]:
         """What is stored: the offsets (uint16) and where each block begins (int64, blocks + 1), or the positions (int32), None."""
         return self._stored, self._starts
+
+    @cached_property
+    def longest(self) -> int:
+        """The most kept elements of one block of offsets; all of them in the form of positions."""
+        return self.kept if self._starts is None else int(self._starts.diff().amax()) if self.kept else 0
 
     def positions(self, begin: int = 0, end: int | None = None) -> Tensor:
         """Positions of the kept elements number `begin` to `end`: int64, ascending."""

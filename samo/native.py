@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samo.store import Segment
+from samo.store import Entry, Segment
 
 if TYPE_CHECKING:
     from samo.optimizer import Optimizer
@@ -30,6 +30,7 @@ _FLAGS = [
     "-fopenmp",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fno-strict-aliasing",
     "-fno-trapping-math",
     "-shared",
     "-fPIC",
@@ -73,6 +74,9 @@ def library() -> ctypes.CDLL | None:
         return None
     found.samo_step.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float]
     found.samo_step.restype = None
+    pointer, whole = ctypes.c_void_p, ctypes.c_int
+    found.samo_compress.argtypes = [*[pointer] * 4, ctypes.c_int64, pointer, whole, whole, whole]
+    found.samo_compress.restype = None
     return found
 
 
@@ -99,7 +103,7 @@ def native_step(optimizer: Optimizer) -> NativeStep | None:
 
 
 class NativeStep:
-    """All of an optimizer's pieces, as jobs.
+    """All of an optimizer's pieces, as jobs; and its gradients' compression.
 
     Args:
         optimizer: the pieces' state is where its inner optimizer keeps it, under the same names.
@@ -108,6 +112,26 @@ class NativeStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._pieces = list(optimizer.pieces())
+
+    def compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
+        """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done.
+
+        Args:
+            entry: whose, with an index.
+            gradient: all elements.
+            into: room for the kept ones.
+        """
+        if gradient.dtype != into.dtype or entry.index is None:
+            return False
+        stored, starts = entry.index.tensors
+        where = (None, None, stored.data_ptr()) if starts is None else (stored.data_ptr(), starts.data_ptr(), None)
+        found = library()
+        assert found is not None
+        kind, threads = _TYPES[into.dtype], torch.get_num_threads()
+        found.samo_compress(
+            *where, gradient.data_ptr(), into.numel(), into.data_ptr(), int(entry.arrived), kind, threads
+        )
+        return True
 
     def step(self, factor: float) -> None:
         """Update all pieces whose gradients have arrived; these are multiplied by `factor` first."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samo import checkpoint
+from samo import checkpoint, fused
 from samo.elementwise import require_elementwise
 from samo.index import Index
 from samo.loss_scale import LossScale
@@ -58,6 +59,8 @@ class Optimizer(torch.optim.Optimizer):
         bucket_bytes: gradients reduced in one call.
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all: for
             parameters that are shards. By default their sum.
+        kernels: compress and step by Triton's kernels on CUDA, and step by a compiled loop on a CPU, where these know the
+            inner optimizer. They differ from torch in rounding only.
 
     Attributes:
         overflow: whether the last step was skipped.
@@ -81,6 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         tile_size: int = TILE,
         bucket_bytes: int = 25 * 2**20,
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
+        kernels: bool = True,
     ) -> None:
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
@@ -88,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 "shard = True needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
             )
-        self.factory, self.max_norm, self.shard, self.norm = factory, max_norm, shard, norm
+        self.factory, self.max_norm, self.shard, self.norm, self.kernels = factory, max_norm, shard, norm, kernels
         self.loss_scale = LossScale.make(loss_scale)
         self.tile_size, self.bucket_bytes = tile_size, bucket_bytes
         self.overflow = False
@@ -111,8 +115,10 @@ class Optimizer(torch.optim.Optimizer):
         self._apply(masks or {})
         self._build(inner)
         self._load_masters()
-        for entry in self.entries:
+        self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._compress(entry))
+            for entry in self.entries
+        ]
 
     # Layout
 
@@ -142,10 +148,12 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self.stores = make_stores(self.entries, self.bucket_bytes, self.shard)
         self.reducer = Reducer(self.stores)
-        self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
+        size = partial(fused.tile_size, inner, self.tile_size) if self.kernels else lambda _: self.tile_size
+        self.tiles = [tile for store in self.stores for tile in make_tiles(store, size(store))]
         self.buffers = Buffers(max((tile.length for tile in self.tiles), default=0))
         self._store_of = {entry: store for store in self.stores for entry in store.entries}
-        self._native = native_step(self)
+        interpreted = any(fused.runs(store.gradient) for store in self.stores)
+        self._native = native_step(self) if self.kernels and not interpreted else None
 
     def _load_masters(self) -> None:
         """Take the master weights from the parameters."""
@@ -188,9 +196,12 @@ class Optimizer(torch.optim.Optimizer):
         self.reducer.before(entry)
         store = self._store_of[entry]
         flat = gradient.reshape(-1)
-        for begin in range(0, entry.kept, self.tile_size):
+        whole = store.gradient[entry.start : entry.start + entry.kept]
+        done = self.kernels and fused.compress(entry, flat, store)
+        done = done or (self._native is not None and self._native.compress(entry, flat, whole))
+        for begin in range(0, 0 if done else entry.kept, self.tile_size):
             end = min(begin + self.tile_size, entry.kept)
-            into = store.gradient[entry.start + begin : entry.start + end]
+            into = whole[begin:end]
             values = entry.read(flat, begin, end)
             into.add_(values) if entry.arrived else into.copy_(values)
         entry.arrived = True
@@ -210,6 +221,11 @@ class Optimizer(torch.optim.Optimizer):
         for entry in self.entries:
             entry.arrived = False
             entry.parameter.grad = None
+
+    def release(self) -> None:
+        """Take no more gradients: another optimizer may have the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     # Step
 
@@ -260,6 +276,8 @@ class Optimizer(torch.optim.Optimizer):
     def _step_tile(self, tile: Tile, factor: Tensor | None) -> None:
         pieces = [piece for piece in tile.pieces if piece.segment.entry.arrived]
         if not pieces:
+            return
+        if self.kernels and fused.adam(self.inner, tile, factor):
             return
         load_tile(tile, pieces, self.buffers, factor)
         for number, theirs in enumerate(self.inner.param_groups):

@@ -44,12 +44,14 @@ class Tile:
         begin: where they begin in the vector of the elements whose state this rank holds.
         length: how many.
         pieces: by entry.
+        plan: what `samo.fused` keeps of it from step to step.
     """
 
     store: Store
     begin: int
     length: int
     pieces: list[Piece]
+    plan: object = None
 
 
 class Buffers:

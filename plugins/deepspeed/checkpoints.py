@@ -6,8 +6,6 @@ The same grid resumes from DeepSpeed's files, one for each (x, y, z), another on
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from deepspeed.utils import groups
 from axonn_tp import Mesh, full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
 from plugins.config import ConfigError
+from plugins.deepspeed.complete import begin, find, publish
 from plugins.deepspeed.portable import PortableState
 
 _LAYOUTS, _PORTABLE = "axonn_layouts.json", "axonn"
@@ -70,33 +69,13 @@ class GridCheckpoints(DeepSpeedEngine):
         They are written aside, then renamed; the name in ``latest`` changes last.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        aside = f"{tag}.incomplete"
-        folder = Path(save_dir)
-        first = dist.get_rank() == 0
-        if first:
-            shutil.rmtree(folder / aside, ignore_errors=True)
-        dist.barrier()
+        aside = begin(save_dir, tag)
         with self._without_experts():
             super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
-        self._save_portable(folder / aside / _PORTABLE, client_state or {})
-        if first:
-            (folder / aside / _LAYOUTS).write_text(json.dumps(self._layouts()))
-            replaced = folder / f"{tag}.replaced"
-            for file in (folder / aside).iterdir():
-                _flush(file)
-            if (folder / tag).exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-                (folder / tag).rename(replaced)
-            (folder / aside).rename(folder / tag)
-            _flush(folder)
-            shutil.rmtree(replaced, ignore_errors=True)
-            if save_latest:
-                note = folder / "latest.incomplete"
-                note.write_text(tag)
-                _flush(note)
-                note.replace(folder / "latest")
-                _flush(folder)
-        dist.barrier()
+        self._save_portable(Path(save_dir) / aside / _PORTABLE, client_state or {})
+        if dist.get_rank() == 0:
+            (Path(save_dir) / aside / _LAYOUTS).write_text(json.dumps(self._layouts()))
+        publish(save_dir, tag, save_latest)
         return True
 
     def _save_portable(self, folder: Path, client_state: dict) -> None:
@@ -162,14 +141,9 @@ class GridCheckpoints(DeepSpeedEngine):
         Raises:
             ConfigError: it was written without the block, is damaged, or does not fit the model.
         """
-        latest = Path(load_dir) / "latest"
-        if tag is None and latest.is_file():
-            tag = latest.read_text().strip()
+        tag = find(load_dir, tag)
         if tag is not None:
-            folder = Path(load_dir) / str(tag)
-            if not folder.exists() and folder.with_name(f"{tag}.replaced").exists():
-                tag = f"{tag}.replaced"
-                folder = Path(load_dir) / tag
+            folder = Path(load_dir) / tag
             if folder.is_dir() and not self._same_layouts(folder):
                 return self._load_portable(folder, *rest, **keywords)
         with self._without_experts():
@@ -189,12 +163,3 @@ class GridCheckpoints(DeepSpeedEngine):
             torch.save(full, Path(save_dir) / save_filename)
         dist.barrier()
         return True
-
-
-def _flush(path: Path) -> None:
-    """Make a file or a folder's entries survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,7 +2,7 @@
 
 The block is checked against itself, against the rest of the configuration and against the number of ranks, before
 any group is made; DeepSpeed's batch arithmetic is given the gz·gdata ranks that read different data; and
-`deepspeed.initialize` is led to `AxonnEngine`.
+`deepspeed.initialize` is led to `AxonnEngine` or `SamoEngine`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     """
     _one_sentence_for_mistakes()
     block = config.parse(raw["axonn"])
+    if block.samo is not None:
+        from plugins.deepspeed import samo_config
+
+        samo_config.check(raw, mpu)
+        _communicate(block)
+        parsed_config.axonn = block
+        deepspeed.DeepSpeedEngine = samo_config.engine()
+        return mpu
     if block.tensor_parallel is None:
         _stock_engine()
         _communicate(block)
@@ -126,7 +134,7 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
     Raises:
         ConfigError: the first.
     """
-    zero = _section(raw, "zero_optimization")
+    zero = section(raw, "zero_optimization")
     stage = zero.get("stage", 0)
     refusals = [
         (
@@ -134,10 +142,10 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             "zero_optimization.stage = 3 does not go with axonn.tensor_parallel, whose z axis splits the weights in the same way; "
             "use stage 0, 1 or 2 and make gz larger",
         ),
-        (_enabled(raw, "fp16") and _enabled(raw, "bf16"), "fp16.enabled and bf16.enabled are both true; turn one off"),
+        (enabled(raw, "fp16") and enabled(raw, "bf16"), "fp16.enabled and bf16.enabled are both true; turn one off"),
         *[
             (
-                _enabled(raw, half) and not supported(),
+                enabled(raw, half) and not supported(),
                 f"{half}.enabled = true, but DeepSpeed finds no {half} on this device ({get_accelerator().device_name()}); use another precision",
             )
             for half, supported in (
@@ -146,11 +154,11 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             )
         ],
         (
-            _on(zero, "offload_optimizer"),
+            on(zero, "offload_optimizer"),
             "zero_optimization.offload_optimizer is not supported with axonn.tensor_parallel; remove it",
         ),
         (
-            _on(zero, "offload_param"),
+            on(zero, "offload_param"),
             "zero_optimization.offload_param belongs to ZeRO-3, which axonn.tensor_parallel replaces; remove it",
         ),
         (bool(zero.get("zenflow")), "zero_optimization.zenflow is not supported with axonn.tensor_parallel; remove it"),
@@ -167,24 +175,24 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             "zero_optimization.contiguous_gradients = false cannot keep weights split over z apart; remove it",
         ),
         (
-            _section(raw, "tensor_parallel").get("autotp_size", 0) > 1,
+            section(raw, "tensor_parallel").get("autotp_size", 0) > 1,
             "tensor_parallel.autotp_size is DeepSpeed's own tensor parallelism; remove it, or the axonn block",
         ),
         (
-            _enabled(raw, "expert_parallel"),
+            enabled(raw, "expert_parallel"),
             "expert_parallel does not go with axonn.tensor_parallel yet; remove one of them",
         ),
         (
             raw.get("sequence_parallel_size", 1) != 1,
             "sequence_parallel_size does not go with axonn.tensor_parallel, which splits tokens over z; remove it",
         ),
-        (_enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or the axonn block"),
+        (enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or the axonn block"),
         (
-            _section(raw, "checkpoint").get("load_universal", False) is True,
+            section(raw, "checkpoint").get("load_universal", False) is True,
             "checkpoint.load_universal cannot be read into weights split over x, y and z; remove it",
         ),
         (
-            _section(raw, "compile").get("deepcompile", False) is True,
+            section(raw, "compile").get("deepcompile", False) is True,
             "compile.deepcompile does not go with axonn.tensor_parallel; remove it",
         ),
         *[
@@ -195,25 +203,25 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             for key, given in (
                 ("nebula", raw.get("nebula")),
                 ("datastates_ckpt", raw.get("datastates_ckpt")),
-                ("checkpoint.writer", _section(raw, "checkpoint").get("writer")),
+                ("checkpoint.writer", section(raw, "checkpoint").get("writer")),
             )
         ],
         (
-            _enabled(raw, "elasticity"),
+            enabled(raw, "elasticity"),
             "elasticity changes the number of ranks, which axonn.tensor_parallel fixes; remove it",
         ),
         (
-            _enabled(raw, "torch_autocast")
-            and _section(raw, "torch_autocast").get("dtype") in ("float16", "fp16", "half"),
+            enabled(raw, "torch_autocast")
+            and section(raw, "torch_autocast").get("dtype") in ("float16", "fp16", "half"),
             "torch_autocast.dtype = float16 scales the loss on each rank by itself; use bfloat16, or the fp16 section",
         ),
         (
-            _enabled(raw, "bf16") and _section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
+            enabled(raw, "bf16") and section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
             "data_types.grad_accum_dtype = fp32 with bf16 is not supported with axonn.tensor_parallel; remove it",
         ),
         (
-            needs_whole_matrices(str(_section(raw, "optimizer").get("type", ""))),
-            f"optimizer.type = {_section(raw, 'optimizer').get('type')} needs whole weight matrices, which axonn.tensor_parallel splits; "
+            needs_whole_matrices(str(section(raw, "optimizer").get("type", ""))),
+            f"optimizer.type = {section(raw, 'optimizer').get('type')} needs whole weight matrices, which axonn.tensor_parallel splits; "
             "use an element-wise one such as AdamW",
         ),
     ]
@@ -223,17 +231,20 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
     _check_batch(raw, grid)
 
 
-def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = raw.get(key)
-    return section if isinstance(section, Mapping) else {}
+def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of the configuration; empty where there is none."""
+    found = raw.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
-def _enabled(raw: Mapping[str, Any], key: str) -> bool:
-    return _section(raw, key).get("enabled", False) is True
+def enabled(raw: Mapping[str, Any], key: str) -> bool:
+    """Whether a section says that it is on."""
+    return section(raw, key).get("enabled", False) is True
 
 
-def _on(zero: Mapping[str, Any], key: str) -> bool:
-    return _section(zero, key).get("device", "none") != "none"
+def on(zero: Mapping[str, Any], key: str) -> bool:
+    """Whether state is kept elsewhere than on the device."""
+    return section(zero, key).get("device", "none") != "none"
 
 
 def _check_batch(raw: Mapping[str, Any], grid: Grid) -> None:

@@ -17,7 +17,7 @@ def register() -> None:
     from torch.distributed.distributed_c10d import Backend
 
     if "pccl" not in Backend.backend_list:
-        Backend.register_backend("pccl", _create, extended_api=True, devices=["cpu"])
+        Backend.register_backend("pccl", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

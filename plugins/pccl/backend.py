@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -10,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,26 +20,31 @@ from plugins.pccl import register as register
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.algorithms.flat import Nodes
 from plugins.pccl.build import BuildError, load
-from plugins.pccl.choice import NATIVE, Choice, Measured, choose
+from plugins.pccl.choice import NATIVE, Choice, Measured, choose, prescribed
+from plugins.pccl.interfaces import node_name
 from plugins.pccl.links import Fabric, Group, Member
+from plugins.pccl.network import Network
 from plugins.pccl.options import Options
 from plugins.pccl.program import Program, flatten
-from plugins.pccl.tuning_file import key_of, tuning_file
-from plugins.pccl.tuning_file import read as read_tuning
+from plugins.pccl.tuner import learn
+from plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
 """By their numbers in the engine."""
-_FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 
 
 @cache
 def _fabric(process: int, interfaces: tuple[str, ...] | None) -> Fabric:
     """One a process; a forked child makes its own."""
-    return Fabric(load().Core(), interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    core = load().Core()
+    atexit.register(core.close)
+    return Fabric(core, interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """A group's backend; torch calls it on every member.
+
+    With the algorithm "auto", the job's first group is tuned now where nothing is known of such a cluster.
 
     Args:
         options: torch's `DistributedBackendOptions`.
@@ -55,11 +60,11 @@ def create(options: Any, backend_options: Any = None) -> Any:
     store.set_timeout(timedelta(seconds=options.timeout.total_seconds()))
     try:
         return _create(options, store, backend_options)
-    except (BuildError, ValueError, OSError):
+    except (RuntimeError, ValueError, OSError):
         # Rank 0, which may hold the store, stays until the others know why, but not for ever.
-        store.set(f"left{rank}", "")
-        if rank == 0:
-            with suppress(dist.DistError):
+        with suppress(dist.DistError):
+            store.set(f"left{rank}", "")
+            if rank == 0:
                 store.wait([f"left{other}" for other in range(size)], timedelta(seconds=5))
         raise
 
@@ -67,9 +72,12 @@ def create(options: Any, backend_options: Any = None) -> Any:
 def _create(options: Any, store: Any, backend_options: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
     ranks = [int(number) for number in options.global_ranks_in_group]
+    first = not ranks  # torch names none for the group of all
     try:
-        chosen = _options(backend_options, first=not ranks)  # torch names no ranks for the group of all
-        native = chosen.algorithm == "native"
+        chosen = _options(backend_options, first)
+        agreed, native = chosen.agreed(), chosen.algorithm == "native"
+        if asked_for(options.store) == "cuda":
+            require()
         fabric = None if native else _fabric(os.getpid(), chosen.interfaces)
     except (BuildError, ValueError, OSError) as error:
         # Said to the others, who would wait.
@@ -81,33 +89,24 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     group = Group(bytes.fromhex(_read(store.get("secret"))["secret"]))
     key = 0 if fabric is None else fabric.join(group)
     record = None if fabric is None else fabric.member.record()
-    store.set(f"member{rank}", json.dumps({"member": record, "options": chosen.agreed()}))
+    store.set(f"member{rank}", json.dumps({"member": record, "node": node_name(), "options": agreed}))
     records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
     _agree([found["options"] for found in records])
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
+    ranks = ranks or list(range(size))
+    nodes = nodes_of([found["node"] for found in records], ranks, chosen.ranks_per_node)
+    inner: Any = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
+    if torch.cuda.is_available():
+        inner = load().router(inner, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
     if fabric is None:
         return inner
     members = [Member.read(found["member"]) for found in records]
     numbers = [fabric.number(member.identity) for member in members]
-    ranks = ranks or list(range(size))
     fabric.core.add_group(key, numbers, ranks, rank, timeout)
-    planner = _Planner(fabric, group, members, ranks, rank, timeout, chosen)
-    planner.measured = _measured(store, rank, chosen, planner.nodes)
-    return load().backend(fabric.core, key, rank, size, timeout, inner, planner)
-
-
-def _measured(store: Any, rank: int, options: Options, nodes: Nodes) -> Measured:
-    """What was measured of this cluster: rank 0 reads for all, who must choose alike."""
-    if rank == 0:
-        try:
-            found: dict[str, Any] = {
-                "times": read_tuning(Path(options.tuning_file or tuning_file()), key_of(nodes)).dump()
-            }
-        except (ValueError, OSError) as error:
-            store.set("tuning", json.dumps({"error": str(error), "rank": rank}))
-            raise
-        store.set("tuning", json.dumps(found))
-    return Measured.load(_read(store.get("tuning"))["times"])
+    planner = Planner(fabric, group, members, nodes, rank, timeout, chosen)
+    backend = load().backend(fabric.core, key, rank, size, timeout, inner, planner)
+    if chosen.algorithm == "auto" and size > 1:
+        learn(backend, inner, store, first)
+    return backend
 
 
 _first: Options | None = None
@@ -148,40 +147,41 @@ def _agree(options: Sequence[str]) -> None:
             )
 
 
-def planner(group: dist.ProcessGroup | None = None) -> _Planner:
-    """That of a group with this backend, by default of the group of all ranks."""
-    found: _Planner = load().planner(_backend(group))
-    return found
+def planner(group: dist.ProcessGroup | None = None, device: str = "cpu") -> Any:
+    """What chooses for a group with this backend, by default all ranks': a `Planner`; on "cuda" an `Executor`."""
+    return load().planner(_backend(group, device))
 
 
-def forget(group: dist.ProcessGroup | None = None) -> None:
+def forget(group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
     """Have the planner asked anew for every size."""
-    load().forget(_backend(group))
+    load().forget(_backend(group, device))
 
 
 @contextmanager
-def using(choice: Choice | None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Collectives of `group` that begin in the ``with`` block are done as `choice` says on every rank; None: as ever."""
-    asked = planner(group)
+def using(choice: Choice | None, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Iterator[None]:
+    """Collectives of `group` that begin in the ``with`` block are done as `choice` says, on all ranks; None: as ever."""
+    asked = planner(group, device)
     asked.fixed, before = choice, asked.fixed
-    forget(group)
+    forget(group, device)
     try:
         yield
     finally:
         asked.fixed = before
-        forget(group)
+        forget(group, device)
 
 
-def _backend(group: dist.ProcessGroup | None) -> Any:
-    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+def _backend(group: dist.ProcessGroup | None, device: str) -> Any:
+    found = (group or dist.group.WORLD)._get_backend(torch.device(device))  # type: ignore[union-attr]
+    return found if device == "cpu" else load().on_device(found)
 
 
-class _Planner:
+class Planner:
     """Answers the shim's question how a collective of so many bytes is to be done.
 
     Attributes:
         nodes: the group's ranks by node.
         measured: what choices rest on.
+        network: what it is like between the nodes; None for one node, and where times do not matter.
         fixed: a choice that holds whatever was measured.
     """
 
@@ -190,19 +190,15 @@ class _Planner:
         fabric: Fabric,
         group: Group,
         members: Sequence[Member],
-        ranks: Sequence[int],
+        nodes: Nodes,
         rank: int,
         timeout: float,
         options: Options,
     ) -> None:
         self.fabric, self.group, self.members, self.rank, self.timeout = fabric, group, members, rank, timeout
-        self.options = options
-        by_node: dict[str | int, list[int]] = {}
-        for number, member in enumerate(members):
-            several = options.ranks_per_node
-            by_node.setdefault(member.node if several == "auto" else ranks[number] // several, []).append(number)
-        self.nodes = tuple(tuple(node) for node in by_node.values())
+        self.nodes, self.options = nodes, options
         self.measured = Measured()
+        self.network: Network | None = None
         self.fixed: Choice | None = None
         self._made: dict[tuple[str, Choice, int], Any] = {}
 
@@ -224,26 +220,12 @@ class _Planner:
             self._made[name, choice, root] = self._make(name, choice, root)
         return self._made[name, choice, root]
 
-    def _prescribed(self, collective: str, size: int) -> Choice | None:
-        """What the options say; None for "auto"."""
-        algorithm = self.options.algorithm
-        if algorithm == "auto":
-            return None
-        if collective == "broadcast":
-            return {"ring": Choice("chain", 4), "recursive": Choice("binomial")}.get(algorithm)
-        if algorithm == "hierarchical":
-            few = Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
-            return few if size <= _FEW_STEPS else Choice("hierarchical_ring_direct", 2)
-        if algorithm == "recursive" and len(self.members) & (len(self.members) - 1):
-            return Choice("bruck")
-        return Choice(algorithm)
-
     def choose(self, collective: str, size: int, native: bool = True) -> Choice:
         """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
         if self.fixed is not None and collective != "broadcast" and (native or self.fixed.algorithm != NATIVE):
             return self.fixed
-        prescribed = self._prescribed(collective, size)
-        return prescribed or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
+        asked = prescribed(self.options, collective, size, len(self.members))
+        return asked or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
 
     def _make(self, collective: str, choice: Choice, root: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]

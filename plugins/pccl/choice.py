@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from plugins.pccl.options import Options
+
 NATIVE = "native"
 """The algorithm's name that stands for the library which PCCL was put in front of."""
+_FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Choice:
 
 
 Times = dict[Choice, float]
+_UNTIMED = 8.0
+_TELLING = 2**20  # bytes; beyond, what is best does not change with the size
+_FAR = 16  # times
 
 
 @dataclass
@@ -67,18 +73,27 @@ class Measured:
         return min(found, key=lambda choice: found[choice]) if found else None
 
     def estimate(self, collective: str, size: int) -> Times:
-        """Seconds of each choice at a size; beyond the sizes measured, those of the last of them."""
-        known = sorted(self.times.get(collective, {}).items())
+        """Seconds of each choice at a size, interpolated in the logarithms of size and time.
+
+        Below the sizes measured they are those of the smallest; above, in proportion to the bytes, but nothing is known
+        far beyond a largest size at which steps still count. A choice that was timed at only one of two sizes had
+        little chance at the other, and is taken to be `_UNTIMED` times as slow as the best there.
+        """
+        known = sorted((bytes_, times) for bytes_, times in self.times.get(collective, {}).items() if times)
         if not known or size <= known[0][0]:
             return known[0][1] if known else {}
         for (low, before), (high, after) in pairwise(known):
             if size < high:
                 part = math.log(size / low) / math.log(high / low)
-                # A choice that is missing on one side was too slow there to be measured in earnest.
+                slow, slower = _UNTIMED * min(before.values()), _UNTIMED * min(after.values())
                 return {
-                    choice: before[choice] ** (1 - part) * after[choice] ** part for choice in before if choice in after
-                } or before
-        return known[-1][1]
+                    choice: before.get(choice, slow) ** (1 - part) * after.get(choice, slower) ** part
+                    for choice in before | after
+                }
+        largest, times = known[-1]
+        if largest < _TELLING and size > _FAR * largest:
+            return {}
+        return {choice: seconds * size / largest for choice, seconds in times.items()}
 
     def dump(self) -> str:
         """For a file or a store."""
@@ -121,21 +136,41 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         nodes: the group's ranks by node.
     """
     several, shared = len(nodes) > 1, any(len(node) > 1 for node in nodes)
-    small = size <= 2**18
     if collective == "broadcast":
         return Choice("binomial") if size <= 2**16 else Choice("chain", 4)
     if not several:
         if collective == "all_reduce" and size <= 2**14:
             return Choice("tiny")
         return Choice("direct")
-    if collective == "all_reduce" and size <= 2**12:
-        return Choice("tiny")
+    if collective == "all_reduce" and size <= 2**14:
+        return Choice("led_doubling" if shared else "tiny")
     if not shared:
         return Choice("bruck" if size <= 2**19 else "ring")
-    if size <= 2**21:
-        # What messages cost, then what steps cost.
-        return Choice("led_radix4" if small else "hierarchical_log_direct")
+    if size <= _FEW_STEPS:
+        return Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
     if size >= 2**23 and sum(map(len, nodes)) > 16:
         # Bandwidth binds, and what one node passes on in one stream costs it less than several.
         return Choice("ring", 2 if collective == "all_reduce" else 1)
     return Choice("hierarchical_ring_direct", 2)
+
+
+def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:
+    """What the user's options say; None for "auto".
+
+    Args:
+        options: them.
+        collective: its name.
+        size: bytes of all blocks.
+        ranks: of the group.
+    """
+    algorithm = options.algorithm
+    if algorithm == "auto":
+        return None
+    if collective == "broadcast":
+        return {"ring": Choice("chain", 4), "recursive": Choice("binomial")}.get(algorithm)
+    if algorithm == "hierarchical":
+        few = Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
+        return few if size <= _FEW_STEPS else Choice("hierarchical_ring_direct", 2)
+    if algorithm == "recursive" and ranks & (ranks - 1):
+        return Choice("bruck")
+    return Choice(algorithm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Algorithm = Literal["auto", "ring", "recursive", "hierarchical", "native"]
@@ -19,11 +19,13 @@ class Options:
         algorithm: "auto" chooses by collective, size and nodes. "ring": p - 1 steps, fewest bytes. "recursive": recursive
             doubling and halving, and where the ranks are no power of two Bruck's algorithm, both in the smallest
             number of steps. "hierarchical": between nodes in few steps for small sizes and in a ring for large
-            ones, then within each node. "native": gloo.
+            ones, then within each node. "native": gloo; for CUDA tensors NCCL.
         ranks_per_node: "auto" goes by the nodes' names; n takes each n consecutive ranks of the job for a node.
         interfaces: network interfaces' names, of which process i of a node uses number i modulo their count; None: those
             of GLOO_SOCKET_IFNAME, else the one that leads to MASTER_ADDR.
         tuning_file: where what was measured of this cluster is kept; None: in the user's cache folder.
+        tune: whether "auto" measures when the job's first group is made and nothing was measured of such a cluster; None:
+            AXONN_PCCL_TUNE says so, else true.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -33,6 +35,7 @@ class Options:
     ranks_per_node: int | Literal["auto"] = "auto"
     interfaces: tuple[str, ...] | None = None
     tuning_file: str | None = None
+    tune: bool | None = field(default=None, compare=False)  # a group once made is the same with and without
 
     def __post_init__(self) -> None:
         if isinstance(self.interfaces, list):
@@ -47,6 +50,8 @@ class Options:
         self._check("interfaces", 'a list of network interfaces such as ["eth0"]' if wrong else None)
         wrong = self.tuning_file is not None and not isinstance(self.tuning_file, str)
         self._check("tuning_file", "a path" if wrong else None)
+        wrong = self.tune is not None and not isinstance(self.tune, bool)
+        self._check("tune", "true or false (in the environment 1 or 0)" if wrong else None)
 
     def _check(self, key: str, allowed: str | None) -> None:
         if allowed is not None:
@@ -54,7 +59,7 @@ class Options:
 
     @staticmethod
     def from_environment() -> Options:
-        """AXONN_PCCL_ALGORITHM, AXONN_PCCL_RANKS_PER_NODE, AXONN_PCCL_INTERFACES (comma-separated), AXONN_PCCL_TUNING.
+        """AXONN_PCCL_ALGORITHM, _RANKS_PER_NODE, _INTERFACES (comma-separated), _TUNING (the file), _TUNE (1 or 0).
 
         Raises:
             ValueError: a value that is not allowed, or a variable of that beginning that means nothing.
@@ -64,6 +69,7 @@ class Options:
             "AXONN_PCCL_RANKS_PER_NODE": ("ranks_per_node", lambda text: int(text) if text.isdecimal() else text),
             "AXONN_PCCL_INTERFACES": ("interfaces", lambda text: tuple(name.strip() for name in text.split(","))),
             "AXONN_PCCL_TUNING": ("tuning_file", str),
+            "AXONN_PCCL_TUNE": ("tune", lambda text: {"0": False, "1": True}.get(text, text)),
         }
         given: dict[str, Any] = {}
         for name, value in os.environ.items():
@@ -76,9 +82,21 @@ class Options:
             given[key] = convert(value)
         return Options(**given)
 
+    def tunes(self) -> bool:
+        """What `tune` comes to.
+
+        Raises:
+            ValueError: the environment is wrong.
+        """
+        return (Options.from_environment().tune if self.tune is None else self.tune) is not False
+
     def agreed(self) -> str:
-        """What must be the same on all ranks."""
-        return f"algorithm {self.algorithm!r}, ranks_per_node {self.ranks_per_node!r}"
+        """What must be the same on all ranks.
+
+        Raises:
+            ValueError: the environment is wrong.
+        """
+        return f"algorithm {self.algorithm!r}, ranks_per_node {self.ranks_per_node!r}, tune {self.tunes()}"
 
 
 def _nearest(value: Any, allowed: tuple[str, ...]) -> str | None:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.config import ConfigError
-from plugins.pccl import register
+from plugins.pccl import Options, register
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.backend import planner, using
 from plugins.pccl.choice import Choice
-from plugins.pccl.tuner import tune
 from recipes.bench_pccl import mpi
 from recipes.bench_pccl.settings import Settings, shown
 
@@ -40,10 +40,8 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     register()
-    dist.init_process_group("cpu:pccl")
+    dist.init_process_group("cpu:pccl", pg_options=replace(Options.from_environment(), tune=settings.tune))
     gloo = dist.new_group(backend="gloo")
-    if settings.tune:
-        tune()
     sides: dict[str, Side] = {"pccl": (_torch(None), None), "gloo": (_torch(gloo), None)}
     if not mpi.absent():
         sides["mpi"] = (mpi.calls(), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Callable
 
 from torch import Tensor
@@ -16,6 +17,27 @@ def absent() -> str | None:
     if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & os.environ.keys():
         return "the ranks were not started by mpirun"
     return None
+
+
+def adopt() -> None:
+    """Where mpirun has started this process, set the variables that torchrun sets."""
+    if "RANK" in os.environ or absent():
+        return
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    near = world.Split_type(MPI.COMM_TYPE_SHARED)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        host, port = world.bcast((socket.gethostname(), probe.getsockname()[1]))
+    os.environ.update(
+        RANK=str(world.rank),
+        WORLD_SIZE=str(world.size),
+        LOCAL_RANK=str(near.rank),
+        LOCAL_WORLD_SIZE=str(near.size),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+    )
 
 
 def calls() -> dict[str, Callable[[Tensor, Tensor], object]]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from plugins.cluster import Cluster
-from plugins.config import ConfigError
-from plugins.launch import launch
 from plugins.pccl.build import load
 from recipes.bench_pccl import mpi, report
 from recipes.bench_pccl.measure import measure
+from recipes.bench_pccl.places import folder_of, on_each
 from recipes.bench_pccl.settings import Settings, described, parser, resolve
 from recipes.bench_tp.settings import under_torchrun
 
@@ -23,6 +20,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or a side that computes wrong values.
     """
+    mpi.adopt()
+    if "--train" in arguments:
+        from recipes.bench_pccl import train
+
+        return train.main([word for word in arguments if word != "--train"])
     options = parser().parse_args(arguments)
     settings = resolve(options)
     first = os.environ.get("RANK", "0") == "0"
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         print(described(settings), end="\n\n", flush=True)
     if options.dry_run:
         return 0
-    folder = _folder(options.runs, options.name) if first else None
+    folder = folder_of(options.runs, options.name, "bench_pccl") if first else None
     load()  # compiles before ranks wait for each other
     measured = measure(settings) if under_torchrun() else _launched(settings)
     if folder:
@@ -42,27 +44,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launched(settings: Settings) -> list[dict[str, Any]]:
-    cells: list[dict[str, Any]] = []
-    for nodes, ranks in settings.layouts:
-        if nodes == 1:
-            cells += launch(measure, ranks, settings)[0]
-            continue
-        with Cluster(nodes, settings.latency, settings.bandwidth) as cluster:
-            cells += cluster.launch(measure, ranks, settings)[0]
-    return cells
-
-
-def _folder(runs: Path, name: str | None) -> Path:
-    """The folder of a new run.
-
-    Raises:
-        ConfigError: a named one exists.
-    """
-    if name is not None:
-        if (runs / name).exists():
-            raise ConfigError(f"{runs / name} exists; choose another --name")
-        return runs / name
-    number = 1
-    while (runs / (chosen := "bench_pccl" if number == 1 else f"bench_pccl-{number}")).exists():
-        number += 1
-    return runs / chosen
+    return [cell for cells in on_each(settings, measure, settings) for cell in cells]

@@ -49,7 +49,7 @@ def results(settings: Settings, cells: list[dict[str, Any]], left_out: dict[str,
 
 
 def _numbers(cell: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    low, median, high = _quartiles(cell["seconds"])
+    low, median, high = quartiles(cell["seconds"])
     least = None
     if settings.emulated:
         latency, bits = nanoseconds(settings.latency) / 1e9, bits_per_second(settings.bandwidth)
@@ -58,7 +58,8 @@ def _numbers(cell: dict[str, Any], settings: Settings) -> dict[str, Any]:
     return {"median": median, "low": low, "high": high, "bound": least}
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -20,12 +20,25 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is measured.
+class Places:
+    """Where something is measured.
 
     Attributes:
         layouts: (nodes, ranks a node) of each cluster, one after another.
         emulated: whether nodes are emulated; `latency` and `bandwidth` are theirs.
+    """
+
+    layouts: tuple[tuple[int, int], ...]
+    emulated: bool
+    latency: str
+    bandwidth: str | None
+
+
+@dataclass(frozen=True)
+class Settings(Places):
+    """Everything that decides what is measured.
+
+    Attributes:
         collectives: names.
         sizes: bytes of all blocks.
         algorithms: measured besides what PCCL takes of itself.
@@ -33,10 +46,6 @@ class Settings:
         tune: whether PCCL is tuned first, or goes by its rules of thumb.
     """
 
-    layouts: tuple[tuple[int, int], ...]
-    emulated: bool
-    latency: str
-    bandwidth: str | None
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
     algorithms: tuple[Choice, ...]
@@ -51,14 +60,9 @@ def parser() -> argparse.ArgumentParser:
         description="PCCL, its algorithms, and the library that there is, side by side in one run.",
     )
     made.add_argument(
-        "--layouts",
-        default="4x2,8x2,8x4,16x2",
-        help="nodes x ranks a node, such as 4x2,8x4; 1x4 is one node (default %(default)s)",
+        "--train", action="store_true", help="train by ZeRO-3 instead; --train --help tells that benchmark's options"
     )
-    made.add_argument("--latency", default="500us", help="between emulated nodes, one way (default %(default)s)")
-    made.add_argument(
-        "--bandwidth", default="500Mbit", help="of an emulated node in each direction (default %(default)s)"
-    )
+    add_places(made, "4x2,8x2,8x4,16x2")
     made.add_argument("--collectives", default=",".join(COLLECTIVES), help="(default %(default)s)")
     made.add_argument("--sizes", default=SIZES, help="bytes of all blocks (default %(default)s)")
     made.add_argument(
@@ -67,11 +71,29 @@ def parser() -> argparse.ArgumentParser:
         help="measured besides what PCCL takes of itself; chunks behind a slash as in ring/2 (default %(default)s)",
     )
     made.add_argument("--rounds", type=int, default=5, help="timed turns of every side (default 5)")
+    add_run(made, "bench_pccl")
+    return made
+
+
+def add_places(made: argparse.ArgumentParser, layouts: str) -> None:
+    """The options of `Places`; `layouts` is the default."""
+    made.add_argument(
+        "--layouts",
+        default=layouts,
+        help="nodes x ranks a node, such as 4x2,8x4; 1x4 is one node (default %(default)s)",
+    )
+    made.add_argument("--latency", default="500us", help="between emulated nodes, one way (default %(default)s)")
+    made.add_argument(
+        "--bandwidth", default="500Mbit", help="of an emulated node in each direction (default %(default)s)"
+    )
+
+
+def add_run(made: argparse.ArgumentParser, folder: str) -> None:
+    """Options that every run has; `folder` is its default name."""
     made.add_argument("--tune", action="store_true", help="tune PCCL first, if it never was on such nodes")
     made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default bench_pccl, bench_pccl-2, ...)")
+    made.add_argument("--name", help=f"the run's folder under runs/ (default {folder}, {folder}-2, ...)")
     made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
-    return made
 
 
 def resolve(options: argparse.Namespace) -> Settings:
@@ -83,16 +105,12 @@ def resolve(options: argparse.Namespace) -> Settings:
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds} is not at least 1; give a positive number")
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
-    layouts = tuple(_layout(text) for text in options.layouts.split(","))
-    if under_torchrun():
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        layouts = ((int(os.environ["WORLD_SIZE"]) // local, local),)
     collectives = tuple(options.collectives.split(","))
     for collective in collectives:
         if collective not in COLLECTIVES:
             raise ConfigError(f"--collectives {collective} is not measured; choose from {', '.join(COLLECTIVES)}")
     return Settings(
-        layouts,
+        layouts(options.layouts),
         not under_torchrun(),
         options.latency,
         options.bandwidth,
@@ -102,6 +120,19 @@ def resolve(options: argparse.Namespace) -> Settings:
         options.rounds,
         options.tune,
     )
+
+
+def layouts(text: str) -> tuple[tuple[int, int], ...]:
+    """(nodes, ranks a node) of each cluster that is asked for, or of the one that torchrun has started.
+
+    Raises:
+        ConfigError: one is not of the form 4x2, or has a single rank.
+    """
+    asked = tuple(_layout(each) for each in text.split(","))
+    if not under_torchrun():
+        return asked
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return ((int(os.environ["WORLD_SIZE"]) // local, local),)
 
 
 def _layout(text: str) -> tuple[int, int]:
@@ -131,17 +162,22 @@ def _algorithm(text: str) -> Choice:
 
 def described(settings: Settings) -> str:
     """The run in words."""
-    where = "under torchrun"
-    if settings.emulated:
-        where = f"emulated, latency {settings.latency}, bandwidth {settings.bandwidth} a node"
     lines = [
-        f"nodes x ranks: {', '.join(f'{nodes}x{ranks}' for nodes, ranks in settings.layouts)}, {where}",
+        where(settings),
         f"{', '.join(settings.collectives)} of {', '.join(shown(size) for size in settings.sizes)} in all",
         f"sides: pccl ({'tuned' if settings.tune else 'rules of thumb, or what was measured before'}), gloo, mpi, "
         + ", ".join(map(str, settings.algorithms)),
         f"{settings.rounds} timed rounds, in turns",
     ]
     return "\n".join(lines)
+
+
+def where(settings: Places) -> str:
+    """The clusters in words."""
+    network = "under torchrun"
+    if settings.emulated:
+        network = f"emulated, latency {settings.latency}, bandwidth {settings.bandwidth} a node"
+    return f"nodes x ranks: {', '.join(f'{nodes}x{ranks}' for nodes, ranks in settings.layouts)}, {network}"
 
 
 def shown(size: int) -> str:

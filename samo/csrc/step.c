@@ -133,24 +133,71 @@ static void chunk(const struct job *job, int64_t at, int count, char *base, cons
         SCATTER(uint16_t, base, positions, half, count);
 }
 
+/* How many of the `left` kept elements from number `first` on are in one block, at most CHUNK; `block` becomes that block. */
+static int together(const struct index *index, int64_t first, int64_t left, int64_t *block)
+{
+    if (index->offsets) {
+        while (index->starts[*block + 1] <= first)
+            ++*block;
+        if (index->starts[*block + 1] - first < left)
+            left = index->starts[*block + 1] - first;
+    }
+    return left < CHUNK ? (int)left : CHUNK;
+}
+
+/* From where the positions of kept elements from number `first` on count. */
+static int64_t origin(const struct index *index, int64_t first, int64_t block)
+{
+    return index->offsets ? block * BLOCK : index->positions ? 0 : first;
+}
+
 static void run(const struct job *job, float factor)
 {
     const struct index *index = &job->index;
     const int64_t width = job->type == FLOAT32 ? 4 : 2;
     int64_t block = 0;
     for (int64_t at = 0; at < job->length;) {
-        int64_t first = job->begin + at, left = job->length - at;
-        if (index->offsets) {
-            while (index->starts[block + 1] <= first)
-                block++;
-            if (index->starts[block + 1] - first < left)
-                left = index->starts[block + 1] - first;
-        }
-        int count = left < CHUNK ? (int)left : CHUNK;
-        char *base = (char *)job->parameter + width * (index->offsets ? block * BLOCK : index->positions ? 0 : first);
+        int64_t first = job->begin + at;
+        int count = together(index, first, job->length - at, &block);
+        char *base = (char *)job->parameter + width * origin(index, first, block);
         chunk(job, at, count, base, index->offsets ? index->offsets + first : 0,
               index->positions ? index->positions + first : 0, factor);
         at += count;
+    }
+}
+
+#define COLLECT(type, base, positions, into, count)                                                                   \
+    for (int i = 0; i < (count); i++)                                                                                 \
+    ((type *)(into))[i] = ((const type *)(base))[(positions)[i]]
+
+static void compress(const struct index *index, const char *dense, int64_t begin, int64_t end, char *into, int add, int type)
+{
+    const int wide = type == FLOAT32;
+    const int64_t width = wide ? 4 : 2;
+    uint32_t room[CHUNK] = {0};
+    char *found = (char *)room;
+    float sum[CHUNK], more[CHUNK];
+    int64_t block = 0;
+    for (int64_t first = begin; first < end;) {
+        int count = together(index, first, end - first, &block);
+        const char *base = dense + width * origin(index, first, block);
+        char *to = into + width * first, *values = add ? found : to;
+        if (index->offsets && wide)
+            COLLECT(uint32_t, base, index->offsets + first, values, count);
+        else if (index->offsets)
+            COLLECT(uint16_t, base, index->offsets + first, values, count);
+        else if (wide)
+            COLLECT(uint32_t, base, index->positions + first, values, count);
+        else
+            COLLECT(uint16_t, base, index->positions + first, values, count);
+        if (add) {
+            widen(to, 0, sum, count, type);
+            widen(found, 0, more, count, type);
+            for (int i = 0; i < count; i++)
+                sum[i] += more[i];
+            narrow(sum, to, count, type);
+        }
+        first += count;
     }
 }
 
@@ -160,4 +207,16 @@ void samo_step(const struct job *jobs, int64_t count, int threads, float factor)
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t i = 0; i < count; i++)
         run(jobs + i, factor);
+}
+
+/* Put the `count` kept elements of a dense gradient one after the other, or add them to what is there. */
+void samo_compress(const uint16_t *offsets, const int64_t *starts, const int32_t *positions, const void *dense,
+                   int64_t count, void *into, int add, int type, int threads)
+{
+    const struct index index = {offsets, starts, positions};
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        int64_t end = begin + BLOCK < count ? begin + BLOCK : count;
+        compress(&index, dense, begin, end, into, add, type);
+    }
 }

@@ -53,6 +53,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bool": ({"ranks_per_node": True}, "an integer of at least 1"),
     "interfaces": ({"interfaces": []}, "a list of network interfaces"),
     "tuning_file": ({"tuning_file": 3}, "a path"),
+    "tune": ({"tune": 1}, "true or false"),
 }
 
 
@@ -65,10 +66,17 @@ def test_wrong_options(name: str) -> None:
 
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Options.from_environment() == Options()
-    for name, value in {"ALGORITHM": "ring", "RANKS_PER_NODE": "4", "INTERFACES": "a, b", "TUNING": "t"}.items():
+    monkeypatch.delenv("AXONN_PCCL_TUNE")
+    assert Options.from_environment() == Options() and Options().tunes()
+    given = {"ALGORITHM": "ring", "RANKS_PER_NODE": "4", "INTERFACES": "a, b", "TUNING": "t", "TUNE": "0"}
+    for name, value in given.items():
         monkeypatch.setenv(f"AXONN_PCCL_{name}", value)
     assert Options.from_environment() == Options("ring", 4, ("a", "b"), "t")
+    assert not Options.from_environment().tune and not Options().tunes() and Options(tune=True).tunes()
+    monkeypatch.setenv("AXONN_PCCL_TUNE", "no")
+    with pytest.raises(ValueError, match="tune = 'no' is not true or false .in the environment 1 or 0.; correct"):
+        Options.from_environment()
+    monkeypatch.delenv("AXONN_PCCL_TUNE")
     monkeypatch.setenv("AXONN_PCCL_INTERFACE", "a")
     with pytest.raises(ValueError, match="AXONN_PCCL_INTERFACE is not .* use AXONN_PCCL_INTERFACES"):
         Options.from_environment()

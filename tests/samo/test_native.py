@@ -55,6 +55,22 @@ def test_large_tensors_in_both_forms(dtype) -> None:
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compression_of_large_tensors(dtype) -> None:
+    """The same bits as torch's gather and sum."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(7 * 2**16 + 33, generator=generator) < 0.3
+    mask[2**16 : 3 * 2**16] = False
+    first, second = torch.randn(2, mask.numel(), generator=generator).to(dtype)
+    for form in ("offsets", "positions"):
+        parameter = torch.nn.Parameter(torch.zeros(mask.numel(), dtype=dtype))
+        optimizer = samo.Optimizer(partial(torch.optim.Adam, fused=True), [parameter], {"0": mask})
+        optimizer.entries[0].index = Index.from_mask(mask, form)
+        for gradient, expected in ((first, first), (second, first + second)):
+            parameter.backward(gradient)
+            assert torch.equal(optimizer.stores[0].gradient, expected[mask])
+
+
 def test_only_where_it_applies() -> None:
     ours, _, masks = pair()
     assert samo.Optimizer(FACTORIES["adamw"], copy.deepcopy(ours), masks)._native is None

@@ -41,6 +41,8 @@ Engine::~Engine() {
 }
 
 void Engine::post(std::function<void()> command) {
+  // A forked child has no such thread; perhaps the mutex was locked, and to wake would be to wake its parent.
+  if (process_ != getpid()) return;
   {
     std::lock_guard lock(mutex_);
     commands_.push_back(std::move(command));
@@ -141,6 +143,11 @@ void Engine::add_link(int peer, int socket, pid_t process, bool incoming) {
   });
 }
 
+void Engine::check_process() const {
+  if (process_ != getpid())
+    throw std::runtime_error("pccl: this process was forked from the one that made the process group; make a group of its own");
+}
+
 bool Engine::linked(int peer) {
   std::lock_guard lock(mutex_);
   return linked_.contains(peer);
@@ -180,8 +187,7 @@ void Engine::remove_group(uint64_t key, const std::string& why) {
 
 void Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
                    void* input, void* output, double timeout, Done done) {
-  if (process_ != getpid())
-    throw std::runtime_error("pccl: this process was forked from the one that made the process group; make a group of its own");
+  check_process();
   auto run = std::make_shared<Run>();
   run->group = group;
   run->sequence = sequence;

@@ -56,6 +56,8 @@ class Engine {
   // may be read here (incoming), or ours there (outgoing).
   void add_outgoing(int peer, int socket, pid_t process);
   void add_incoming(int peer, int socket, pid_t process);
+  // Throws in a process that was forked from the engine's.
+  void check_process() const;
   // Whether there is a link to a peer still.
   bool linked(int peer);
 

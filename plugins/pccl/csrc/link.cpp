@@ -18,9 +18,10 @@ constexpr size_t kBuffer = 8192;           // holds a header and a short message
 constexpr size_t kScratch = 128 * 1024;    // fits a core's own cache
 constexpr size_t kAtOnce = 1024 * 1024;    // of one link before the others have a turn
 
-// Sockets that a fork is to close; a mutex of its own, which no fork finds locked.
-std::mutex sockets_mutex;
-std::set<int> sockets;
+// Sockets that a fork is to close; a mutex of its own, which no fork finds locked. Never destroyed: the engine's thread goes on
+// while the process ends.
+std::mutex& sockets_mutex = *new std::mutex;
+std::set<int>& sockets = *new std::set<int>;
 
 }  // namespace
 

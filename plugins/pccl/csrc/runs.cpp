@@ -2,6 +2,7 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "engine.hpp"
@@ -151,6 +152,11 @@ void Engine::read_remote(Run& run, int32_t index, const std::vector<char>& rows,
     size_t step = std::min({place ? bytes : kScratch, theirs.here(), to.here(), place ? bytes : from.here()});
     iovec local{place ? to.data() : scratch.data(), step}, remote{theirs.data(), step};
     ssize_t got = process_vm_readv(link.process, &local, 1, &remote, 1, 0);
+    if (got < 0 && errno == ESRCH) {
+      // It is dead: what it said last, or else the end of its link, comes next and says why.
+      posted_[{run.group, run.sequence, link.peer, op.tag}] = {&run, index};
+      return;
+    }
     if (got <= 0) return refuse("its memory could not be read");
     size_t whole = place ? got : got / run.buffers.element * run.buffers.element;
     if (whole == 0) return refuse("its memory could not be read");

@@ -1,16 +1,13 @@
 // The torch.distributed backend "pccl": collectives by the engine, all else by an inner backend.
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <queue>
 #include <thread>
 
+#include "delegate.hpp"
 #include "engine.hpp"
 #include "reduce.hpp"
 
@@ -18,35 +15,6 @@ namespace pccl {
 namespace {
 
 using c10d::Work;
-using WorkPointer = c10::intrusive_ptr<Work>;
-using Tensors = std::vector<at::Tensor>;
-
-std::optional<Type> type_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble: return Type::kF64;
-    case at::kFloat: return Type::kF32;
-    case at::kBFloat16: return Type::kBF16;
-    case at::kHalf: return Type::kF16;
-    case at::kLong: return Type::kI64;
-    case at::kInt: return Type::kI32;
-    case at::kShort: return Type::kI16;
-    case at::kChar: return Type::kI8;
-    case at::kByte: return Type::kU8;
-    case at::kBool: return Type::kBool;
-    default: return std::nullopt;
-  }
-}
-
-std::optional<Reduction> reduction_of(const c10d::ReduceOp& op) {
-  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-    case c10d::ReduceOp::SUM: return Reduction::kSum;
-    case c10d::ReduceOp::MIN: return Reduction::kMin;
-    case c10d::ReduceOp::MAX: return Reduction::kMax;
-    case c10d::ReduceOp::PRODUCT: return Reduction::kProduct;
-    case c10d::ReduceOp::AVG: return Reduction::kAverage;
-    default: return std::nullopt;
-  }
-}
 
 // Completes futures: what hangs on them may call collectives, for which the engine's thread must be free.
 class Finisher {
@@ -58,17 +26,32 @@ class Finisher {
   }
   void post(std::function<void()> task) {
     std::lock_guard lock(mutex_);
+    if (closed_) {
+      new std::function<void()>(std::move(task));  // nor may what it holds be let go
+      return;
+    }
     tasks_.push(std::move(task));
     ready_.notify_one();
+  }
+  // Returns when it is idle, and stays so: a thread that asks for the interpreter's lock while that ends is ended itself,
+  // and the process with it.
+  void close() {
+    if (process_ != getpid()) return;  // a forked child has no such thread
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    idle_.wait(lock, [this] { return tasks_.empty() && !busy_; });
   }
 
  private:
   void loop() {
     while (true) {
       std::unique_lock lock(mutex_);
+      busy_ = false;
+      idle_.notify_all();
       ready_.wait(lock, [this] { return !tasks_.empty(); });
       auto task = std::move(tasks_.front());
       tasks_.pop();
+      busy_ = true;
       lock.unlock();
       if (!task) return;
       try {
@@ -78,8 +61,10 @@ class Finisher {
       }
     }
   }
+  const pid_t process_ = getpid();
   std::mutex mutex_;
-  std::condition_variable ready_;
+  std::condition_variable ready_, idle_;
+  bool busy_ = false, closed_ = false;
   std::queue<std::function<void()>> tasks_;
   std::thread thread_;
 };
@@ -147,24 +132,24 @@ struct Core {
   Engine engine;
 };
 
-class Shim : public c10d::Backend {
+class Shim : public Delegate, public Planned {
  public:
   Shim(std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
-       c10::intrusive_ptr<c10d::Backend> inner, py::object plan)
-      : Backend(rank, size), core_(std::move(core)), key_(key), timeout_(timeout), inner_(std::move(inner)),
-        plan_(new py::object(std::move(plan)), [](py::object* held) {
-          py::gil_scoped_acquire locked;
-          delete held;
-        }) {}
+       BackendPointer inner, py::object plan)
+      : Delegate(rank, size, std::move(inner)), core_(std::move(core)), key_(key), timeout_(timeout), plan_(kept(std::move(plan))) {}
   ~Shim() override { core_->engine.remove_group(key_, "rank " + std::to_string(rank_) + " destroyed its process group"); }
 
-  const std::string getBackendName() const override { return "pccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = static_cast<double>(timeout.count()) / 1000; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  void shutdown() override { core_->engine.remove_group(key_, "rank " + std::to_string(rank_) + " shut its process group down"); }
-  void abort() override { shutdown(); }
+  void shutdown() override {
+    core_->engine.remove_group(key_, "rank " + std::to_string(rank_) + " shut its process group down");
+    inner_->shutdown();
+  }
+  void abort() override {
+    core_->engine.remove_group(key_, "rank " + std::to_string(rank_) + " aborted its process group");
+    inner_->abort();
+  }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     if (tensors.size() != 1 || !knows(tensors[0], options.reduceOp) || native(Collective::kAllReduce, tensors[0], tensors[0], options.reduceOp))
@@ -179,7 +164,7 @@ class Shim : public c10d::Backend {
   }
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    if (knows(input) && native(Collective::kAllGather, output, input)) return inner_->_allgather_base(output, input, options);
+    if (!knows(input) || native(Collective::kAllGather, output, input)) return inner_->_allgather_base(output, input, options);
     Tensors outputs{output}, inputs{input};
     return allgather_into_tensor_coalesced(outputs, inputs, options);
   }
@@ -206,13 +191,8 @@ class Shim : public c10d::Backend {
     return call;
   }
 
-  WorkPointer allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                  const c10d::AllgatherOptions& options) override {
-    return inner_->allgather_coalesced(outputs, inputs, options);
-  }
-
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    if (knows(input, options.reduceOp) && native(Collective::kReduceScatter, input, output, options.reduceOp))
+    if (!knows(input, options.reduceOp) || native(Collective::kReduceScatter, input, output, options.reduceOp))
       return inner_->_reduce_scatter_base(output, input, options);
     Tensors outputs{output}, inputs{input};
     return reduce_scatter_tensor_coalesced(outputs, inputs, options);
@@ -242,6 +222,7 @@ class Shim : public c10d::Backend {
   }
 
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
+    if (options.device && !options.device->is_cpu()) return inner_->barrier(options);
     auto token = at::zeros({1}, at::kByte);
     auto call = make(c10d::OpType::BARRIER, {}, 1);
     run(call, {Collective::kBarrier, Type::kU8, Reduction::kMax, 1}, token, token, options.timeout);
@@ -258,23 +239,9 @@ class Shim : public c10d::Backend {
         options.timeout, static_cast<int>(options.rootRank));
     return call;
   }
-  WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override { return inner_->allreduce_sparse(tensors, options); }
-  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override { return inner_->reduce(tensors, options); }
-  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override { return inner_->gather(outputs, inputs, options); }
-  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override { return inner_->scatter(outputs, inputs, options); }
-  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-                            const c10d::AllToAllOptions& options) override {
-    return inner_->alltoall_base(output, input, output_sizes, input_sizes, options);
-  }
-  WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override { return inner_->alltoall(outputs, inputs, options); }
-  WorkPointer send(Tensors& tensors, int to, int tag) override { return inner_->send(tensors, to, tag); }
-  WorkPointer recv(Tensors& tensors, int from, int tag) override { return inner_->recv(tensors, from, tag); }
-  WorkPointer recvAnysource(Tensors& tensors, int tag) override { return inner_->recvAnysource(tensors, tag); }
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
 
-  py::object planner() const { return *plan_; }
-  // Programs are asked for anew.
-  void forget() {
+  py::object planner() const override { return *plan_; }
+  void forget() override {
     std::lock_guard lock(order_);
     programs_.clear();
   }
@@ -364,6 +331,7 @@ class Shim : public c10d::Backend {
   // The program for so many bytes, or none where the inner backend is `allowed` and better; Python decides, makes it and
   // the links that it needs when it is asked for first.
   std::shared_ptr<const Program> programme(Collective collective, size_t bytes, int root, bool allowed = false) {
+    core_->engine.check_process();  // before links are made in its name
     {
       std::lock_guard lock(order_);
       auto found = programs_.find({collective, bytes, root, allowed});
@@ -378,7 +346,6 @@ class Shim : public c10d::Backend {
   std::shared_ptr<Core> core_;
   uint64_t key_, sequence_ = 0;
   double timeout_;
-  c10::intrusive_ptr<c10d::Backend> inner_;
   std::shared_ptr<py::object> plan_;
   std::mutex order_;
   std::map<std::tuple<Collective, size_t, int, bool>, std::shared_ptr<const Program>> programs_;
@@ -395,6 +362,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Core, std::shared_ptr<Core>>(module, "Core")
       // Never destroyed: its threads may need the interpreter, which may be gone by then, and a forked child has none of them.
       .def(py::init([] { return std::shared_ptr<Core>(new Core, [](Core*) {}); }))
+      .def("close", [](Core& core) { core.finisher->close(); }, py::call_guard<py::gil_scoped_release>())
       .def("linked", [](Core& core, int peer) { return core.engine.linked(peer); })
       .def("add_outgoing", [](Core& core, int peer, int socket, int process) { core.engine.add_outgoing(peer, socket, process); })
       .def("add_incoming", [](Core& core, int peer, int socket, int process) { core.engine.add_incoming(peer, socket, process); })
@@ -402,11 +370,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
       });
   module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
-                           const c10::intrusive_ptr<c10d::Backend>& inner, py::object plan) -> c10::intrusive_ptr<c10d::Backend> {
+                           const BackendPointer& inner, py::object plan) -> BackendPointer {
     return c10::make_intrusive<Shim>(std::move(core), key, rank, size, timeout, inner, std::move(plan));
   });
-  module.def("planner", [](const c10::intrusive_ptr<c10d::Backend>& backend) { return dynamic_cast<Shim&>(*backend).planner(); });
-  module.def("forget", [](const c10::intrusive_ptr<c10d::Backend>& backend) { dynamic_cast<Shim&>(*backend).forget(); });
+  module.def("planner", [](const BackendPointer& backend) { return dynamic_cast<Planned&>(*backend).planner(); });
+  module.def("forget", [](const BackendPointer& backend) { dynamic_cast<Planned&>(*backend).forget(); });
+  define_device(module);
 }
 
 }  // namespace pccl

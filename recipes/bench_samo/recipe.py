@@ -1,0 +1,46 @@
+"""``axonn bench samo``: the step of compressed state beside that of dense state, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plugins.config import ConfigError
+from recipes.bench_samo import report
+from recipes.bench_samo.measure import passes, steps
+from recipes.bench_samo.settings import described, parser, resolve
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    options = parser().parse_args(arguments)
+    settings = resolve(options)
+    folder = _folder(options.runs, options.name)
+    print(described(settings), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    sides, copying = steps(settings)
+    numbers = report.results(settings, sides, copying, passes(settings) if settings.passes else [])
+    print(report.table(numbers), end="\n\n")
+    print(*report.write(numbers, folder), sep="\n")
+    return 0
+
+
+def _folder(runs: Path, name: str | None) -> Path:
+    """The folder of a new run.
+
+    Raises:
+        ConfigError: a named one exists.
+    """
+    if name is not None:
+        if (runs / name).exists():
+            raise ConfigError(f"{runs / name} exists; choose another --name")
+        return runs / name
+    number = 1
+    while (runs / (chosen := "bench_samo" if number == 1 else f"bench_samo-{number}")).exists():
+        number += 1
+    return runs / chosen

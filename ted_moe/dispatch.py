@@ -1,0 +1,99 @@
+"""Tokens to their experts and back, without what tensor ranks hold twice (000, section 7.3.1).
+
+The collectives that `axonn_tp.collectives` has are used from there; these are the ones that only experts need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axonn_tp.collectives import gather_from, wait
+from axonn_tp.mesh import Axes
+from ted_moe.gating import Routes
+
+_ops = torch.ops._c10d_functional
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, groups: Axes) -> Tensor:
+        ctx.groups = groups
+        size = groups.size("expert")
+        splits = [tensor.shape[0] // size] * size
+        return wait(_ops.all_to_all_single(tensor.contiguous(), splits, splits, groups.group("expert").group_name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return exchange(grad, ctx.groups), None
+
+
+def exchange(tensor: Tensor, groups: Axes) -> Tensor:
+    """All-to-all over the expert ranks: slice i of dim 0 goes to rank i, and slice j of the result came from rank j."""
+    return tensor if groups.size("expert") == 1 else _AllToAll.apply(tensor, groups)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, groups: Axes, drop: bool) -> Tensor:
+        ctx.save_for_backward(sources)
+        ctx.groups, ctx.drop, ctx.count = groups, drop, tokens.shape[0]
+        if drop:
+            sources = sources.chunk(groups.size("tensor"), dim=1)[groups.rank("tensor")]
+        padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+        return padded.index_select(0, sources.reshape(-1)).view(*sources.shape, tokens.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (sources,) = ctx.saved_tensors
+        if ctx.drop:
+            grad = gather_from(grad, ctx.groups, "tensor", 1)
+        total = grad.new_zeros(ctx.count + 1, grad.shape[2])
+        total.index_add_(0, sources.reshape(-1), grad.reshape(-1, grad.shape[2]))
+        return total[:-1], None, None, None
+
+
+def dispatch(tokens: Tensor, routes: Routes, experts: int, capacity: int, groups: Axes, drop: bool) -> Tensor:
+    """Put tokens into the experts' slots.
+
+    Args:
+        tokens: S × M, the same on all tensor ranks.
+        routes: where they go.
+        experts: E.
+        capacity: slots an expert, C; at least those of `routes`.
+        groups: the axes.
+        drop: take this tensor rank's share of the slots only; the gradient is gathered over the tensor ranks.
+
+    Returns:
+        E × C × M, or E × C/G_tensor × M; zeros in slots that nothing is routed to.
+    """
+    count = tokens.shape[0]
+    sources = torch.full((experts * capacity + 1,), count, dtype=torch.long, device=tokens.device)
+    numbers = torch.arange(count, device=tokens.device).expand_as(routes.experts)
+    sources.scatter_(0, slots_of(routes, experts, capacity).reshape(-1), numbers.reshape(-1))
+    return _Dispatch.apply(tokens, sources[:-1].view(experts, capacity), groups, drop)
+
+
+def combine(outputs: Tensor, routes: Routes) -> Tensor:
+    """The experts' outputs for each token, weighted.
+
+    Args:
+        outputs: E × C × M.
+        routes: where the tokens went.
+
+    Returns:
+        S × M.
+    """
+    experts, capacity, features = outputs.shape
+    slots = slots_of(routes, experts, capacity)
+    padded = torch.cat([outputs.reshape(-1, features), outputs.new_zeros(1, features)])
+    routed = padded.index_select(0, slots.reshape(-1)).view(*slots.shape, features)
+    return (routed * routes.weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
+
+
+def slots_of(routes: Routes, experts: int, capacity: int) -> Tensor:
+    """Each route's slot among all experts', k × S; one beyond the last where the expert had no room."""
+    slots = routes.experts * capacity + routes.places
+    return torch.where(routes.experts >= 0, slots, experts * capacity)

@@ -1,0 +1,189 @@
+"""The mixture-of-experts layer under tensor × expert × data parallelism (000, section 7.1)."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonn_tp.collectives import all_reduce, gather_from, gather_to, scatter_from, split_to
+from axonn_tp.mesh import Axes
+from ted_moe.dispatch import combine, dispatch, exchange
+from ted_moe.experts import plan_expert, split_expert
+from ted_moe.gating import Gate, Routes, same_on_replicas
+from ted_moe.topology import Groups
+
+
+class MoE(nn.Module):
+    """DeepSpeed-MoE's layer, with its arguments, results and parameter names, under tensor × expert × data parallelism.
+
+    Tensor ranks are given the same tokens and give back the same. Each rank keeps ``num_experts / ep_size`` experts,
+    split over the tensor ranks as Megatron splits a feed-forward block; an expert in which no pair of linears is found
+    is whole on each of them.
+
+    Args:
+        hidden_size: features of a token, M.
+        expert: the module that every expert is a copy of; works token by token on (..., M).
+        num_experts: experts in all, E.
+        ep_size: ranks among which they are dealt out; `groups`' expert axis.
+        k: experts a token.
+        capacity_factor: slots an expert, as a multiple of its even share, in training.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: at least so many slots.
+        use_residual: add a dense copy of the expert, mixed by a learnt coefficient (arXiv 2201.05596).
+        noisy_gate_policy: "Jitter", "RSample" or None.
+        drop_tokens: whether tokens beyond the capacity are passed by; else the capacity is what the fullest expert needs.
+        use_rts: with k = 1, which tokens find room is drawn by lot; else the first do.
+        enable_expert_tensor_parallelism: there for DeepSpeed's sake: the topology decides.
+        top2_2nd_expert_sampling: with k = 2, noise on the second choice.
+        groups: the process groups; None: this rank alone.
+        duplicate_token_dropping: tensor ranks send a share of the tokens each, not all the same ones (section 7.3.1).
+        fused: where a drop follows an all-reduce, the two are one reduce-scatter.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        enable_expert_tensor_parallelism: bool = True,
+        top2_2nd_expert_sampling: bool = True,
+        *,
+        groups: Groups | None = None,
+        duplicate_token_dropping: bool = True,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_experts < 1 or num_experts % ep_size:
+            raise ValueError(
+                f"ep_size = {ep_size} does not divide num_experts = {num_experts}; choose a divisor, so that every rank has as many"
+            )
+        if groups is None and ep_size > 1:
+            raise ValueError(f"ep_size = {ep_size} needs process groups: pass groups = Groups(Topology(...))")
+        if groups is not None and groups.size("expert") != ep_size:
+            raise ValueError(
+                f"ep_size = {ep_size}, but the topology deals experts over {groups.size('expert')} ranks; make them equal"
+            )
+        self.routing = Gate(
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+        )
+        self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
+        self.duplicate_token_dropping = duplicate_token_dropping
+        self.groups: Axes = Alone() if groups is None else groups
+        self.experts_split = groups is not None and groups.topology.expert_tensor_parallel
+        routed = nn.ModuleDict({"gate": nn.ModuleDict({"wg": nn.Linear(hidden_size, num_experts, bias=False)})})
+        local = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_experts // ep_size)])
+        routed["experts"] = nn.ModuleDict({"deepspeed_experts": local})
+        self.deepspeed_moe = routed
+        for parameter in local.parameters():
+            parameter.allreduce, parameter.group_name = False, f"ep_size_{ep_size}"  # type: ignore[attr-defined]
+        if use_residual:
+            self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
+        if groups is not None:
+            self._agree(groups)
+        axes = self.groups if self.experts_split else Alone()
+        plan = plan_expert(expert, hidden_size, axes, fused and duplicate_token_dropping)
+        self.fused = plan.fused
+        for each in local:
+            split_expert(each, plan, axes)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Send every token through its experts.
+
+        Args:
+            hidden_states: (..., M), the same on all tensor ranks.
+            used_token: one number a token; zero: it goes nowhere. With k = 1.
+
+        Returns:
+            The output, of the input's shape; l_aux, a scalar; exp_counts, how many of this rank's tokens asked for each expert.
+        """
+        features = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, features)
+        weight = self.deepspeed_moe["gate"]["wg"].weight  # type: ignore[index]
+        logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), weight.float())
+        routes = self.routing(logits, self.training, used_token, self._largest)
+        output = combine(self._through_experts(tokens, routes), routes).reshape(hidden_states.shape)
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + dense * share[..., 1:]
+        return output, routes.l_aux, routes.exp_counts
+
+    @property
+    def local(self) -> nn.ModuleList:
+        """This rank's experts."""
+        return self.deepspeed_moe["experts"]["deepspeed_experts"]  # type: ignore[index, return-value]
+
+    def _through_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
+        """What the experts make of the tokens in their slots: E × C × M."""
+        groups, experts = self.groups, self.local
+        ranks = groups.size("tensor")
+        # Where experts are not split, tensor ranks that sent the same tokens would count them twice.
+        drop = ranks > 1 and (self.duplicate_token_dropping or not self.experts_split)
+        gathered = drop and self.experts_split
+        capacity = -(-routes.capacity // ranks) * ranks if drop else routes.capacity
+        there = exchange(dispatch(tokens, routes, self.num_experts, capacity, groups, drop), groups)
+        there = there.view(self.ep_size, len(experts), -1, tokens.shape[1])
+        if gathered:
+            there = (gather_to if self.fused else gather_from)(there, groups, "tensor", 2)
+        outputs = [expert(part) for expert, part in zip(experts, there.split(1, dim=1), strict=True)]
+        output = torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs], dim=1)
+        if gathered:
+            output = (scatter_from if self.fused else split_to)(output, groups, "tensor", 2)
+        back = exchange(output.flatten(0, 1), groups)
+        return gather_from(back, groups, "tensor", 1) if drop else back
+
+    def _largest(self, count: Tensor) -> Tensor:
+        return all_reduce(count, self.groups, "expert", "max")
+
+    def _agree(self, groups: Groups) -> None:
+        """Give replicas the weights of the first of them."""
+        local = {id(parameter) for parameter in self.local.parameters()}
+        for parameter in self.parameters():
+            axes = (
+                ["expert_data", *(["tensor"] if self.experts_split else [])]
+                if id(parameter) in local
+                else ["data", "tensor"]
+            )
+            for axis in axes:
+                if groups.size(axis) > 1:
+                    dist.broadcast(parameter.data, group=groups.group(axis), group_src=0)
+
+
+class Alone:
+    """Axes of size 1."""
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """There is none."""
+        raise KeyError(axis)
+
+    def size(self, axis: str) -> int:
+        """1."""
+        return 1
+
+    def rank(self, axis: str) -> int:
+        """0."""
+        return 0

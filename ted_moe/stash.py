@@ -1,0 +1,118 @@
+"""Communication-aware checkpointing: a recomputed forward is given what the first one communicated (000, section 7.3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ops = torch.ops._c10d_functional
+_COLLECTIVES = {
+    operator.default
+    for operator in (_ops.all_to_all_single, _ops.all_reduce, _ops.all_gather_into_tensor, _ops.reduce_scatter_tensor)
+} | {_ops.all_gather_into_tensor_out.default}
+
+
+class Stashing:
+    """A function to be checkpointed, whose collectives happen in the first call only.
+
+    ``checkpoint(Stashing(block), x)`` in the place of ``checkpoint(block, x)``, whichever checkpoint: torch's, reentrant or
+    not, or DeepSpeed's. Each checkpointed call needs an object of its own. What all-to-alls, all-reduces, all-gathers and
+    reduce-scatters (torch's functional ones, as `ted_moe` and `axonn_tp` use them) returned is kept until the
+    recomputation asks for it.
+
+    Args:
+        function: what is checkpointed.
+        stash: where results are kept: "device", or "cpu", in pinned memory if they come from an accelerator.
+
+    Attributes:
+        nbytes: bytes that are kept now.
+
+    Raises:
+        ValueError: another `stash`.
+    """
+
+    def __init__(self, function: Callable[..., Any], stash: Literal["device", "cpu"] = "device") -> None:
+        if stash not in ("device", "cpu"):
+            raise ValueError(f"stash = {stash!r} is no place; use 'device' or 'cpu'")
+        self.function, self.stash = function, stash
+        self._kept: list[_Kept] = []
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return sum(kept.tensor.nbytes for kept in self._kept)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """The function's result."""
+        # In a recomputation autograd is running, whichever way it was started.
+        again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        with _Replay(self._kept) if again else _Record(self._kept, self.stash):
+            return self.function(*arguments, **keywords)
+
+
+class _Kept:
+    """A collective's result."""
+
+    def __init__(self, operator: Any, tensor: Tensor) -> None:
+        self.operator, self.tensor, self.device, self.version = operator, tensor, tensor.device, tensor._version
+
+    def move(self) -> None:
+        """To the host's memory."""
+        if self.tensor.device.type == "cpu":
+            return
+        host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
+        self.tensor = host.copy_(self.tensor, non_blocking=True)
+        self.version = self.tensor._version
+
+    def take(self, operator: Any) -> Tensor:
+        if operator is not self.operator:
+            raise RuntimeError(
+                f"the recomputed forward calls {operator} where the first called {self.operator}; a checkpointed function "
+                "must do the same each time"
+            )
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"what {operator} returned was changed in place after the first forward; let the checkpointed function "
+                "make a new tensor instead"
+            )
+        return self.tensor.to(self.device, non_blocking=True)
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self, kept: list[_Kept], stash: str) -> None:
+        super().__init__()
+        kept.clear()
+        self.kept, self.stash = kept, stash
+        self.under_way: dict[int, _Kept] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _COLLECTIVES:
+            self.kept.append(_Kept(function, result))
+            self.under_way[id(result)] = self.kept[-1]
+        elif function is _ops.wait_tensor.default and self.stash == "cpu":
+            arrived = self.under_way.pop(id(args[0]), None)
+            if arrived is not None:
+                arrived.move()
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        # In the order of the calls; each is let go when it is taken.
+        self.kept = kept
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _COLLECTIVES:
+            if not self.kept:
+                raise RuntimeError(
+                    f"the recomputed forward calls {function} once more than the first; let it do the same each time"
+                )
+            return self.kept.pop(0).take(function)
+        if function is _ops.wait_tensor.default:
+            return args[0]
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,154 @@
+"""Two views of the same ranks: data × tensor for the dense blocks, expert data × expert × tensor for the experts (000, section 7.1).
+
+Tensor groups are the same in both. The data groups of the dense blocks are cut into expert groups, and what is left are the
+expert data groups, so
+
+    G_tensor · G_expert · G_data^exp = G_tensor · G_data^nonexp = G    (equation 7.1).
+
+Where experts are not split over the tensor ranks, these take part in the expert groups as other ranks do:
+G_expert · G_data^exp = G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+AXES = ("tensor", "data", "expert", "expert_data")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes, and who is in a group with whom.
+
+    Attributes:
+        world: ranks.
+        tensor: ranks that split a layer; neighbours.
+        expert: ranks that have different experts.
+        expert_tensor_parallel: whether experts, too, are split over the tensor ranks.
+
+    Raises:
+        ValueError: sizes that do not divide; equation 7.1 is in the message.
+    """
+
+    world: int
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("world", "tensor", "expert"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} = {size!r} is not an integer of at least 1; give a number of ranks")
+        if self.world % self.tensor:
+            raise ValueError(
+                f"tensor = {self.tensor} does not divide the {self.world} ranks of this run; choose a divisor of {self.world}"
+            )
+        if self.world % (self.expert_tensor * self.expert):
+            left = self.world // self.expert_tensor
+            split = (
+                f"tensor = {self.tensor} leaves {left} of {self.world}"
+                if self.expert_tensor > 1
+                else f"there are {left}"
+            )
+            raise ValueError(
+                f"expert = {self.expert} does not divide the ranks that can hold different experts ({split}); by equation 7.1 "
+                f"tensor * expert * expert_data = {self.world}: choose a divisor of {left}"
+            )
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that split an expert."""
+        return self.tensor if self.expert_tensor_parallel else 1
+
+    @property
+    def data(self) -> int:
+        """G_data^nonexp: ranks with the same part of the dense blocks."""
+        return self.world // self.tensor
+
+    @property
+    def expert_data(self) -> int:
+        """G_data^exp: ranks with the same part of the same experts."""
+        return self.world // (self.expert_tensor * self.expert)
+
+    def tensor_group(self, rank: int) -> list[int]:
+        """The ranks that split layers with `rank`."""
+        first = rank - rank % self.tensor
+        return list(range(first, first + self.tensor))
+
+    def data_group(self, rank: int) -> list[int]:
+        """The ranks that sum dense gradients with `rank`."""
+        return list(range(rank % self.tensor, self.world, self.tensor))
+
+    def expert_group(self, rank: int) -> list[int]:
+        """The ranks that exchange tokens with `rank`."""
+        stride = self.expert_tensor
+        first = rank - rank // stride % self.expert * stride
+        return list(range(first, first + self.expert * stride, stride))
+
+    def expert_data_group(self, rank: int) -> list[int]:
+        """The ranks that sum expert gradients with `rank`."""
+        stride = self.expert_tensor * self.expert
+        return list(range(rank % stride, self.world, stride))
+
+    def __str__(self) -> str:
+        sizes = f"{self.world} ranks: tensor {self.tensor}, data {self.data}; experts over {self.expert}"
+        lines = [
+            f"{sizes}, expert data {self.expert_data}" + ("" if self.expert_tensor_parallel else ", whole on each")
+        ]
+        for name in ("tensor", "data", "expert", "expert_data"):
+            find = getattr(self, f"{name}_group")
+            groups = sorted({tuple(find(rank)) for rank in range(self.world)})
+            lines.append(f"  {name:<12}" + " ".join("{" + " ".join(map(str, group)) + "}" for group in groups))
+        return "\n".join(lines)
+
+
+class Groups:
+    """A topology's process groups; every rank makes them. Its axes are "tensor", "data", "expert" and "expert_data".
+
+    Raises:
+        ValueError: as many ranks run as the topology does not have.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        if topology.world != dist.get_world_size():
+            raise ValueError(
+                f"the topology has {topology.world} ranks, but {dist.get_world_size()} run; make them equal"
+            )
+        self.topology = topology
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if dist.group.WORLD is not None:
+            made[tuple(range(topology.world))] = dist.group.WORLD
+        for axis in AXES:
+            find = getattr(topology, f"{axis}_group")
+            for group in sorted({tuple(find(rank)) for rank in range(topology.world)}):
+                if group not in made and len(group) > 1:
+                    made[group] = dist.new_group(list(group))
+            mine = made.get(tuple(find(dist.get_rank())))
+            if mine is not None:
+                self._groups[axis] = mine
+
+    def __deepcopy__(self, memo: dict) -> Groups:
+        """Copies of a model share the groups: these cannot be copied."""
+        return self
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group along an axis of more than one rank."""
+        return self._groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return len(getattr(self.topology, f"{axis}_group")(0))
+
+    def rank(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        return getattr(self.topology, f"{axis}_group")(dist.get_rank()).index(dist.get_rank())
+
+    def axis_names(self) -> dict[str, str]:
+        """Axis by torch's name of its group, for a ledger of what went over which axis."""
+        # One group may be that of two axes: what goes over it most names it.
+        named = ("expert_data", "data", "expert", "tensor")
+        return {self._groups[axis].group_name: axis for axis in named if axis in self._groups}

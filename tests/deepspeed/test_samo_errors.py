@@ -1,0 +1,137 @@
+"""A mistake beside ``axonn.samo`` ends in one sentence, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401  ranks are forked from here
+import pytest
+
+import plugins
+import plugins.deepspeed.samo_engine
+from plugins.config import ConfigError, parse
+from tests.deepspeed.scripts import fork_script, one_sentence, sentences
+
+plugins.activate()
+SAMO = {"sparsity": 0.9}
+# Name: the block, what the sentence must contain.
+BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no sparsity": ({}, ("axonn.samo.sparsity", "missing", "mask file")),
+    "more than all": ({"sparsity": 1.5}, ("axonn.samo.sparsity", "1.5", "0 to 1")),
+    "string": ({"sparsity": "0.9"}, ("axonn.samo.sparsity", '"0.9"', "0 to 1")),
+    "pruner": (SAMO | {"pruner": "magnitud"}, ("axonn.samo.pruner", "magnitud", "early_bird", "mask")),
+    "mask number": (SAMO | {"pruner": {"mask": 3}}, ("axonn.samo.pruner.mask", "3", "string")),
+    "two pruners": (SAMO | {"pruner": {"mask": "a", "early_bird": {}}}, ("axonn.samo.pruner", "early_bird")),
+    "search key": (SAMO | {"pruner": {"early_bird": {"steps": 3}}}, ("early_bird.steps", "interval")),
+    "window": (SAMO | {"pruner": {"early_bird": {"window": 0}}}, ("early_bird.window", "0", "at least 1")),
+    "epsilon": (SAMO | {"pruner": {"early_bird": {"epsilon": 0}}}, ("early_bird.epsilon", "0", "above 0")),
+    "patterns": (SAMO | {"include": "fc"}, ("axonn.samo.include", '"fc"', "list")),
+    "mask and patterns": ({"pruner": {"mask": "a"}, "exclude": ["b"]}, ("axonn.samo.exclude", "mask file", "remove")),
+    "start": (SAMO | {"start_step": -1}, ("axonn.samo.start_step", "-1", "at least 0")),
+    "shard": (SAMO | {"shard": 1}, ("axonn.samo.shard", "1", "true or false")),
+    "scope": (SAMO | {"scope": "all"}, ("axonn.samo.scope", '"all"', "global")),
+    "key": (SAMO | {"shards": True}, ("axonn.samo.shards", '"shard"')),
+}
+# Name: the rest of the configuration, what the sentence must contain.
+REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    **{
+        f"stage {stage}": ({"zero_optimization": {"stage": stage}}, (f"stage = {stage}", '"shard": true'))
+        for stage in (1, 2, 3)
+    },
+    "offload": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer", "remove")),
+    "offload parameters": ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ("offload_param", "remove")),
+    "both halves": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast", "bfloat16")),
+    "accumulation": ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, ("grad_accum_dtype",)),
+    "reduction": ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, ("communication_data_type", "bf16")),
+    "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam", "AdamW")),
+    "lamb": ({"optimizer": {"type": "Lamb"}}, ("optimizer.type = Lamb", "AdamW")),
+    "lion": ({"optimizer": {"type": "Lion"}}, ("optimizer.type = Lion", "AdamW")),
+    "bias": ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, ("bias_correction", "remove")),
+    "sparse": ({"sparse_gradients": True}, ("sparse_gradients", "remove")),
+    "autotp": ({"tensor_parallel": {"autotp_size": 2}}, ("autotp_size", "remove")),
+    "experts": ({"expert_parallel": {"enabled": True}}, ("expert_parallel", "remove")),
+    "sequence": ({"sequence_parallel_size": 2}, ("sequence_parallel_size", "remove")),
+    "hybrid": ({"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
+    "compression": ({"compression_training": {"sparse_pruning": {}}}, ("compression_training", "remove")),
+    "universal": ({"checkpoint": {"load_universal": True}}, ("load_universal", "remove")),
+    "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
+    "background": ({"checkpoint": {"writer": {"type": "fast"}}}, ("checkpoint.writer", "remove")),
+}
+
+
+def test_sentences() -> None:
+    from plugins.deepspeed.samo_config import check
+
+    found = set()
+    for name, (block, said) in BLOCKS.items():
+        with pytest.raises(ConfigError) as caught:
+            parse({"samo": block})
+        found.add(str(caught.value))
+        assert one_sentence(str(caught.value)) and all(part in str(caught.value) for part in said), (name, caught.value)
+    for name, (raw, said) in REST.items():
+        with pytest.raises(ConfigError) as caught:
+            check(raw, None)
+        found.add(str(caught.value))
+        assert one_sentence(str(caught.value)) and all(part in str(caught.value) for part in said), (name, caught.value)
+    with pytest.raises(ConfigError, match=r"axonn\.samo and axonn\.tensor_parallel") as caught:
+        parse({"samo": SAMO, "tensor_parallel": {}})
+    assert one_sentence(str(caught.value)) and len(found) == len(BLOCKS) + len(REST)
+    check({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, None)
+    parse({"samo": SAMO | {"pruner": "early_bird", "include": ["*"], "start_step": 3}, "pccl": {}})
+
+
+SCRIPT = """
+import torch, deepspeed
+from torch import nn
+torch.manual_seed(3)
+net, samo, more, keywords = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 9)), {'sparsity': 0.9}, {}, {}
+CHANGE
+config = {'train_micro_batch_size_per_gpu': 2, 'optimizer': {'type': 'Adam'}, 'axonn': {'samo': samo}} | more
+keywords = {'model_parameters': net.parameters()} | keywords
+engine = deepspeed.initialize(model=net, config={k: v for k, v in config.items() if v}, **keywords)[0]
+assert type(engine).__name__ == 'SamoEngine'
+for _ in range(2):
+    loss = engine(torch.randn(2, 16)).square().mean()
+    engine.backward(loss)
+    engine.step()
+"""
+# Name: the line that makes the mistake, on 2 ranks, and what the sentence must contain.
+SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "stage 2": ("more = {'zero_optimization': {'stage': 2}}", ("stage = 2", "shard")),
+    "pipeline": (
+        "from deepspeed.pipe import PipelineModule; deepspeed.init_distributed('gloo'); "
+        "net = PipelineModule([nn.Linear(4, 4)] * 2, num_stages=2); deepspeed.comm.barrier()",
+        ("PipelineModule",),
+    ),
+    "mpu": ("keywords['mpu'] = type('Mpu', (), {'get_data_parallel_world_size': lambda s: 2})()", ("mpu",)),
+    "no optimizer": ("more = {'optimizer': None}", ("no optimizer",)),
+    "no file": ("samo['pruner'] = {'mask': 'none.pt'}", ("none.pt", "does not exist")),
+    "no match": ("samo['include'] = ['2.weight']", ("2.weight", "no parameter")),
+    "nothing left": ("samo['exclude'] = ['*']", ("no parameter to prune",)),
+    "not element-wise": (
+        "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
+        ("Lamb", "AdamW"),
+    ),
+    "masks of another sparsity": (
+        "torch.save({'0.weight': torch.ones(12, 16)}, 'ones.pt'); samo['pruner'] = {'mask': 'ones.pt'}",
+        ("sparsity = 0.9", "0.00%"),
+    ),
+    "": ("", ()),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(name: str, tmp_path: Path) -> None:
+    line, said = SCRIPTS[name]
+    codes, errors, seconds = fork_script(tmp_path, SCRIPT.replace("CHANGE", line), ranks=2)
+    assert seconds < 60
+    if not said:
+        assert codes == [0, 0], errors
+        assert "SAMO: pruned after step 0" in errors[0] and "SAMO" not in errors[1]
+        return
+    for code, error in zip(codes, errors, strict=True):
+        assert code == 1 and "Traceback" not in error, (codes, error)
+        (sentence,) = sentences(error)
+        assert one_sentence(sentence) and all(part in sentence for part in said), sentence

@@ -1,0 +1,265 @@
+"""What runs on accelerators, on the CPU: gloo stands in for the vendor's library, ranks for GPUs on several nodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from plugins.pccl import register
+from plugins.pccl.algorithms import algorithms
+from plugins.pccl.backend import planner, using
+from plugins.pccl.build import load
+from plugins.pccl.choice import NATIVE, Choice, Measured
+from plugins.pccl.device_tuner import tune
+from plugins.pccl.executor import Executor
+from plugins.pccl.nodewise import even
+from plugins.pccl.options import Options
+from plugins.pccl.vendor import nodes_of
+from tests.distributed import run_ranks
+from tests.pccl.stress import AVG, DTYPES, MAX, PRODUCT, SUM, reduced, values
+
+OPS = (SUM, AVG, dist.ReduceOp.MIN, MAX, PRODUCT)
+ELEMENTS = (0, 1, 3, 30, 257)
+MAPS: dict[int, tuple[Sequence[Sequence[int]], ...]] = {
+    2: (((0, 1),), ((0,), (1,))),
+    3: (((0, 1), (2,)), ((2,), (0,), (1,))),
+    4: (((0, 1), (2, 3)), ((0, 2), (1, 3))),
+    5: (((0, 3), (1,), (2, 4)), ((0, 1, 2), (3, 4))),
+    6: (((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3, 4, 5)), ((0,), (1, 2, 3, 5, 4))),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Before ranks are forked, whose time is limited."""
+    load()
+
+
+def group_of(ranks: int, nodes: Sequence[Sequence[int]], options: Options | None = None, measured: Any = None) -> Any:
+    """A process group of the world's first ranks with the accelerator's backend in front of gloo; None elsewhere."""
+
+    def create(asked: Any, _: Any) -> Any:
+        timeout, rank = timedelta(seconds=60), asked.group_rank
+        inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", asked.store), rank, ranks, timeout)
+        local = None
+        if len(nodes) == 1:
+            local = inner
+        elif even(nodes):
+            here = next(number for number, node in enumerate(nodes) if rank in node)
+            store = dist.PrefixStore(f"node{here}", asked.store)
+            local = dist.ProcessGroupGloo(store, list(nodes[here]).index(rank), len(nodes[here]), timeout)
+        executor = Executor(inner, local, rank, nodes, options or Options(), measured)
+        return load().device_backend(inner, rank, ranks, executor, "cpu")
+
+    dist.Backend.register_backend("pccl_double", create, extended_api=True, devices=["cpu"])
+    group = dist.new_group(list(range(ranks)), backend="pccl_double")
+    return group if dist.get_rank() < ranks else None
+
+
+def cases(ranks: int) -> Iterator[tuple[str, Choice]]:
+    """Every algorithm for every collective."""
+    for collective in ("all_gather", "reduce_scatter", "all_reduce"):
+        for place, name in enumerate(algorithms(collective, ranks)):
+            yield collective, Choice(name, 1 + place % 3)
+
+
+def one(collective: str, group: Any, dtype: torch.dtype, elements: int, op: Any, form: str, seed: int) -> None:
+    """One collective by one form of the call, checked exactly."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = [values(dtype, elements, seed + other) for other in range(size)]
+    wide = [values(dtype, elements * size, seed + 100 + other) for other in range(size)]
+    mine = parts[rank].clone()
+    if form == "coalesced":
+        _coalesced(collective, group, parts, wide, op)
+        return
+    if collective == "all_reduce":
+        got = mine if form != "sparse" else torch.zeros(2 * elements, dtype=dtype)[::2].copy_(mine)
+        work = dist.all_reduce(got, op, group=group, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        work.wait()
+        assert torch.equal(future.value()[0], got) and work.is_completed()
+        wanted = reduced(parts, op)
+    elif collective == "all_gather":
+        got = torch.zeros(elements * size, dtype=dtype)
+        if form == "list":
+            dist.all_gather(list(got.view(size, elements).unbind()), mine, group=group)
+        else:
+            mine = got[rank * elements : (rank + 1) * elements].copy_(mine) if form == "in place" else mine
+            dist.all_gather_into_tensor(got, mine, group=group)
+        wanted = torch.cat(parts)
+    else:
+        whole = wide[rank].clone()
+        got = whole[rank * elements : (rank + 1) * elements] if form == "in place" else torch.empty_like(mine)
+        if form == "list":
+            dist.reduce_scatter(got, list(whole.view(size, elements).unbind()), op, group=group)
+        else:
+            dist.reduce_scatter_tensor(got, whole, op, group=group)
+        wanted = reduced(wide, op)[rank * elements : (rank + 1) * elements]
+    assert torch.equal(got, wanted), (collective, dtype, elements, op, form, got, wanted)
+
+
+def _coalesced(collective: str, group: Any, parts: list[torch.Tensor], wide: list[torch.Tensor], op: Any) -> None:
+    """Two calls at once, of two sizes."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    pairs = []
+    with dist._coalescing_manager(group=group):
+        for cut in (1, 2):
+            mine, whole = parts[rank][::cut].clone(), wide[rank][: parts[0][::cut].numel() * size].clone()
+            if collective == "all_reduce":
+                dist.all_reduce(mine, op, group=group)
+                pairs.append((mine, reduced([part[::cut] for part in parts], op)))
+            elif collective == "all_gather":
+                got = torch.empty(mine.numel() * size, dtype=mine.dtype)
+                dist.all_gather_into_tensor(got, mine, group=group)
+                pairs.append((got, torch.cat([part[::cut] for part in parts])))
+            else:
+                got = torch.empty_like(mine)
+                dist.reduce_scatter_tensor(got, whole, op, group=group)
+                summed = reduced([each[: whole.numel()] for each in wide], op)
+                pairs.append((got, summed[rank * mine.numel() : (rank + 1) * mine.numel()]))
+    assert all(torch.equal(got, wanted) for got, wanted in pairs), (collective, parts[0].dtype, op)
+
+
+def _every_algorithm() -> int:
+    draw, done = random.Random(7), 0
+    for ranks, maps in MAPS.items():
+        for nodes in maps:
+            group = group_of(ranks, nodes)
+            lot = list(cases(ranks))
+            draw.shuffle(lot)
+            for number, (collective, choice) in enumerate(lot):
+                kinds = [(draw.choice(DTYPES), draw.choice(ELEMENTS), draw.choice(OPS)) for _ in range(2)]
+                kinds.append((torch.float64, 257, AVG))
+                form = draw.choice(("plain", "in place", "list", "sparse", "coalesced"))
+                if group is None:
+                    continue
+                with using(choice, group):
+                    for dtype, elements, op in kinds:
+                        floating = dtype.is_floating_point
+                        if op == AVG and not floating or dtype is torch.bool and op == PRODUCT:
+                            op = SUM
+                        op = MAX if op == PRODUCT and dtype.itemsize < 4 else op
+                        one(collective, group, dtype, elements, op, form, 1000 * number)
+                        done += 1
+    return done
+
+
+def _choices() -> None:
+    nodes = ((0, 1), (2, 3))
+    times = {2**10: {Choice("ring"): 2.0, Choice(NATIVE): 1.0}, 2**20: {Choice("ring"): 1.0, Choice(NATIVE): 2.0}}
+    group = group_of(4, nodes, measured=Measured({"all_gather": times}))
+    asked = planner(group)
+    assert [asked.ours(0, size, True) for size in (2**10, 2**20)] == [False, True]
+    assert not asked.ours(1, 2**10, True) and asked.ours(1, 2**10, False)  # nothing measured: the vendor's, if it can
+    ring, native = (planner(group_of(4, nodes, Options(algorithm=name))) for name in ("ring", "native"))
+    assert ring.ours(0, 2**10, True) and not native.ours(0, 2**10, True)
+    before = asked.measured
+    measured = tune(group, sizes=(2**10, 2**12), device="cpu")
+    assert asked.measured is measured and set(measured.times) == {"all_gather", "reduce_scatter", "all_reduce"}
+    for by_size in measured.times.values():
+        assert all(Choice(NATIVE) in times and len(times) >= 6 for times in by_size.values())
+    asked.measured = before
+    one("all_reduce", group, torch.int16, 30, SUM, "plain", 5)  # which gloo knows not
+    one("all_reduce", group, torch.float32, 30, SUM, "plain", 6)
+    dist.broadcast(torch.ones(3), 0, group=group)
+    dist.barrier(group)
+    with (
+        pytest.raises(RuntimeError, match="has 9 Float of the output, expected 4 times 2 Float of the input"),
+        using(Choice("ring"), group),
+    ):
+        dist.all_gather_into_tensor(torch.empty(9), torch.ones(2), group=group)
+
+
+def _bits() -> None:
+    """What does not add exactly has the same bits on all ranks and in every run."""
+    rank = dist.get_rank()
+    for nodes in (((0, 1), (2, 3)), ((0, 1, 2), (3,))):
+        group = group_of(4, nodes)
+        for name in algorithms("all_reduce", 4):
+            found = []
+            for _ in range(2):
+                data = torch.randn(1001, generator=torch.Generator().manual_seed(rank)).bfloat16()
+                data[:2] = torch.tensor([0.0, -0.0]) if rank % 2 else torch.tensor([-0.0, 0.0])
+                other = data.clone()
+                with using(Choice(name), group):
+                    dist.all_reduce(data, group=group)
+                    dist.all_reduce(other, MAX, group=group)
+                found.append(torch.cat([data, other]).view(torch.int16))
+            everybody = [torch.empty_like(found[0], dtype=torch.int32) for _ in range(4)]
+            dist.all_gather(everybody, found[0].int())
+            assert torch.equal(*found) and all(torch.equal(bits, everybody[0]) for bits in everybody), name
+
+
+def _routed() -> None:
+    """One backend for two devices: "meta" tensors stand in for the GPU's."""
+    made = []
+
+    def make() -> Any:
+        made.append(FakeProcessGroup._create_internal(dist.get_rank(), 4))
+        return made[-1]
+
+    def create(asked: Any, _: Any) -> Any:
+        inner = dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, asked.timeout)
+        return load().router(inner, asked.group_rank, asked.group_size, make)
+
+    dist.Backend.register_backend("pccl_router", create, extended_api=True, devices=["cpu"])
+    backend = dist.new_group(backend="pccl_router")._get_backend(torch.device("cpu"))
+    here, there, rank = torch.ones(3), torch.ones(3, device="meta"), dist.get_rank()
+    backend.allreduce([here], dist.AllreduceOptions()).wait()
+    assert here.tolist() == [4.0] * 3 and not made
+    backend.allreduce([there], dist.AllreduceOptions()).wait()
+    assert len(made) == 1 and isinstance(load().on_device(backend), FakeProcessGroup)
+    for sent, got in ((here, torch.zeros(3)), (there, there)):
+        assert backend.supports_coalescing
+        backend._start_coalescing()
+        backend.send([sent], (rank + 1) % 4, 0)
+        backend.recv([got], (rank - 1) % 4, 0)
+        backend._end_coalescing().wait()
+        assert got is there or got.tolist() == [4.0] * 3
+
+
+def _both_devices() -> None:
+    """The group as it is where there is a GPU, seen from the CPU's tensors."""
+    register()
+    with patch("torch.cuda.is_available", lambda: True):
+        group = dist.new_group(backend="pccl")
+    rank, mine, got = dist.get_rank(), torch.full((3,), dist.get_rank() + 1.0), torch.zeros(3)
+    ops = [(dist.isend, mine, (rank + 1) % 4), (dist.irecv, got, (rank - 1) % 4)]
+    for work in dist.batch_isend_irecv([dist.P2POp(op, data, group=group, group_peer=peer) for op, data, peer in ops]):
+        work.wait()
+    assert got.tolist() == [(rank - 1) % 4 + 1.0] * 3
+    dist.all_reduce(mine, group=group)
+    dist.barrier(group)
+    assert mine.tolist() == [10.0] * 3
+    with pytest.raises(RuntimeError, match='"cuda:pccl" needs a CUDA device'):
+        group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
+
+
+def _four() -> None:
+    for check in (_choices, _bits, _routed, _both_devices):
+        check()
+        dist.barrier()
+
+
+def test_every_algorithm_with_gloo_in_the_librarys_place() -> None:
+    done = run_ranks(_every_algorithm, 6, timeout=60)
+    assert done[0] == max(done) > 300
+
+
+def test_choices_bits_and_devices() -> None:
+    run_ranks(_four, 4, timeout=60)
+
+
+def test_nodes_by_name_or_by_number() -> None:
+    assert nodes_of(["a", "b", "a"], [4, 5, 6], "auto") == ((0, 2), (1,))
+    assert nodes_of(["a", "a", "a"], [3, 4, 5], 2) == ((0,), (1, 2))
+    assert even(((0, 1), (2, 3))) and not even(((0, 2), (1, 3))) and not even(((0,), (1,))) and not even(((0, 1), (2,)))
