@@ -69,6 +69,17 @@ def _samo(what: str | None, options: list[str], helped: bool) -> int:
     return memory(options)
 
 
+def _ted(what: str | None, options: list[str], helped: bool) -> int:
+    if what is None:
+        print("usage: axonn ted memory [MODEL] [--help] [OPTIONS]")
+        return 0 if helped else 2
+    if what != "memory":
+        raise ConfigError(f'"{what}" is nothing that axonn ted does; use "memory"')
+    from plugins.ted.memory_cli import main as memory
+
+    return memory(options)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A user's mistake is one sentence and 2."""
     parser = argparse.ArgumentParser(
@@ -95,11 +106,14 @@ def main(arguments: list[str] | None = None) -> int:
     samo = commands.add_parser("samo", help="memory that training a pruned model takes: samo memory", add_help=False)
     samo.add_argument("what", nargs="?")
     samo.add_argument("options", nargs=argparse.REMAINDER)
+    ted = commands.add_parser("ted", help="memory that training a mixture of experts takes: ted memory", add_help=False)
+    ted.add_argument("what", nargs="?")
+    ted.add_argument("options", nargs=argparse.REMAINDER)
     emulate = "emulate a cluster on this machine: up, exec, run, status, down"
     commands.add_parser("cluster", help=emulate, add_help=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed, rest = parser.parse_known_args(arguments)
-    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench", "simulate", "samo")
+    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench", "simulate", "samo", "ted")
     if rest and parsed.command != "cluster" and not asks_for_help:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -111,6 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _simulate(parsed.what, parsed.options, asks_for_help)
         if parsed.command == "samo":
             return _samo(parsed.what, parsed.options, asks_for_help)
+        if parsed.command == "ted":
+            return _ted(parsed.what, parsed.options, asks_for_help)
         if parsed.command == "doctor":
             from plugins.doctor import main as doctor
 
