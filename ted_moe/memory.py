@@ -268,7 +268,7 @@ def stash_bytes(
 
     A layer without experts has two all-reduces. One with experts has the all-reduce of attention, two all-to-alls and the experts'
     all-reduce; with duplicate token dropping the all-to-alls are G_tensor times smaller and each is followed by an all-gather; the fused
-    form has a reduce-scatter for the experts' all-reduce. Groups of one rank have no collectives.
+    form has a reduce-scatter for the experts' all-reduce, if there is dropping. Groups of one rank have no collectives.
 
     Args:
         model: the base model.
@@ -282,7 +282,9 @@ def stash_bytes(
     """
     tensor, sparse = degrees.tensor, expert_layers(model)
     capacity = max(math.ceil(tokens * k * capacity_factor / experts), CAPACITY_FLOOR)
-    routed = experts * (-(-capacity // tensor) * tensor)
+    if dropping:
+        capacity = -(-capacity // tensor) * tensor
+    routed = experts * capacity
     dropped = routed // tensor if dropping else routed
     reduces = (2 * model.layers - sparse) * tokens if tensor > 1 else 0
     exchanges = 2 * dropped if degrees.expert > 1 else 0

@@ -6,13 +6,16 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
+from torch import nn
 
+import ted_moe
 from plugins import cli
 from plugins.samo.models import MODELS
 from plugins.ted import memory_measure as measuring
 from plugins.ted import memory_report as report
 from ted_moe import fitting, memory
 from ted_moe.memory import TABLE_4_1, Degrees, Parameters, Transformer
+from tests.distributed import run_ranks
 
 SMALL = Transformer(4, 32, 50, 16)
 
@@ -52,7 +55,7 @@ def test_state_and_step():
     assert spike == pytest.approx(3.36e9, rel=0.01)
 
 
-def count(model: torch.nn.Module) -> Parameters:
+def count(model: nn.Module) -> Parameters:
     """Parameters of a module, in experts and outside."""
     from deepspeed.moe.utils import is_moe_param
 
@@ -112,10 +115,34 @@ def test_activations():
     # With dropping, all-to-alls of half and two all-gathers; fused, a reduce-scatter.
     assert stash(Degrees(2, 4), fused=False) == 6 * tokens + 2 * (tokens + tokens + 2 * tokens)
     assert stash(Degrees(2, 4)) == 6 * tokens + 2 * (tokens + tokens / 2 + 2 * tokens)
-    # A capacity of 17 is padded to 18; capacities have a floor of 4.
+    # A capacity of 17 is padded to 18 where its duplicates are dropped; capacities have a floor of 4.
     assert stash(Degrees(1, 4), capacity_factor=17 / 16) == 2 * 2 * 4 * 17
-    assert stash(Degrees(2, 1, 4), capacity_factor=17 / 16, dropping=False, fused=False) == 6 * tokens + 2 * 4 * 18
+    assert stash(Degrees(2, 1, 4), capacity_factor=17 / 16, dropping=False) == 6 * tokens + 2 * 4 * 17
+    assert stash(Degrees(2, 1, 4), capacity_factor=17 / 16) == 6 * tokens + 2 * (4 * 9 + 2 * 4 * 18)
     assert memory.stash_bytes(SMALL, 4, 4, Degrees(1, 4)) / (2 * hidden) == 2 * 2 * 16
+
+
+def stashed(features: int, experts: int, tokens: int) -> dict[tuple[bool, bool], int]:
+    """What `ted_moe.Stashing` holds of a layer, by dropping and fused."""
+    groups, found = ted_moe.Groups(ted_moe.Topology(4, tensor=2, expert=2)), {}
+    for dropping in (False, True):
+        for fused in (False, True):
+            mlp = nn.Sequential(nn.Linear(features, 8), nn.GELU(), nn.Linear(8, features))
+            switches = {"duplicate_token_dropping": dropping, "fused": fused}
+            layer = ted_moe.MoE(features, mlp, experts, 2, use_rts=False, groups=groups, **switches).bfloat16()
+            function = ted_moe.Stashing(layer)
+            function(torch.randn(tokens, features, dtype=torch.bfloat16))
+            found[dropping, fused] = function.nbytes
+    return found
+
+
+def test_the_stash_is_as_large_as_the_formula_says():
+    features, experts, tokens = 6, 4, 68  # a capacity of 17
+    model = Transformer(2, features)
+    for found in run_ranks(stashed, 4, features, experts, tokens):
+        for (dropping, fused), nbytes in found.items():
+            expected = memory.stash_bytes(model, experts, tokens, Degrees(2, 2), dropping=dropping, fused=fused)
+            assert nbytes == expected - 3 * tokens * features * 2  # the all-reduces outside the layer's experts
 
 
 def test_largest():
