@@ -15,10 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from samo.store import Entry, Segment
+from samo.tiles import Piece, Tile
 
 if TYPE_CHECKING:
     from samo.optimizer import Optimizer
@@ -40,12 +42,12 @@ _LENGTH = 2**16  # kept elements that a thread takes at a time
 
 
 class _Job(ctypes.Structure):
-    """`struct job` of step.c."""
+    """`struct job` of step.c; pointers as numbers."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("offsets", "starts", "positions")),
+        *((name, ctypes.c_uint64) for name in ("offsets", "starts", "positions")),
         *((name, ctypes.c_int64) for name in ("begin", "length")),
-        *((name, ctypes.c_void_p) for name in ("parameter", "gradient", "master", "average", "square")),
+        *((name, ctypes.c_uint64) for name in ("parameter", "gradient", "master", "average", "square")),
         *((name, ctypes.c_float) for name in ("decay", "penalty", "rate1", "beta2", "rate2", "epsilon", "step")),
         ("type", ctypes.c_int32),
     ]
@@ -112,6 +114,9 @@ class NativeStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._pieces = list(optimizer.pieces())
+        self._jobs = np.zeros(0)
+        self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its piece
+        self._at: list[int] = []
 
     def compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done.
@@ -136,27 +141,44 @@ class NativeStep:
     def step(self, factor: float) -> None:
         """Update all pieces whose gradients have arrived; these are multiplied by `factor` first."""
         active = [(tile, piece) for tile, piece in self._pieces if piece.segment.entry.arrived]
+        if not active:
+            return
+        known = self.optimizer.inner.state
         for _, piece in active:
-            if piece.weights not in self.optimizer.inner.state:
+            if piece.weights not in known:
                 zeros = [torch.zeros(piece.segment.length) for _ in range(2)]
-                first = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-                self.optimizer.inner.state[piece.weights] = first
-        states = [self.optimizer.inner.state[piece.weights] for _, piece in active]
+                known[piece.weights] = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+        states = [known[piece.weights] for _, piece in active]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        jobs: list[_Job] = []
-        rates: dict[tuple[int, float], dict[str, float]] = {}
-        for (tile, piece), state, number in zip(active, states, steps, strict=True):
-            group = piece.segment.entry.group
-            key = group, float(number)
-            if key not in rates:
-                rates[key] = _rates(self.optimizer.param_groups[group], key[1], type(self.optimizer.inner))
-            jobs += _cut(piece.segment, tile.store.gradient, tile.store.master, state, rates[key])
-        table = (_Job * len(jobs))(*jobs)
+        table = self._table(active, states)
+        kinds: dict[tuple[int, float], list[int]] = {}
+        for place, ((_, piece), number) in enumerate(zip(active, steps, strict=True)):
+            kinds.setdefault((piece.segment.entry.group, number.item()), []).append(place)
+        for (group, number), places in kinds.items():
+            rates = _rates(self.optimizer.param_groups[group], number, type(self.optimizer.inner))
+            rows = np.isin(self._owners, places) if len(kinds) > 1 else slice(None)
+            for name, value in rates.items():
+                table[name][rows] = value
         found = library()
         assert found is not None
-        found.samo_step(ctypes.addressof(table), len(jobs), torch.get_num_threads(), factor)
+        found.samo_step(table.ctypes.data, len(table), torch.get_num_threads(), factor)
         torch.autograd.graph.increment_version({piece.segment.entry.parameter for _, piece in active})
+
+    def _table(self, active: list[tuple[Tile, Piece]], states: list[dict[str, Tensor]]) -> np.ndarray:
+        """The jobs of pieces; made anew where anything has moved in memory."""
+        at = [piece.segment.entry.parameter.data_ptr() for _, piece in active]
+        at += [state[name].data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")]
+        if at != self._at:
+            cut = [
+                _cut(piece.segment, tile.store.gradient, tile.store.master, state)
+                for (tile, piece), state in zip(active, states, strict=True)
+            ]
+            jobs = [job for each in cut for job in each]
+            self._jobs = np.ctypeslib.as_array((_Job * len(jobs))(*jobs))
+            self._owners = np.repeat(np.arange(len(cut)), [len(each) for each in cut])
+            self._at = at
+        return self._jobs
 
 
 def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]:
@@ -175,12 +197,10 @@ def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]
     }
 
 
-def _cut(
-    segment: Segment, gradient: Tensor, master: Tensor | None, state: dict[str, Tensor], rates: dict[str, float]
-) -> list[_Job]:
+def _cut(segment: Segment, gradient: Tensor, master: Tensor | None, state: dict[str, Tensor]) -> list[_Job]:
     entry = segment.entry
     stored, starts = (None, None) if entry.index is None else entry.index.tensors
-    where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype], **rates}
+    where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype]}
     if stored is not None:
         where |= (
             {"positions": stored.data_ptr()}
@@ -195,7 +215,7 @@ def _cut(
                 begin=segment.begin + done,
                 length=min(_LENGTH, segment.length - done),
                 gradient=gradient.data_ptr() + (segment.gradient + done) * width,
-                master=None if master is None else master.data_ptr() + (segment.master + done) * 4,
+                master=0 if master is None else master.data_ptr() + (segment.master + done) * 4,
                 average=state["exp_avg"].data_ptr() + done * 4,
                 square=state["exp_avg_sq"].data_ptr() + done * 4,
                 **where,
