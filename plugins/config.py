@@ -22,7 +22,7 @@ from plugins.pccl.options import Options
 LayerKind = Literal[
     "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
 ]
-LATER_SYSTEMS = {"ted": "TED", "samo": "SAMO", "pipeline": "the message-driven pipeline"}
+LATER_SYSTEMS = {"samo": "SAMO", "pipeline": "the message-driven pipeline"}
 
 
 class ConfigError(ValueError):
@@ -207,6 +207,16 @@ class Pccl(Block):
         return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file)
 
 
+class Ted(Block):
+    """TED: mixtures of experts by tensor, expert and data parallelism (dissertation chapter 7)."""
+
+    tile_size: Size | None = Field(
+        1_800_000,
+        description="Under ZeRO-1 and 2, elements whose float32 gradients exist at a time in the optimizer's step, which needs 4 bytes of "
+        "temporary memory for each. null: all at once, as DeepSpeed does.",
+    )
+
+
 class Axonn(Block):
     """The whole block."""
 
@@ -215,6 +225,7 @@ class Axonn(Block):
     )
     tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
     pccl: Pccl | None = Field(None, description="Collectives with few steps for DeepSpeed on the CPU.")
+    ted: Ted | None = Field(None, description="Mixtures of experts; so far the tiled optimizer.")
 
 
 def parse(block: Any) -> Axonn:
@@ -257,7 +268,7 @@ def _block_at(location: tuple[str | int, ...]) -> tuple[type[Block], str]:
     """The class of the block at a location, and its documented path."""
     block: type[Block] = Axonn
     for part in location:
-        block = {"tensor_parallel": TensorParallel, "plan": Layer, "pccl": Pccl}.get(str(part), block)  # type: ignore[assignment]
+        block = {"tensor_parallel": TensorParallel, "plan": Layer, "pccl": Pccl, "ted": Ted}.get(str(part), block)  # type: ignore[assignment]
     return block, ".".join(["axonn", *(str(part) for part in location)])
 
 

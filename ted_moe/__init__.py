@@ -1,1 +1,3 @@
-"""TED (tensor × expert × data parallel MoE), not implemented yet: it will follow chapter 7 of the dissertation."""
+"""TED: tensor × expert × data parallel mixtures of experts (000, chapter 7)."""
+
+from ted_moe.tiled_optimizer import TiledOptimizer as TiledOptimizer
