@@ -94,7 +94,11 @@ def _two_steps(
         try:
             for _ in range(2):
                 weights.grad = gradient.clone()
-                known = [weights, weights.grad, *(v for v in optimizer.state[weights].values() if isinstance(v, Tensor))]
+                known = [
+                    weights,
+                    weights.grad,
+                    *(v for v in optimizer.state[weights].values() if isinstance(v, Tensor)),
+                ]
                 with _Allocations(known) as allocations:
                     optimizer.step()
                 most.append(allocations.most)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ted_moe.probe import examine
-from ted_moe.tiles import TILE, Piece, Room, TiledStep, along, pieces_of
+from ted_moe.tiles import TILE, Piece, Room, TiledStep, along, flat, pieces_of
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Buffers = dict[tuple[torch.dtype, torch.device], Tensor]
@@ -87,15 +87,19 @@ class TiledOptimizer(torch.optim.Optimizer):
         return {**group, "params": [self._master(parameter) for parameter in group["params"]]}
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        parameter.data = parameter.data.contiguous()
+        if (
+            1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            != parameter.numel()
+        ):
+            parameter.data = parameter.data.contiguous()  # it has holes, or is empty
         half = parameter.dtype in (torch.bfloat16, torch.float16)
         master = parameter.detach().float() if half else parameter
         self._live[master] = parameter
         return master
 
     def _examine(self, group: dict[str, Any]) -> None:
-        if group["params"]:
-            weights = group["params"][0]
+        weights = max(group["params"], key=Tensor.numel, default=torch.zeros(()))
+        if weights.dim():
             room = examine(self.inner, group, weights, self.inner.state.get(weights, {}))
             self._room = Room(max(self._room.first, room.first), max(self._room.later, room.later))
 
@@ -164,7 +168,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _gradient(self, piece: Piece, factor: Tensor | None, buffers: Buffers, begin: int, size: int) -> Tensor:
         """A piece's gradient in the masters' type times `factor`, in the buffer from `begin` where it has to be made."""
         weights = piece.weights
-        gradient = _flat_gradient(self._live[weights])[piece.begin : piece.end]
+        gradient = flat_gradient(self._live[weights])[piece.begin : piece.end]
         if factor is None and gradient.dtype == weights.dtype:
             return gradient
         key = (weights.dtype, weights.device)
@@ -194,7 +198,7 @@ class TiledOptimizer(torch.optim.Optimizer):
                 name = group["param_names"][place] if "param_names" in group else str(number)
                 number += 1
                 if parameter.grad is not None:
-                    norms[name] = norm_in_parts(_flat_gradient(parameter), self.tile_size)
+                    norms[name] = norm_in_parts(flat_gradient(parameter), self.tile_size)
         if self.norm is not None:
             return self.norm({name: norm.square() for name, norm in norms.items()}).sqrt()
         device = self.param_groups[0]["params"][0].device
@@ -225,7 +229,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         for master, state in self.inner.state.items():
             for key, value in state.items():
-                state[key] = value.contiguous() if along(value, master) else value
+                if along(value, master) and value.stride() != master.stride():
+                    state[key] = torch.empty_like(master, dtype=value.dtype, requires_grad=False).copy_(value)
         self.state = self.inner.state
         _share_options(self.inner.param_groups, self.param_groups)
         if "masters" not in state_dict:
@@ -243,7 +248,12 @@ def norm_in_parts(gradient: Tensor, size: int) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+def flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient in the parameter's order of memory.
+
+    Raises:
+        ValueError: it is sparse.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if gradient.layout != torch.strided:
@@ -251,7 +261,8 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
             f"a parameter of shape {tuple(parameter.shape)} has a {gradient.layout} gradient; make its layer give dense ones, such as "
             "Embedding(sparse=False)"
         )
-    return gradient.reshape(-1)
+    same = gradient.stride() == parameter.stride()
+    return flat(gradient if same else torch.empty_like(parameter).copy_(gradient))
 
 
 def _share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:

@@ -43,8 +43,8 @@ class Piece:
 
     Attributes:
         group: number of its parameter group.
-        weights: the whole tensor, on which the optimizer's state is keyed; contiguous.
-        begin: first element.
+        weights: the whole tensor, on which the optimizer's state is keyed; without holes in memory.
+        begin: first element, in the order of memory.
         end: behind the last.
     """
 
@@ -59,8 +59,13 @@ class Piece:
         return self.end - self.begin == self.weights.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of another contiguous tensor of as many elements, flat."""
-        return tensor.detach().view(-1)[self.begin : self.end]
+        """The same elements of a tensor with the strides of the weights, flat."""
+        return flat(tensor)[self.begin : self.end]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a tensor without holes, in their order in memory, so that channels-last stays what it is."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def pieces_of(group: int, weights: Tensor, size: int) -> Iterator[Piece]:
@@ -99,12 +104,12 @@ class TiledStep:
         self._options: dict[int, dict[str, Any]] = {}
 
     def tile(self, pieces: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Update pieces by their gradients, which are as flat as the pieces."""
+        """Update pieces by their flat gradients, in the order of memory."""
         lent, held = [], []
         for piece, gradient in pieces:
             weights = self._lend(piece)
             held.append(weights.grad)
-            weights.grad = gradient.view(weights.shape)
+            weights.grad = gradient.as_strided(weights.shape, weights.stride(), gradient.storage_offset())
             lent.append(weights)
         options = {
             number: {

@@ -133,7 +133,9 @@ def use(block: Axonn, raw: Mapping[str, Any]) -> None:
     if stage not in (1, 2) and "tile_size" not in block.ted.model_fields_set:
         return
     check(raw, block)
-    engine.DeepSpeedZeroOptimizer = type("TiledZeroOptimizer", (TiledZeroOptimizer,), {"tile_size": block.ted.tile_size})
+    engine.DeepSpeedZeroOptimizer = type(
+        "TiledZeroOptimizer", (TiledZeroOptimizer,), {"tile_size": block.ted.tile_size}
+    )
 
 
 def step_aside() -> None:
