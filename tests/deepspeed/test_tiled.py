@@ -26,7 +26,7 @@ HALVES = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 128.0}},
-    "overflows": {"fp16": {"enabled": True, "initial_scale_power": 28, "loss_scale_window": 2, "hysteresis": 1}},
+    "overflows": {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
     "bf16 sums in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 
