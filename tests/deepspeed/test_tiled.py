@@ -279,7 +279,7 @@ def refused() -> dict[str, str]:
         "deepcompile": {"compile": {"deepcompile": True}},
     }.items():
         with pytest.raises(ConfigError) as error:
-            start(configuration(1, "bf16", 100, **more))
+            start(configuration(1, "bf16", None, **({"axonn": {"ted": {"tile_size": 100}}} | more)))
         found[name] = str(error.value)
     return found
 
