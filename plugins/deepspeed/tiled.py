@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime import engine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import Tensor
 
 from plugins.config import Axonn, ConfigError
@@ -24,7 +25,7 @@ from ted_moe.tiles import Room, TiledStep, pieces_of
 class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO-1/2 optimizer with the same bits, and at most 4·tile_size bytes of temporary memory in the update.
 
-    A norm of 16-bit gradients upcasts them, too: those longer than a tile are taken part by part, which rounds otherwise.
+    Norms, too, which DeepSpeed computes in float64 from a copy of each gradient, are computed part by part.
     """
 
     tile_size: int
@@ -49,9 +50,8 @@ class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
         return super().get_grad_norm_direct([part for part, _ in pairs], [p for _, p in pairs], norm_type)
 
     def _parts(self, gradient: Tensor) -> Iterable[Tensor]:
-        if gradient.dtype == torch.float32 or gradient.numel() <= self.tile_size:
-            return [gradient]
-        return gradient.reshape(-1).split(self.tile_size)
+        size = max(1, 4 * self.tile_size // get_norm_dtype().itemsize)
+        return [gradient] if gradient.numel() <= size else gradient.reshape(-1).split(size)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> Tensor:
         """Keep the gradients of the group, and let DeepSpeed have a stand-in of their shape and of no size."""

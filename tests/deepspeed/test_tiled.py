@@ -134,14 +134,14 @@ def one_group(model: nn.Module) -> Any:
     return list(model.parameters())
 
 
-# The largest gradient has 2257 elements; of a gradient that is longer than a tile the norm is rounded otherwise.
+# The largest gradient has 2257 elements.
 CASES = {
     f"ZeRO-{stage} {half} {what}": (stage, half, tile, clip, groups, Model)
     for stage in (1, 2)
     for half in HALVES
-    for what, tile, clip, groups in (("clipped", 2300, 0.3, two_groups), ("small tiles", 300, 0.0, one_group))
+    for what, tile, clip, groups in (("clipped", 2300, 0.3, two_groups), ("small tiles", 300, 0.3, one_group))
     if half != "fp32" or what == "clipped"
-} | {"long gradients": (1, "bf16", 300, 0.3, two_groups, Model)}
+}
 
 
 def checkpoints(stage: int, half: str, folder: str) -> list[str]:
@@ -214,21 +214,16 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2, str(tmp_path_factory.mktemp("checkpoints")))
 
 
-def check(found: Any, exact: bool = True) -> None:
+def check(found: Any) -> None:
     assert not isinstance(found, str), found
     assert found["classes"] == ["TiledZeroOptimizer", "DeepSpeedZeroOptimizer"]
-    ours, stock = found["runs"]
-    if exact:
-        assert not found["differ"]
-    else:
-        assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-5)
-        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2)
+    assert not found["differ"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_stock(name: str, two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
-        check(rank[name], exact=name != "long gradients")
+        check(rank[name])
         if "overflows" in name:
             skipped = rank[name]["runs"][0]["overflows"]
             assert any(skipped) and not all(skipped)
@@ -251,7 +246,7 @@ def test_memory_of_a_step(two_ranks: list[dict[str, Any]]) -> None:
 
 MIXTURES = {
     f"experts ZeRO-{stage} {half}": (stage, half, tile, clip, moe_groups, Experts)
-    for stage, half, tile, clip in ((1, "bf16", 1500, 0.3), (2, "bf16", 100, 0.0), (1, "fp16", 1500, 0.3))
+    for stage, half, tile, clip in ((1, "bf16", 1500, 0.3), (2, "bf16", 100, 0.3), (1, "fp16", 1500, 0.3))
 }
 
 
