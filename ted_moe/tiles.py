@@ -60,7 +60,7 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of a tensor with the strides of the weights, flat."""
-        return flat(tensor)[self.begin : self.end]
+        return tensor.detach().as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -77,6 +77,10 @@ def pieces_of(group: int, weights: Tensor, size: int) -> Iterator[Piece]:
 def along(value: Any, weights: Tensor) -> bool:
     """Whether a value of the state has an entry for each element of the weights."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == weights.numel()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @contextmanager
@@ -139,8 +143,7 @@ class TiledStep:
         weights = piece.of(piece.weights)
         if before:
             state[weights] = {
-                key: piece.of(value) if along(value, piece.weights) else copy.deepcopy(value)
-                for key, value in before.items()
+                key: piece.of(value) if along(value, piece.weights) else _copy(value) for key, value in before.items()
             }
         return weights
 

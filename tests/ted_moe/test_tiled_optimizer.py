@@ -101,7 +101,7 @@ def assert_same(reference, optimizer):
             assert torch.equal(tensor, expected), tensor.shape
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_the_bits_of_untiled(name, dtype):
     for tile_size in (64, 1000, 10**6) if name == "adamw" else (300,):
@@ -250,7 +250,7 @@ def most_allocated(function):
     return most
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", ["adamw", "maximizing", "foreach", "momentum", "adadelta"])
 def test_memory_of_a_step(name):
     """A tile, whatever the optimizer allocates and however large the model is; the first step also makes the state."""
     tile_size, mebibyte = 2**15, 2**20
