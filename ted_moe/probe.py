@@ -61,7 +61,8 @@ def examine(
     start, gradient = ((numbers * factor).cos().to(weights.dtype) for factor in (0.1, 0.7))
     kept = {key: value for key, value in state.items() if not along(value, weights)}
     moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
-    results, peaks = [], [0, 0]
+    results: list[Tensor] = []
+    peaks = [0, 0]
     for part in (slice(0, _ELEMENTS), slice(_ELEMENTS // 8, _ELEMENTS // 2)):
         stand_in = start[part].clone()
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}

@@ -124,8 +124,8 @@ class TiledStep:
         }
         with other_groups(self._optimizer, list(options.values())):
             self._optimizer.step()
-        for (piece, _), weights, gradient in zip(pieces, lent, held, strict=True):
-            weights.grad = gradient
+        for (piece, _), weights, own in zip(pieces, lent, held, strict=True):
+            weights.grad = own
             self._take_back(piece, weights)
         self._options |= options
 
