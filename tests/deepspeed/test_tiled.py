@@ -26,7 +26,7 @@ HALVES = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 128.0}},
-    "overflows": {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
+    "overflows": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}},
     "bf16 sums in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 
@@ -196,13 +196,6 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     found = {name: attempt(beside_stock, *case) for name, case in CASES.items()}
     for stage, half in ((1, "bf16"), (2, "fp16")):
         found[f"checkpoints {stage}"] = attempt(checkpoints, stage, half, f"{folder}/{stage}")
-    for name, how in {
-        "memory 2 layers": (2, 1, "bf16", 0.0),
-        "memory 5 layers": (5, 1, "bf16", 0.0),
-        "memory clipped": (2, 2, "fp16", 0.1),
-        "memory fp32": (2, 1, "fp32", 0.1),
-    }.items():
-        found[name] = [attempt(peaks, tile, *how) for tile in (TILE, None)]
     return found
 
 
@@ -233,15 +226,6 @@ def test_the_bits_of_stock(name: str, two_ranks: list[dict[str, Any]]) -> None:
 def test_checkpoints_go_both_ways(stage: int, two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank[f"checkpoints {stage}"] == []
-
-
-def test_memory_of_a_step(two_ranks: list[dict[str, Any]]) -> None:
-    for rank in two_ranks:
-        for name in ("memory 2 layers", "memory 5 layers", "memory clipped", "memory fp32"):
-            ours, stock = rank[name]
-            print(name, ours, stock)
-            assert max(ours) <= 4 * TILE + 2**20
-            assert min(stock) > 4 * 700 * 700
 
 
 MIXTURES = {
@@ -285,12 +269,34 @@ def by_default() -> list[str]:
     return [type(start(configuration(1, "bf16", None, **block)).optimizer).__name__ for block in blocks]
 
 
+MEMORY = {
+    "2 layers": (2, 1, "bf16", 0.0),
+    "5 layers": (5, 1, "bf16", 0.0),
+    "clipped": (2, 2, "fp16", 0.1),
+    "fp32": (2, 1, "fp32", 0.1),
+}
+
+
 def on_one_rank() -> Any:
-    return refused(), by_default()
+    """Memory is measured here, as what gloo allocates to gather weights is not the update's."""
+    memory = {name: [attempt(peaks, tile, *how) for tile in (TILE, None)] for name, how in MEMORY.items()}
+    return refused(), by_default(), memory
 
 
-def test_the_block() -> None:
-    ((sentences, classes),) = run_ranks(on_one_rank, 1)
+@pytest.fixture(scope="module")
+def one_rank() -> Any:
+    return run_ranks(on_one_rank, 1)[0]
+
+
+def test_memory_of_a_step(one_rank: Any) -> None:
+    for ours, stock in one_rank[2].values():
+        assert not isinstance(ours, str) and not isinstance(stock, str), (ours, stock)
+        assert max(ours) <= 4 * TILE + 2**20
+        assert min(stock) > 4 * 2 * 700 * 700
+
+
+def test_the_block(one_rank: Any) -> None:
+    sentences, classes, _ = one_rank
     for name, sentence in sentences.items():
         assert sentence.startswith("axonn.ted.tile_size = ") and name in sentence
     assert classes == ["TiledZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer"]
