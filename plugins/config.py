@@ -26,7 +26,7 @@ from plugins.samo.block import EarlyBird, Pruner, Samo
 LayerKind = Literal[
     "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
 ]
-LATER_SYSTEMS = {"ted": "TED", "pipeline": "the message-driven pipeline"}
+LATER_SYSTEMS = {"pipeline": "the message-driven pipeline"}
 
 
 class Layer(Block):
@@ -203,6 +203,16 @@ class Pccl(Block):
         return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file, self.tune)
 
 
+class Ted(Block):
+    """TED: mixtures of experts by tensor, expert and data parallelism (dissertation chapter 7)."""
+
+    tile_size: Size | None = Field(
+        1_800_000,
+        description="Under ZeRO-1 and 2, elements whose float32 gradients exist at a time in the optimizer's step, which needs 4 bytes of "
+        "temporary memory for each. null: all at once, as DeepSpeed does.",
+    )
+
+
 class Axonn(Block):
     """The whole block."""
 
@@ -212,6 +222,7 @@ class Axonn(Block):
     tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
     pccl: Pccl | None = Field(None, description="Collectives with few steps for DeepSpeed on the CPU.")
     samo: Samo | None = Field(None, description="Training of a pruned network with compressed state.")
+    ted: Ted | None = Field(None, description="Mixtures of experts; so far the tiled optimizer.")
 
 
 def parse(block: Any) -> Axonn:
@@ -263,6 +274,7 @@ _CLASSES: dict[str, type[Block]] = {
     "plan": Layer,
     "pccl": Pccl,
     "samo": Samo,
+    "ted": Ted,
     "pruner": Pruner,
     "early_bird": EarlyBird,
 }

@@ -60,6 +60,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     """
     _one_sentence_for_mistakes()
     block = config.parse(raw["axonn"])
+    _tile(block, raw)
     if block.samo is not None:
         from plugins.deepspeed import samo_config
 
@@ -91,7 +92,15 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
 def step_aside() -> None:
     """Let DeepSpeed be itself: the configuration now parsed has no block."""
     _stock_engine()
+    _tile(config.parse({}), {})
     _communicate(config.parse({}))
+
+
+def _tile(block: config.Axonn, raw: Mapping[str, Any]) -> None:
+    if block.ted is not None or "plugins.deepspeed.tiled" in sys.modules:
+        from plugins.deepspeed import tiled
+
+        tiled.use(block, raw)
 
 
 def _communicate(block: config.Axonn) -> None:

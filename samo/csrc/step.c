@@ -7,7 +7,7 @@
 #include <string.h>
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-enum { CHUNK = 512, BLOCK = 65536 };
+enum { CHUNK = 128, BLOCK = 65536 };
 
 /* Kept elements of one tensor; see samo/index.py. All may be null: every element is kept. */
 struct index {

@@ -55,7 +55,7 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "requires nonsense": ({"requires": "new"}, ("axonn.requires", '"new"', "version")),
     "requires number": ({"requires": 0.1}, ("axonn.requires", "0.1", "string")),
     "samo": ({"samo": {}}, ("axonn.samo.sparsity", "missing")),
-    "ted": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted", "TED", "remove")),
+    "ted key": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted.tiles", "tile_size")),
     "pccl algorithm": ({"pccl": {"algorithm": "rings"}}, ("axonn.pccl.algorithm", "rings", "ring", "recursive")),
     "pccl key": ({"pccl": {"interface": ["lo"]}}, ("axonn.pccl.interface", "interfaces")),
     "pccl interfaces": ({"pccl": {"interfaces": []}}, ("axonn.pccl.interfaces", "[]", "eth0")),

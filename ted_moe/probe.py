@@ -1,0 +1,108 @@
+"""What an optimizer does to one small tensor: whether element by element, and with how many temporary tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ted_moe.tiles import Room, along, other_groups
+
+_ELEMENTS = 4096
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operators made and that are alive."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = function(*args, **(kwargs or {}))
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        return returned
+
+
+def examine(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weights: Tensor, state: Mapping[str, Any]
+) -> Room:
+    """Try the optimizer on a stand-in, and on a part of it.
+
+    Args:
+        optimizer: left as it was.
+        options: of a parameter group.
+        weights: of that group; the stand-in has its type and device.
+        state: the optimizer's state of `weights`, empty before the first step.
+
+    Returns:
+        What a step needs.
+
+    Raises:
+        ValueError: what the optimizer does to an element depends on others.
+    """
+    options = dict(options)
+    if isinstance(options.get("lr"), float):
+        options["lr"] = 1e-3  # a warm-up begins with 0, which hides what the optimizer does
+    numbers = torch.arange(_ELEMENTS, device=weights.device)
+    start, gradient = ((numbers * factor).cos().to(weights.dtype) for factor in (0.1, 0.7))
+    kept = {key: value for key, value in state.items() if not along(value, weights)}
+    moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
+    results: list[Tensor] = []
+    peaks = [0, 0]
+    for part in (slice(0, _ELEMENTS), slice(_ELEMENTS // 8, _ELEMENTS // 2)):
+        stand_in = start[part].clone()
+        mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
+        mine |= {key: value.expand(stand_in.shape).clone() for key, value in moments.items()}
+        measured = _two_steps(optimizer, options, stand_in, gradient[part], mine)
+        peaks = peaks if results else measured
+        results.append(stand_in)
+    if not torch.allclose(results[0][part], results[1], rtol=1e-5, atol=0):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
+            "in tiles; use an optimizer such as Adam, AdamW or SGD, or leave tile_size out"
+        )
+    one = results[0].nbytes
+    first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
+    return Room(first, later)
+
+
+def _two_steps(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    weights: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+) -> list[int]:
+    """Step twice; the most bytes allocated in each step."""
+    if state:
+        optimizer.state[weights] = state
+    most = []
+    with other_groups(optimizer, [{**options, "params": [weights]}]):
+        try:
+            for _ in range(2):
+                weights.grad = gradient.clone()
+                known = [
+                    weights,
+                    weights.grad,
+                    *(v for v in optimizer.state[weights].values() if isinstance(v, Tensor)),
+                ]
+                with _Allocations(known) as allocations:
+                    optimizer.step()
+                most.append(allocations.most)
+        finally:
+            optimizer.state.pop(weights, None)
+    return most

@@ -1,0 +1,270 @@
+"""Mixed precision in tiles: float32 gradients of one tile at a time (000, section 7.2).
+
+The dissertation upcasts the gradients of a whole parameter group before the update, or of a tile of 1.8 million elements. Here
+a tile's 4·tile_size bytes hold what the optimizer's arithmetic allocates, too, which for torch's Adam is twice a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ted_moe.probe import examine
+from ted_moe.tiles import TILE, Piece, Room, TiledStep, along, flat, pieces_of
+
+Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Buffers = dict[tuple[torch.dtype, torch.device], Tensor]
+
+
+class TiledOptimizer(torch.optim.Optimizer):
+    """Any element-wise torch optimizer for 16-bit parameters with float32 masters, stepping in tiles.
+
+    A step allocates at most 4·tile_size bytes above the resident state, whatever the model's size. The result is, to the
+    bit, that of the same optimizer on float32 masters whose gradients are upcast whole; with torch's fused kernels, and where
+    a clipped gradient is longer than a tile, to rounding. Parameters of other types are updated in place.
+
+    ::
+
+        optimizer = ted_moe.TiledOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3), model.parameters())
+
+    Learning-rate schedulers change `param_groups` as ever. For fp16, `torch.amp.GradScaler` takes it as it takes fused
+    optimizers: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``, and ``scaler.update(128.0)`` keeps
+    the scale fixed.
+
+    Args:
+        optimizer_factory: makes the torch optimizer from parameter groups.
+        params: what torch's optimizers take: parameters, named ones, or groups of these; experts are as any other.
+        tile_size: elements, of 4 bytes, that a step may allocate.
+        max_norm: clip the gradient's norm to this.
+        norm: how squared norms of the parameters' gradients, by name or number, become the square of the norm of all: for
+            parameters that are shards. By default their sum.
+
+    Attributes:
+        total_norm: the gradient's norm in the last step, before clipping; None without `max_norm`.
+        overflow: whether the last step was skipped, as a GradScaler had found an overflow.
+
+    Raises:
+        ValueError: arguments that are not allowed; an optimizer that is not element-wise.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to `step`
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
+    def __init__(
+        self,
+        optimizer_factory: Factory,
+        params: Iterable[Any],
+        tile_size: int = TILE,
+        *,
+        max_norm: float | None = None,
+        norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
+    ) -> None:
+        if isinstance(tile_size, bool) or not isinstance(tile_size, int) or tile_size < 1:
+            raise ValueError(f"tile_size = {tile_size!r} is not a number of elements; use an integer of at least 1")
+        self.tile_size, self.max_norm, self.norm = tile_size, max_norm, norm
+        self.total_norm: Tensor | None = None
+        self.overflow = False
+        super().__init__(params, {})
+        self._live: dict[Tensor, nn.Parameter] = {}
+        inner = optimizer_factory([self._with_masters(group) for group in self.param_groups])
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer_factory returned {type(inner).__name__}, not a torch optimizer; pass a function such as "
+                "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
+            )
+        self.inner = inner
+        self.defaults, self.state = inner.defaults, inner.state
+        _share_options(inner.param_groups, self.param_groups)
+        self._room = Room(1, 1)
+        for group in inner.param_groups:
+            self._examine(group)
+
+    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._master(parameter) for parameter in group["params"]]}
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if (
+            1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            != parameter.numel()
+        ):
+            parameter.data = parameter.data.contiguous()  # it has holes, or is empty
+        half = parameter.dtype in (torch.bfloat16, torch.float16)
+        master = parameter.detach().float() if half else parameter
+        self._live[master] = parameter
+        return master
+
+    def _examine(self, group: dict[str, Any]) -> None:
+        weights = max(group["params"], key=Tensor.numel, default=torch.zeros(()))
+        if weights.dim():
+            room = examine(self.inner, group, weights, self.inner.state.get(weights, {}))
+            self._room = Room(max(self._room.first, room.first), max(self._room.later, room.later))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        super().add_param_group(param_group)
+        if hasattr(self, "inner"):
+            self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
+            _share_options(self.inner.param_groups, self.param_groups)
+            self._examine(self.inner.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the masters a tile at a time, and write them to the parameters; gradients stay as they are.
+
+        Args:
+            closure: computes the loss again, and the gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.overflow = bool(getattr(self, "found_inf", False))
+        if not self.overflow:
+            self._step(self._factor())
+        return loss
+
+    def _step(self, factor: Tensor | None) -> None:
+        _share_options(self.param_groups, self.inner.param_groups)
+        step = TiledStep(self.inner)
+        buffers: Buffers = {}
+        size = self._room.elements(self.tile_size, first=not all(self.state.get(master) for master in self._live))
+        for tile in self._tiles(size):
+            begin, gradients = 0, []
+            for piece in tile:
+                gradients.append(self._gradient(piece, factor, buffers, begin, size))
+                begin += piece.end - piece.begin
+            step.tile(list(zip(tile, gradients, strict=True)))
+            for piece in tile:
+                parameter = self._live[piece.weights]
+                if parameter is not piece.weights:
+                    piece.of(parameter).copy_(piece.of(piece.weights))
+        step.finish()
+        _share_options(self.inner.param_groups, self.param_groups)
+
+    def _tiles(self, size: int) -> Iterator[list[Piece]]:
+        """Pieces of all parameters that have gradients, at most `size` elements together."""
+        tile: list[Piece] = []
+        room = size
+        for number, group in enumerate(self.inner.param_groups):
+            for master in group["params"]:
+                if self._live[master].grad is None:
+                    continue
+                for piece in pieces_of(number, master, size):
+                    if piece.end - piece.begin > room:
+                        yield tile
+                        tile, room = [], size
+                    tile.append(piece)
+                    room -= piece.end - piece.begin
+        if tile:
+            yield tile
+
+    def _gradient(self, piece: Piece, factor: Tensor | None, buffers: Buffers, begin: int, size: int) -> Tensor:
+        """A piece's gradient in the masters' type times `factor`, in the buffer from `begin` where it has to be made."""
+        weights = piece.weights
+        gradient = flat_gradient(self._live[weights])[piece.begin : piece.end]
+        if factor is None and gradient.dtype == weights.dtype:
+            return gradient
+        key = (weights.dtype, weights.device)
+        if key not in buffers:
+            buffers[key] = torch.empty(size, dtype=weights.dtype, device=weights.device)
+        made = buffers[key][begin : begin + gradient.numel()].copy_(gradient)
+        return made if factor is None else made.mul_(factor.to(weights.device))
+
+    def _factor(self) -> Tensor | None:
+        """By what gradients are to be multiplied; notes the norm."""
+        scale = getattr(self, "grad_scale", None)
+        factor = None if scale is None else scale.double().reciprocal().float()
+        self.total_norm = None
+        if self.max_norm is None:
+            return factor
+        norm = self._norm()
+        self.total_norm = norm if factor is None else norm * factor.to(norm.device)
+        clip = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+        return clip if factor is None else clip * factor.to(clip.device)
+
+    def _norm(self) -> Tensor:
+        """The 2-norm of the gradient as it is, loss scale included."""
+        norms: dict[str, Tensor] = {}
+        number = 0
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                name = group["param_names"][place] if "param_names" in group else str(number)
+                number += 1
+                if parameter.grad is not None:
+                    norms[name] = norm_in_parts(flat_gradient(parameter), self.tile_size)
+        if self.norm is not None:
+            return self.norm({name: norm.square() for name, norm in norms.items()}).sqrt()
+        device = self.param_groups[0]["params"][0].device
+        return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms.values()] or [torch.zeros(())]))
+
+    def refresh_masters(self) -> None:
+        """Take the masters of parameters that were changed from outside from these; masters that round to theirs stay."""
+        with torch.no_grad():
+            for master, parameter in self._live.items():
+                if parameter is not master and not torch.equal(master.to(parameter.dtype), parameter):
+                    master.copy_(parameter)
+
+    def _masters(self) -> dict[int, Tensor]:
+        masters = [master for group in self.inner.param_groups for master in group["params"]]
+        return {number: master for number, master in enumerate(masters) if self._live[master] is not master}
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the untiled optimizer over the masters, and "masters", which torch's optimizers ignore, by number."""
+        _share_options(self.param_groups, self.inner.param_groups)
+        return {**self.inner.state_dict(), "masters": self._masters()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned, or the untiled optimizer's; then masters are those that round to the parameters.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
+        for master, state in self.inner.state.items():
+            for key, value in state.items():
+                if along(value, master) and value.stride() != master.stride():
+                    state[key] = torch.empty_like(master, dtype=value.dtype, requires_grad=False).copy_(value)
+        self.state = self.inner.state
+        _share_options(self.inner.param_groups, self.param_groups)
+        if "masters" not in state_dict:
+            self.refresh_masters()
+            return
+        with torch.no_grad():
+            for number, master in self._masters().items():
+                master.copy_(state_dict["masters"][number])
+
+
+def norm_in_parts(gradient: Tensor, size: int) -> Tensor:
+    """The 2-norm of a flat gradient in float32 at least, of which at most `size` elements are upcast at a time."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in gradient.split(size)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient in the parameter's order of memory.
+
+    Raises:
+        ValueError: it is sparse.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has a {gradient.layout} gradient; make its layer give dense ones, such as "
+            "Embedding(sparse=False)"
+        )
+    same = gradient.stride() == parameter.stride()
+    return flat(gradient if same else torch.empty_like(parameter).copy_(gradient))
+
+
+def _share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:
+    for source, target in zip(from_groups, to_groups, strict=True):
+        target.update({key: value for key, value in source.items() if key != "params"})
