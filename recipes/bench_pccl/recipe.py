@@ -9,9 +9,10 @@ from typing import Any
 from plugins.pccl.build import load
 from recipes.bench_pccl import mpi, report
 from recipes.bench_pccl.measure import measure
-from recipes.bench_pccl.places import folder_of, on_each
+from recipes.bench_pccl.places import on_each
 from recipes.bench_pccl.settings import Settings, described, parser, resolve
 from recipes.bench_tp.settings import under_torchrun
+from recipes.runs import new_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         print(described(settings), end="\n\n", flush=True)
     if options.dry_run:
         return 0
-    folder = folder_of(options.runs, options.name, "bench_pccl") if first else None
+    folder = new_folder(options.runs, options.name, "bench_pccl") if first else None
     load()  # compiles before ranks wait for each other
     measured = measure(settings) if under_torchrun() else _launched(settings)
     if folder:

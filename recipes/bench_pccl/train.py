@@ -14,10 +14,11 @@ import torch
 
 from plugins.config import ConfigError
 from plugins.pccl.build import load
-from recipes.bench_pccl.places import folder_of, on_each
+from recipes.bench_pccl.places import on_each
 from recipes.bench_pccl.report import quartiles
 from recipes.bench_pccl.train_settings import SIDES, Training, apart, described, parser, resolve
 from recipes.bench_tp.settings import under_torchrun
+from recipes.runs import new_folder
 
 MIB = 2**20
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         print(described(settings), end="\n\n", flush=True)
     if options.dry_run:
         return 0
-    folder = folder_of(options.runs, options.name, "bench_pccl_train") if first else None
+    folder = new_folder(options.runs, options.name, "bench_pccl_train") if first else None
     load()  # compiles before ranks wait for each other
     try:
         from recipes.bench_pccl.train_sides import measure

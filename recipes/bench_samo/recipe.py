@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from plugins.config import ConfigError
 from recipes.bench_samo import report
 from recipes.bench_samo.measure import passes, steps
 from recipes.bench_samo.settings import described, parser, resolve
+from recipes.runs import new_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(arguments)
     settings = resolve(options)
-    folder = _folder(options.runs, options.name)
+    folder = new_folder(options.runs, options.name, "bench_samo")
     print(described(settings), end="\n\n", flush=True)
     if options.dry_run:
         return 0
@@ -28,19 +27,3 @@ def main(arguments: Sequence[str]) -> int:
     print(report.table(numbers), end="\n\n")
     print(*report.write(numbers, folder), sep="\n")
     return 0
-
-
-def _folder(runs: Path, name: str | None) -> Path:
-    """The folder of a new run.
-
-    Raises:
-        ConfigError: a named one exists.
-    """
-    if name is not None:
-        if (runs / name).exists():
-            raise ConfigError(f"{runs / name} exists; choose another --name")
-        return runs / name
-    number = 1
-    while (runs / (chosen := "bench_samo" if number == 1 else f"bench_samo-{number}")).exists():
-        number += 1
-    return runs / chosen

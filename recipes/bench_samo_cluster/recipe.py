@@ -13,7 +13,7 @@ import torch
 from plugins.cluster import Cluster
 from recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side, measure
 from recipes.bench_samo_cluster.settings import HALF, Settings, described, parser, resolve
-from recipes.pruned.report import folder_of
+from recipes.runs import new_folder
 
 MIB = 2**20
 _TRIES, _TRY_ROUNDS, _CLOSE = 6, 7, 0.03
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(arguments)
     settings = resolve(options)
-    folder = folder_of(options.runs, "bench_samo_cluster", options.name)
+    folder = new_folder(options.runs, options.name, "bench_samo_cluster")
     print(described(settings), end="\n\n", flush=True)
     if options.dry_run:
         return 0

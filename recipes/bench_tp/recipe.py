@@ -6,17 +6,16 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from plugins.cluster import Cluster
-from plugins.config import ConfigError
 from plugins.launch import launch
 from recipes.bench_tp import report, sides
 from recipes.bench_tp.measure import Side, compute_only, measure
 from recipes.bench_tp.settings import Settings, described, parser, resolve, under_torchrun
+from recipes.runs import new_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(arguments)
     settings = resolve(options)
-    folder = _folder(options.runs, options.name)
+    folder = new_folder(options.runs, options.name, "bench_tp")
     first = os.environ.get("RANK", "0") == "0"
     if first:
         print(described(settings), end="\n\n", flush=True)
@@ -40,22 +39,6 @@ def main(arguments: Sequence[str]) -> int:
         print(report.table(numbers), end="\n\n")
         print(*report.write(numbers, folder), sep="\n")
     return 0
-
-
-def _folder(runs: Path, name: str | None) -> Path:
-    """The folder of a new run.
-
-    Raises:
-        ConfigError: a named one exists.
-    """
-    if name is not None:
-        if (runs / name).exists():
-            raise ConfigError(f"{runs / name} exists; choose another --name")
-        return runs / name
-    number = 1
-    while (runs / (chosen := "bench_tp" if number == 1 else f"bench_tp-{number}")).exists():
-        number += 1
-    return runs / chosen
 
 
 def _under_torchrun(settings: Settings) -> list[Side]:

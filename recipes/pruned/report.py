@@ -10,28 +10,11 @@ from typing import Any
 
 import torch
 
-from plugins.config import ConfigError
 from recipes.pruned.plan import Plan
 from recipes.pruned.train import Outcome, Problem
 from samo.memory import dense_bytes, our_bytes, paper_bytes
 
 MIB = 2**20
-
-
-def folder_of(runs: Path, recipe: str, name: str | None) -> Path:
-    """The folder of a new run.
-
-    Raises:
-        ConfigError: a named one exists.
-    """
-    if name is not None:
-        if (runs / name).exists():
-            raise ConfigError(f"{runs / name} exists; choose another --name")
-        return runs / name
-    number = 1
-    while (runs / (chosen := recipe if number == 1 else f"{recipe}-{number}")).exists():
-        number += 1
-    return runs / chosen
 
 
 def described(plan: Plan, title: str, parameters: int, pruned: int) -> str:

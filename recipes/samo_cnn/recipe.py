@@ -10,6 +10,7 @@ import torch
 from plugins.launch import launch
 from recipes.pruned import report
 from recipes.pruned.train import train
+from recipes.runs import new_folder
 from recipes.samo_cnn.images import read
 from recipes.samo_cnn.problem import Classes, make
 from recipes.samo_cnn.settings import Settings, parser, resolve
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(arguments)
     settings = resolve(options)
-    folder = report.folder_of(options.runs, "samo_cnn", options.name)
+    folder = new_folder(options.runs, options.name, "samo_cnn")
     if options.dry_run:
         print(_described(settings))
         return 0

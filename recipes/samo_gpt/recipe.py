@@ -10,6 +10,7 @@ from plugins.launch import launch
 from recipes.models.gpt import GPT
 from recipes.pruned import report
 from recipes.pruned.train import train
+from recipes.runs import new_folder
 from recipes.samo_gpt.problem import Text, read
 from recipes.samo_gpt.settings import Settings, parser, resolve
 from samo.memory import layers_of
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(arguments)
     settings = resolve(options)
-    folder = report.folder_of(options.runs, "samo_gpt", options.name)
+    folder = new_folder(options.runs, options.name, "samo_gpt")
     print(_described(settings), end="\n\n", flush=True)
     if options.dry_run:
         return 0

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import samo
+from tests.allocations import most_allocated
 from tests.samo.reference import Masked
 
 FACTORIES = {
@@ -230,18 +231,6 @@ def test_wrong_arguments():
     ours.frozen.weight.grad = torch.zeros(13, 13)
     with pytest.raises(RuntimeError, match="'frozen.weight' has a gradient but was frozen"):
         optimizer.step()
-
-
-def most_allocated(function):
-    """The most bytes at one time that a call allocated, above what there was."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def test_peak_memory_of_a_whole_step():

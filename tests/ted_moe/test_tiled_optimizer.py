@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ted_moe import TiledOptimizer
+from tests.allocations import most_allocated
 
 FACTORIES = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
@@ -236,18 +237,6 @@ def test_wrong_arguments():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
-
-
-def most_allocated(function):
-    """The most bytes at one time that a call allocated, above what there was."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize("name", ["adamw", "maximizing", "foreach", "momentum", "adadelta"])
