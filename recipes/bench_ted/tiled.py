@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.launch import launch
+from recipes.allocations import most_allocated
 from ted_moe import TiledOptimizer
 
 
@@ -107,18 +108,6 @@ def _zero(options: argparse.Namespace) -> list[Side]:
     return sides
 
 
-def _peak(function: Callable[[], Any]) -> int:
-    """The most bytes at one time that a call allocated, above what there was."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 def _rank(options: argparse.Namespace) -> list[tuple[str, list[float], int]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -128,7 +117,7 @@ def _rank(options: argparse.Namespace) -> list[tuple[str, list[float], int]]:
             side.prepare()
             side.step()
         side.prepare()
-        side.peak = _peak(side.step)
+        side.peak = most_allocated(side.step)
     for _ in range(options.steps):
         for side in sides:
             side.prepare()

@@ -18,7 +18,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 from plugins.config import ConfigError, parse
-from tests.allocations import most_allocated
+from recipes.allocations import most_allocated
 from tests.deepspeed.training import attempt, two_groups
 from tests.distributed import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.allocations import most_allocated
 from ted_moe import TiledOptimizer
-from tests.allocations import most_allocated
 
 FACTORIES = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
