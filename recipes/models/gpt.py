@@ -116,5 +116,9 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
+        return self.mean_loss(logits, targets)
+
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss in nats a token."""
         logits = logits.flatten(0, 1)
         return self.loss(logits.float() if logits.element_size() < 4 else logits, targets.flatten())
