@@ -90,24 +90,31 @@ class MoE(nn.Module):
             top2_2nd_expert_sampling,
         )
         self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
-        self.duplicate_token_dropping = duplicate_token_dropping
-        self.groups: Axes = Alone() if groups is None else groups
-        self.experts_split = groups is not None and groups.topology.expert_tensor_parallel
-        routed = nn.ModuleDict({"gate": nn.ModuleDict({"wg": nn.Linear(hidden_size, num_experts, bias=False)})})
         local = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_experts // ep_size)])
-        routed["experts"] = nn.ModuleDict({"deepspeed_experts": local})
-        self.deepspeed_moe = routed
+        self.deepspeed_moe = nn.ModuleDict(
+            {
+                "gate": nn.ModuleDict({"wg": nn.Linear(hidden_size, num_experts, bias=False)}),
+                "experts": nn.ModuleDict({"deepspeed_experts": local}),
+            }
+        )
         for parameter in local.parameters():
             parameter.allreduce, parameter.group_name = False, f"ep_size_{ep_size}"  # type: ignore[attr-defined]
         if use_residual:
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
+        self._spread(groups, duplicate_token_dropping, fused)
+
+    def _spread(self, groups: Groups | None, duplicate_token_dropping: bool, fused: bool) -> None:
+        """Give replicas the same weights, and tensor ranks their shares of the experts."""
+        self.duplicate_token_dropping = duplicate_token_dropping
+        self.groups: Axes = Alone() if groups is None else groups
+        self.experts_split = groups is not None and groups.topology.expert_tensor_parallel
         if groups is not None:
             self._agree(groups)
         axes = self.groups if self.experts_split else Alone()
-        plan = plan_expert(expert, hidden_size, axes, fused and duplicate_token_dropping)
+        plan = plan_expert(self.local[0], self.gate.in_features, axes, fused and duplicate_token_dropping)
         self.fused = plan.fused
-        for each in local:
-            split_expert(each, plan, axes)
+        for expert in self.local:
+            split_expert(expert, plan, axes)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Send every token through its experts.
@@ -121,8 +128,7 @@ class MoE(nn.Module):
         """
         features = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, features)
-        weight = self.deepspeed_moe["gate"]["wg"].weight  # type: ignore[index]
-        logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), weight.float())
+        logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), self.gate.weight.float())
         routes = self.routing(logits, self.training, used_token, self._largest)
         output = combine(self._through_experts(tokens, routes), routes).reshape(hidden_states.shape)
         if self.use_residual:
@@ -133,9 +139,14 @@ class MoE(nn.Module):
         return output, routes.l_aux, routes.exp_counts
 
     @property
+    def gate(self) -> nn.Linear:
+        """Whose outputs the tokens are routed by."""
+        return self.get_submodule("deepspeed_moe.gate.wg")  # type: ignore[return-value]
+
+    @property
     def local(self) -> nn.ModuleList:
         """This rank's experts."""
-        return self.deepspeed_moe["experts"]["deepspeed_experts"]  # type: ignore[index, return-value]
+        return self.get_submodule("deepspeed_moe.experts.deepspeed_experts")  # type: ignore[return-value]
 
     def _through_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
         """What the experts make of the tokens in their slots: E × C × M."""

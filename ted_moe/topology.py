@@ -11,6 +11,7 @@ G_expert · G_data^exp = G.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -108,21 +109,25 @@ class Topology:
 class Groups:
     """A topology's process groups; every rank makes them. Its axes are "tensor", "data", "expert" and "expert_data".
 
+    Args:
+        topology: sizes.
+        known: groups that are there already, by axis; the others are made.
+
     Raises:
         ValueError: as many ranks run as the topology does not have.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, known: Mapping[str, dist.ProcessGroup] | None = None) -> None:
         if topology.world != dist.get_world_size():
             raise ValueError(
                 f"the topology has {topology.world} ranks, but {dist.get_world_size()} run; make them equal"
             )
         self.topology = topology
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[str, dist.ProcessGroup] = dict(known or {})
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if dist.group.WORLD is not None:
             made[tuple(range(topology.world))] = dist.group.WORLD
-        for axis in AXES:
+        for axis in (axis for axis in AXES if axis not in self._groups):
             find = getattr(topology, f"{axis}_group")
             for group in sorted({tuple(find(rank)) for rank in range(topology.world)}):
                 if group not in made and len(group) > 1:
