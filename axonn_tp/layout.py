@@ -30,6 +30,7 @@ class Layout:
         even: pairs (dim, axis): padded so that this dim's share divides by this axis too.
         partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
         transposed: the serial model keeps the matrix as (in, out), we as torch does.
+        home: axes along which every rank has a parameter of its own, as experts are: not parts of one.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Layout:
     even: tuple[tuple[int, str], ...] = ()
     partial: tuple[str, ...] = ()
     transposed: bool = False
+    home: tuple[str, ...] = ()
 
     @property
     def serial_shape(self) -> tuple[int, ...]:
@@ -47,15 +49,15 @@ class Layout:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Axes over which the parameter is split; it is replicated over the others."""
-        return frozenset(axis for _, axis in self.split) | (frozenset({"z"}) if self.over_z else frozenset())
+        """Axes over which the parameter is split, or has others beside it; it is replicated over the others."""
+        return frozenset(axis for _, axis in self.split) | frozenset(self.home) | frozenset("z" if self.over_z else "")
 
     @property
     def sum_axis(self) -> str:
         """Group over which the local gradients remain to be summed: ``"data"``, ``"batch"`` (z, data) or ``"tokens"`` (x, z, data)."""
         if self.partial:
             return "tokens"
-        return "data" if self.over_z else "batch"
+        return "data" if self.over_z or self.home else "batch"
 
     def padded(self, grid: Grid) -> tuple[int, ...]:
         """Shape after padding every split dim to a multiple of its axis."""

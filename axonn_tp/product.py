@@ -173,7 +173,8 @@ class Product(torch.autograd.Function):
             bias if wants_bias else None,
         )
         output = start_scatter(output, mesh, route.contracted, route.gives, operation, route.parts).wait()
-        return output if alone or bias is None else output.add_(operation.spread(bias))
+        # Not in place: what was communicated may be kept for a recomputation (communication-aware checkpointing).
+        return output if alone or bias is None else output + operation.spread(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102

@@ -204,8 +204,35 @@ class Pccl(Block):
 
 
 class Ted(Block):
-    """TED: mixtures of experts by tensor, expert and data parallelism (dissertation chapter 7)."""
+    """TED: mixtures of experts by tensor, expert and data parallelism (dissertation chapter 7).
 
+    Every deepspeed.moe.layer.MoE of the model becomes TED's layer; its ep_size is the expert parallelism.
+    """
+
+    tensor: Size = Field(
+        1,
+        description="Ranks that split a layer, dense or expert, as Megatron does; neighbours, which read the same data.",
+    )
+    expert_tensor_parallel: bool = Field(
+        True,
+        description="Whether experts, too, are split over the tensor ranks. false: these hold different experts, whole ones, so that ep_size "
+        "counts them, too.",
+    )
+    duplicate_token_dropping: bool = Field(
+        True, description="Each tensor rank sends its share of the tokens through the all-to-alls, not all of them."
+    )
+    fused: bool = Field(
+        True,
+        description="Where a drop of duplicates follows an all-reduce, the two are one reduce-scatter, which moves half the bytes.",
+    )
+    communication_aware_checkpointing: bool = Field(
+        True,
+        description="In blocks under torch's or DeepSpeed's activation checkpointing, the recomputation is given what the first forward "
+        "communicated.",
+    )
+    stash: Literal["device", "cpu"] = Field(
+        "device", description="Where that is kept until then: on the device, or in the host's (pinned) memory."
+    )
     tile_size: Size | None = Field(
         1_800_000,
         description="Under ZeRO-1 and 2, elements whose float32 gradients exist at a time in the optimizer's step, which needs 4 bytes of "
@@ -222,7 +249,9 @@ class Axonn(Block):
     tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
     pccl: Pccl | None = Field(None, description="Collectives with few steps for DeepSpeed on the CPU.")
     samo: Samo | None = Field(None, description="Training of a pruned network with compressed state.")
-    ted: Ted | None = Field(None, description="Mixtures of experts; so far the tiled optimizer.")
+    ted: Ted | None = Field(
+        None, description="Mixtures of experts by tensor, expert and data parallelism, and the tiled optimizer."
+    )
 
 
 def parse(block: Any) -> Axonn:

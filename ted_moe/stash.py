@@ -16,6 +16,9 @@ _COLLECTIVES = {
 } | {_ops.all_gather_into_tensor_out.default}
 
 
+Place = Literal["device", "cpu"]
+
+
 class Stashing:
     """A function to be checkpointed, whose collectives happen in the first call only.
 
@@ -35,22 +38,56 @@ class Stashing:
         ValueError: another `stash`.
     """
 
-    def __init__(self, function: Callable[..., Any], stash: Literal["device", "cpu"] = "device") -> None:
-        if stash not in ("device", "cpu"):
-            raise ValueError(f"stash = {stash!r} is no place; use 'device' or 'cpu'")
-        self.function, self.stash = function, stash
-        self._kept: list[_Kept] = []
+    def __init__(self, function: Callable[..., Any], stash: Place = "device") -> None:
+        self.function, self._stash = function, Stash(stash)
 
     @property
     def nbytes(self) -> int:  # noqa: D102
-        return sum(kept.tensor.nbytes for kept in self._kept)
+        return self._stash.nbytes
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The function's result."""
         # In a recomputation autograd is running, whichever way it was started.
         again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        with _Replay(self._kept) if again else _Record(self._kept, self.stash):
+        with self._stash.replay() if again else self._stash.record():
             return self.function(*arguments, **keywords)
+
+
+class Stash:
+    """What one call communicated, for the contexts of torch's selective checkpointing.
+
+    ``checkpoint(block, x, use_reentrant=False, context_fn=lambda: Stash().contexts())`` does what
+    ``checkpoint(Stashing(block), x)`` does.
+
+    Args:
+        place: "device", or "cpu", in pinned memory if results come from an accelerator.
+
+    Raises:
+        ValueError: another `place`.
+    """
+
+    def __init__(self, place: Place = "device") -> None:
+        if place not in ("device", "cpu"):
+            raise ValueError(f"stash = {place!r} is no place; use 'device' or 'cpu'")
+        self.place = place
+        self._kept: list[_Kept] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept now."""
+        return sum(kept.tensor.nbytes for kept in self._kept)
+
+    def record(self) -> TorchDispatchMode:
+        """The context in which results are kept; those of an earlier call are forgotten."""
+        return _Record(self._kept, self.place)
+
+    def replay(self) -> TorchDispatchMode:
+        """The context in which they are given back."""
+        return _Replay(self._kept)
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """Those of the first forward and of the recomputation."""
+        return self.record(), self.replay()
 
 
 class _Kept:

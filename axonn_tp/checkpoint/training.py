@@ -134,16 +134,19 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"checkpoint {folder} was not written, for rank {rank} had {cause!r}") from None
-    gathered = ranks.collect((writer.sums, notes["random"]))
+    # torch notes shapes and dtypes too, but not of tensors without elements.
+    tensors = {name: (shard.layout.serial_shape, shard.tensor.dtype) for name, shard in shards.items()}
+    own = {name: tensors[name] for name, shard in shards.items() if shard.layout.home}
+    gathered = ranks.collect((writer.sums, notes["random"], own))
 
     def complete() -> None:
-        # torch notes shapes and dtypes too, but not of tensors without elements.
-        tensors = {name: (shard.layout.serial_shape, shard.tensor.dtype) for name, shard in shards.items()}
-        randoms = [state for _, state in gathered]
+        for _, _, others in gathered:
+            tensors.update(others)
+        randoms = [state for _, state, _ in gathered]
         state = {**notes, "tensors": tensors, "random": randoms, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)
         files.flush(files.aside(folder) / files.STATE)
-        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()})
+        files.commit(folder, {name: pieces for sums, _, _ in gathered for name, pieces in sums.items()})
         if keep_last is not None:
             files.drop_old(folder, keep_last)
 

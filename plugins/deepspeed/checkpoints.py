@@ -78,8 +78,11 @@ class GridCheckpoints(DeepSpeedEngine):
         publish(save_dir, tag, save_latest)
         return True
 
+    def _portable_state(self) -> PortableState:
+        return PortableState(self)
+
     def _save_portable(self, folder: Path, client_state: dict) -> None:
-        state = PortableState(self)
+        state = self._portable_state()
         try:
             collected = state.collect(client_state)
         except CheckpointError as error:
@@ -128,7 +131,7 @@ class GridCheckpoints(DeepSpeedEngine):
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         try:
-            return str(folder), PortableState(self).load(folder / _PORTABLE, states, schedule, not load_module_only)
+            return str(folder), self._portable_state().load(folder / _PORTABLE, states, schedule, not load_module_only)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
 

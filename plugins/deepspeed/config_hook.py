@@ -60,6 +60,8 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     """
     _one_sentence_for_mistakes()
     block = config.parse(raw["axonn"])
+    if block.ted is not None and block.samo is not None:
+        raise config.ConfigError("axonn.ted does not go with axonn.samo yet; leave one of them out")
     _tile(block, raw)
     if block.samo is not None:
         from plugins.deepspeed import samo_config
@@ -68,6 +70,14 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
         _communicate(block)
         parsed_config.axonn = block
         deepspeed.DeepSpeedEngine = samo_config.engine()
+        return mpu
+    if block.ted is not None and block.tensor_parallel is None and not isinstance(mpu, PipelineParallelGrid):
+        from plugins.deepspeed import ted_config
+
+        mpu = ted_config.check(block.ted, raw, mpu)
+        _communicate(block)
+        parsed_config.axonn, parsed_config.axonn_raw = block, raw
+        deepspeed.DeepSpeedEngine = ted_config.engine()
         return mpu
     if block.tensor_parallel is None:
         _stock_engine()
@@ -113,9 +123,14 @@ def _communicate(block: config.Axonn) -> None:
 
 
 def _stock_engine() -> None:
+    deepspeed.DeepSpeedEngine = DeepSpeedEngine
+    forget_unit()
+
+
+def forget_unit() -> None:
+    """DeepSpeed keeps the model parallel unit from one engine to the next: not ours."""
     from deepspeed.utils import groups
 
-    deepspeed.DeepSpeedEngine = DeepSpeedEngine
     if getattr(groups.mpu, "axonn", False):
         groups.mpu = None
 

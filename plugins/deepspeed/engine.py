@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from axonn_tp import (
+    Grid,
     LayerPlan,
     Mesh,
     Options,
+    Placement,
     auto_plan,
     clip_grad_norm_,
     first_difference,
@@ -44,6 +47,10 @@ from plugins.deepspeed.param_groups import extend_scheduler, split_groups
 from plugins.deepspeed.tracing import TracedEngine
 
 _WATCHED_STEPS = 3
+_EXPERT_TABLES = (
+    (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+    (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+)
 
 
 class GridUnit:
@@ -125,6 +132,21 @@ def _fingerprint(model: nn.Module, block: Axonn, plan: dict[str, LayerPlan]) -> 
     return hashlib.sha256(json.dumps([block.model_dump(), repr(plan), shapes]).encode()).hexdigest()
 
 
+@dataclass
+class Split:
+    """What becomes of a model.
+
+    Attributes:
+        plan: by layer.
+        placements: of all modules that change.
+        report: what an automatic plan says.
+    """
+
+    plan: dict[str, LayerPlan]
+    placements: list[Placement] = field(default_factory=list)
+    report: Any = None
+
+
 class AxonnEngine(TracedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
@@ -134,10 +156,7 @@ class AxonnEngine(TracedEngine):
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
     ) -> None:
         block: Axonn = config_class.axonn
-        assert block.tensor_parallel is not None
-        self._axonn = block.tensor_parallel
-        plan = layer_plans(self._axonn)
-        grid = grid_for(self._axonn, dist.get_world_size())
+        self._axonn = self._settings(block)
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
@@ -145,37 +164,64 @@ class AxonnEngine(TracedEngine):
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
-        problem, placements, found = None, [], None
+        problem, split = None, Split({})
         try:
-            _check_model(model, optimizer)
-            if self._axonn.plan == "auto":
-                plan, found = auto_plan(model, grid)
-            placements = place(model, grid, plan, options(self._axonn))
+            _check_optimizer(optimizer)
+            _check_shapes(model)
+            split = self._find_split(model)
         except ValueError as error:
-            problem = f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}"
-        _agree(problem, "" if problem else _fingerprint(model, block, plan))
-        self._verify = self._axonn.verify_plan and bool(plan)
-        self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0])
+            problem = str(error)
+        _agree(problem, "" if problem else _fingerprint(model, block, split.plan))
+        self._verify = self._axonn.verify_plan and bool(split.plan)
+        self._apply_split(model, split)
         self._trace(self._axonn, self.mesh)
-        replicas.align_random_state(self.mesh)
-        parallelize(model, self.mesh, plan, options(self._axonn))
         replicas.share_samplers(self.mesh)
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
         self._apart = self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
-            kinds = ", ".join(
-                f"{sum(p.kind == k for p in placements)} {k}" for k in sorted({p.kind for p in placements})
-            )
-            sizes = f"gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
-            print(
-                f"axonn {__version__}: 3D PMM on {grid.world} ranks, {sizes}; layers: {kinds or 'none to split'}",
-                file=sys.stderr,
-                flush=True,
-            )
-            if found is not None:
-                print(found, file=sys.stderr, flush=True)
+            print(f"axonn {__version__}: {self._described(split)}", file=sys.stderr, flush=True)
+            if split.report is not None:
+                print(split.report, file=sys.stderr, flush=True)
         keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+
+    def _settings(self, block: Axonn) -> TensorParallel:
+        assert block.tensor_parallel is not None
+        return block.tensor_parallel
+
+    def _find_split(self, model: nn.Module) -> Split:
+        """What becomes of the model; communicates nothing and changes nothing.
+
+        Raises:
+            ValueError: it cannot be split.
+        """
+        try:
+            _refuse_experts(model)
+            return self._dense_split(model)
+        except ValueError as error:
+            raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None
+
+    def _dense_split(self, model: nn.Module) -> Split:
+        grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None
+        if self._axonn.plan == "auto":
+            plan, report = auto_plan(model, grid)
+        return Split(plan, place(model, grid, plan, options(self._axonn)), report)
+
+    def _apply_split(self, model: nn.Module, split: Split) -> None:
+        """Make the mesh, and the model parallel."""
+        self.mesh = self._make_mesh(grid_for(self._axonn, dist.get_world_size()))
+        replicas.align_random_state(self.mesh)
+        parallelize(model, self.mesh, split.plan, options(self._axonn))
+
+    def _make_mesh(self, grid: Grid) -> Mesh:
+        return Mesh(grid, get_accelerator().device_name().split(":")[0])
+
+    def _described(self, split: Split) -> str:
+        grid, counted = self.mesh.grid, Counter(placement.kind for placement in split.placements)
+        kinds = ", ".join(f"{counted[kind]} {kind}" for kind in sorted(counted))
+        sizes = f"gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
+        return f"3D PMM on {grid.world} ranks, {sizes}; layers: {kinds or 'none to split'}"
 
     def _mark_apart(self, model: nn.Module) -> bool:
         """Put parameters whose gradients are not summed over z and data on DeepSpeed's expert path; whether there are any.
@@ -191,14 +237,14 @@ class AxonnEngine(TracedEngine):
         for parameter in model.parameters():
             axis = layout_of(parameter).sum_axis
             if self.mesh.group(axis) is self.mesh.group("batch"):
+                parameter.allreduce = True  # type: ignore[attr-defined]
                 continue
             name = names[axis]
-            for table, ranks, group in (
-                (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS, "z" if axis == "data" else "y"),
-                (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS, axis),
-            ):
+            beside = "z" if axis == "data" else "y"
+            for (table, ranks), group in zip(_EXPERT_TABLES, (beside, axis), strict=True):
                 table[name] = self.mesh.group(group)
                 ranks[name] = dist.get_process_group_ranks(self.mesh.group(group))
+                self._entries += [(table, name, table[name]), (ranks, name, ranks[name])]
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
             found |= parameter.requires_grad
         return found
@@ -305,21 +351,31 @@ class AxonnEngine(TracedEngine):
         """DeepSpeed's clean-up, and ours."""
         super().destroy()
         replicas.stop_sharing_samplers(self.mesh)
+        # A stock engine that comes later looks for the largest of the names.
+        for table, name, entry in self._entries:
+            if table.get(name) is entry:
+                del table[name]
         if groups.mpu is self.mpu:
             groups.mpu = None
 
 
-def _check_model(model: nn.Module, optimizer: Any) -> None:
-    from deepspeed.moe.layer import MoE
-
+def _check_shapes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"parameter {name} has no shape yet; run the model once before deepspeed.initialize")
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    from deepspeed.moe.layer import MoE
+
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             raise ValueError(
-                f"layer {name} is a DeepSpeed MoE, which does not go with tensor_parallel yet; leave the axonn block out"
+                f"layer {name} is a DeepSpeed MoE, which does not go with tensor_parallel; use axonn.ted in its place"
             )
+
+
+def _check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and needs_whole_matrices(type(optimizer).__name__):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"

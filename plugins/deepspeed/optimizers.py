@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from axonn_tp import Mesh, grad_norm, layout_of
 
+_PART = 2**16
+
 
 class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO-1/2 optimizer with the norm computed from the layouts."""
@@ -22,7 +24,8 @@ class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
     @classmethod
     def adopt(cls, optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> LayoutZeroOptimizer:
         """Turn an optimizer that DeepSpeed built into this class, in place."""
-        optimizer.__class__ = cls
+        kind = type(optimizer)
+        optimizer.__class__ = cls if kind is DeepSpeedZeroOptimizer else type(cls.__name__, (cls, kind), {})
         optimizer.mesh = mesh
         return optimizer
 
@@ -35,7 +38,8 @@ class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
                 # Under ZeRO every rank of the group that sums a gradient holds another partition, so none is a replica.
                 layout = layout_of(parameter)
                 if layout.counted_here(self.mesh.coordinates, axes={"x", "y"} - set(layout.partial)):
-                    total += gradient.double().square().sum()
+                    # In parts, so that a copy in float64 takes no memory to speak of.
+                    total += sum(part.double().square().sum() for part in gradient.reshape(-1).split(_PART))
         dist.all_reduce(total)
         return (total.sqrt() if total.isfinite() else -torch.ones_like(total)).float()
 

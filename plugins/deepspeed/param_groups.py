@@ -27,7 +27,7 @@ def split_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
         members: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         names = {p.group_name for p in members if _apart(p)}
         group["params"] = [p for p in members if not _apart(p)]
-        group.setdefault("moe", False)
+        group["moe"] = False
         group["axonn_source"] = source
         dense.append(group)
         for name in sorted(names):

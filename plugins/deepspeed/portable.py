@@ -30,6 +30,7 @@ from axonn_tp.checkpoint.optimizer import (
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, check_tensors, model_state, model_targets, restore_modules
 from axonn_tp.checkpoint.training import Reading, write
+from plugins.deepspeed.expert_names import ExpertNames, merged
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -40,10 +41,11 @@ class PortableState:
 
     Args:
         engine: an `AxonnEngine`.
+        names: of experts, where ranks have different ones.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: DeepSpeedEngine, names: ExpertNames | None = None) -> None:
+        self.engine, self.names = engine, names
         self.module: nn.Module = engine.module
         self.ranks = Ranks(engine.mesh)
         self.parameters = dict(self.module.named_parameters())
@@ -65,7 +67,13 @@ class PortableState:
         Raises:
             CheckpointError: the optimizer's states cannot be split anew; the same on every rank.
         """
-        return self.ranks.together(lambda: self._collect(client_state))
+        shards, notes = self.ranks.together(lambda: self._collect(client_state))
+        if self.names is not None:
+            notes = merged(self.ranks.gather(self.names.notes(notes, self.names.outward)))
+        return self._outward(shards), notes
+
+    def _outward(self, shards: Shards) -> Shards:
+        return shards if self.names is None else {self.names.outward(name): shard for name, shard in shards.items()}
 
     def _collect(self, client_state: dict[str, Any]) -> tuple[Shards, Notes]:
         shards, model = model_state(self.module)
@@ -101,8 +109,10 @@ class PortableState:
         """
         reading = Reading(folder, self.ranks)
         notes, states = reading.notes, states and self.optimizer is not None
+        if self.names is not None:
+            notes = self.names.notes(notes, self.names.inward)
         shards, hand_over = self.ranks.together(lambda: self._targets(notes, states))
-        self.ranks.together(lambda: reading.read(shards))
+        self.ranks.together(lambda: reading.read(self._outward(shards)))
         hand_over()
         restore_modules(self.module, notes["model"])
         if states:

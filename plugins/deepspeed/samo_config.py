@@ -10,17 +10,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from plugins.config import ConfigError
-from plugins.deepspeed.config_hook import enabled, needs_whole_matrices, on, section
+from plugins.deepspeed.config_hook import enabled, forget_unit, needs_whole_matrices, on, section
 
 
 def engine() -> type[DeepSpeedEngine]:
     """The engine that obeys the block."""
-    from deepspeed.utils import groups
-
     from plugins.deepspeed.samo_engine import SamoEngine
 
-    if getattr(groups.mpu, "axonn", False):
-        groups.mpu = None
+    forget_unit()
     return SamoEngine
 
 

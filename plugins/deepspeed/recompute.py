@@ -1,0 +1,106 @@
+"""Activation checkpointing, torch's and DeepSpeed's, whose recomputation is given what the first forward communicated.
+
+Scripts may have imported `checkpoint` under any name, so it is what all of them end in that is exchanged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch.utils.checkpoint as of_torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as of_deepspeed
+
+from ted_moe import Stash, Stashing
+from ted_moe.stash import Place
+
+_active: list[Stashes] = []
+
+
+class Stashes:
+    """Where an engine's checkpointed blocks keep what they communicated.
+
+    Args:
+        place: "device" or "cpu".
+    """
+
+    def __init__(self, place: Place) -> None:
+        _exchange()
+        self.place = place
+        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a model's forward runs."""
+        _active.append(self)
+        try:
+            yield
+        finally:
+            _active.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept now."""
+        return sum(stash.nbytes for stash in self._live)
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a reentrant checkpoint."""
+        stashing = Stashing(function, self.place)
+        self._live.add(stashing)
+        return stashing
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Those of a checkpoint that is not reentrant; torch keeps them as long as the recomputation may come."""
+        stash = Stash(self.place)
+        first, again = stash.contexts()
+        again.stash = stash  # type: ignore[attr-defined]
+        self._live.add(stash)
+        return first, again
+
+
+def _exchange() -> None:
+    if getattr(of_torch, "axonn", False):
+        return
+    of_torch.axonn = True  # type: ignore[attr-defined]
+    for function in (of_torch.CheckpointFunction, of_deepspeed.CheckpointFunction):
+        function.forward = staticmethod(_stashing_forward(function.forward))  # type: ignore[method-assign]
+    of_torch._checkpoint_without_reentrant_generator = _stashing_generator(
+        of_torch._checkpoint_without_reentrant_generator
+    )
+
+
+def _stashing_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(ctx: Any, run_function: Callable[..., Any], *rest: Any) -> Any:
+        return original(ctx, _active[-1].wrap(run_function) if _active else run_function, *rest)
+
+    return forward
+
+
+def _stashing_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def generator(
+        fn: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        context_fn: Callable[[], tuple[Any, Any]] = of_torch.noop_context_fn,
+        *rest: Any,
+        **keywords: Any,
+    ) -> Any:
+        contexts = context_fn
+        if _active:
+            stashes = _active[-1]
+
+            def contexts() -> tuple[Any, Any]:
+                return tuple(_both(*pair) for pair in zip(context_fn(), stashes.contexts(), strict=True))  # type: ignore[return-value]
+
+        return original(fn, preserve_rng_state, contexts, *rest, **keywords)
+
+    return generator
+
+
+@contextmanager
+def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(outer)
+        stack.enter_context(inner)
+        yield

@@ -1,0 +1,173 @@
+"""Checkpoints of TED: one that any tensor, expert and data degree can load, and beside it DeepSpeed's own files.
+
+DeepSpeed's are those of a run without tensor parallelism, so that a stock engine of any ep_size reads the weights; the
+optimizer's states, too, where they are a plain torch optimizer's (ZeRO-0, float32), with the same ep_size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_tp import Grid, layout_of
+from axonn_tp.layout import Layout
+from plugins.config import ConfigError
+from plugins.deepspeed.checkpoints import _LAYOUTS, _PORTABLE, GridCheckpoints
+from plugins.deepspeed.complete import begin, find, publish
+from plugins.deepspeed.expert_names import ExpertNames
+from plugins.deepspeed.portable import PortableState
+from plugins.deepspeed.ted_layers import TedMoE
+from ted_moe import Groups
+
+_STATES = "model_states.pt"
+
+
+class TedCheckpoints(GridCheckpoints):
+    """The part of `TedEngine` that saves and loads."""
+
+    groups: Groups
+
+    def _portable_state(self) -> PortableState:
+        return PortableState(self, ExpertNames(self.module))
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        **keywords: Any,
+    ) -> bool:
+        """Both kinds of files, complete or absent; every rank calls it."""
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        folder = Path(save_dir) / begin(save_dir, tag)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        self._save_portable(folder / _PORTABLE, client_state or {})
+        self._save_stock(folder, client_state or {})
+        if dist.get_rank() == 0:
+            (folder / _LAYOUTS).write_text(json.dumps(self._layouts()))
+        dist.barrier()
+        publish(save_dir, tag, save_latest)
+        return True
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
+        """Load what `save_checkpoint` wrote under any degrees.
+
+        Raises:
+            ConfigError: it was written without the block, is damaged, or does not fit the model.
+        """
+        tag = find(load_dir, tag)
+        if tag is None:
+            return None, {}
+        folder = Path(load_dir) / tag
+        if not (folder / _PORTABLE).is_dir():
+            raise ConfigError(
+                f"{folder} is no checkpoint that was written under axonn.ted; load it without the block, or start anew"
+            )
+        return self._load_portable(folder, *rest, **keywords)
+
+    def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
+        """Refused: DeepSpeed's has no experts of other ranks.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "save_16bit_model would leave out the experts of other ranks; call save_checkpoint, whose layer_*_expert_*.pt and "
+            "mp_rank_00_model_states.pt hold whole weights"
+        )
+
+    def _save_stock(self, folder: Path, client_state: dict) -> None:
+        """Files of ranks that hold the first replica."""
+        if self.mesh.rank("data"):
+            return
+        first = self.mesh.rank("x") == 0
+        alone = first or not self.groups.topology.expert_tensor_parallel
+        module = {name: self._whole(value, value) for name, value in self.module.state_dict(keep_vars=True).items()}
+        if alone:
+            self._save_experts(folder, module)
+        if self._plain:
+            assert self.optimizer is not None
+            states = self._whole_states(self.optimizer.state_dict())
+            if alone:
+                rank = self.groups.rank("expert")
+                torch.save({"optimizer": states}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+        if dist.get_rank() == 0:
+            dense = {name: value for name, value in module.items() if ".deepspeed_experts." not in name}
+            state = {
+                **client_state,
+                "module": dense,
+                "buffer_names": self._get_buffer_names(),
+                "optimizer": None,
+                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+                "skipped_steps": self.skipped_steps,
+                "global_steps": self.global_steps,
+                "global_samples": self.global_samples,
+                "dp_world_size": self.mesh.grid.world,
+                "mp_world_size": 1,
+                "num_experts": self.num_experts,
+                "ds_config": self.config,
+                "ds_version": _version(),
+            }
+            torch.save(state, folder / f"mp_rank_00_{_STATES}")
+
+    def _save_experts(self, folder: Path, module: dict[str, Any]) -> None:
+        names = ExpertNames(self.module)
+        files: dict[str, dict[str, Any]] = defaultdict(dict)
+        layers = [name for name, layer in self.module.named_modules() if isinstance(layer, TedMoE)]
+        for name, value in module.items():
+            before, _, after = names.outward(name).partition(".deepspeed_experts.")
+            if after:
+                layer = next(
+                    n for n, prefix in enumerate(layers) if before.removesuffix(".deepspeed_moe.experts") == prefix
+                )
+                number = after.partition(".")[0]
+                files[f"layer_{layer}_expert_{number}_mp_rank_00_{_STATES}"][names.outward(name)] = value
+        for file, tensors in files.items():
+            torch.save(tensors, folder / file)
+
+    @property
+    def _plain(self) -> bool:
+        return isinstance(self.optimizer, torch.optim.Optimizer)
+
+    @torch.no_grad()
+    def _whole(self, value: Any, parameter: Any) -> Any:
+        """A tensor that lies like a parameter, whole over the tensor ranks; ranks of a tensor group call it together."""
+        if not isinstance(value, Tensor):
+            return value
+        layout: Layout = layout_of(parameter)
+        held = value.detach()
+        if "x" not in {axis for _, axis in layout.split} or self.mesh.size("x") == 1:
+            return held.cpu().clone()
+        shards = [torch.empty_like(held) for _ in range(self.mesh.size("x"))]
+        dist.all_gather(shards, held.contiguous(), group=self.mesh.group("x"))
+        return replace(layout, home=()).assemble(shards, Grid(gx=len(shards))).cpu()
+
+    def _whole_states(self, states: dict[str, Any]) -> dict[str, Any]:
+        """A torch optimizer's state_dict with whole states."""
+        parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]  # type: ignore[union-attr]
+        made = {}
+        for number, state in states["state"].items():
+            parameter = parameters[number]
+            made[number] = {
+                key: self._whole(value, parameter)
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for key, value in state.items()
+            }
+        return {**states, "state": made}
+
+
+def _version() -> str:
+    import deepspeed
+
+    return deepspeed.__version__

@@ -1,0 +1,65 @@
+"""What the rest of a configuration may be beside ``axonn.ted``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from plugins.config import ConfigError, Ted
+from plugins.deepspeed import config_hook
+from ted_moe import Topology
+
+
+def engine() -> type[DeepSpeedEngine]:
+    """The engine that obeys the block."""
+    from plugins.deepspeed.ted_engine import TedEngine
+
+    config_hook.forget_unit()
+    return TedEngine
+
+
+def check(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
+    """Refuse what tensor parallelism cannot go with.
+
+    Args:
+        block: the block.
+        raw: the whole configuration.
+        mpu: the user's model parallel unit.
+
+    Returns:
+        The mpu with which DeepSpeed should do its batch arithmetic.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    if block.tensor == 1:
+        return mpu
+    if mpu is not None:
+        raise ConfigError(
+            "axonn.ted.tensor makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
+        )
+    try:
+        grid = config_hook.Grid.for_world(Topology(config_hook.world_size(), block.tensor).world, gx=block.tensor)
+    except ValueError as error:
+        raise ConfigError(f"axonn.ted.{error}") from None
+    check_rest(raw, grid)
+    return config_hook.BatchRanks(grid)
+
+
+def check_rest(raw: Mapping[str, Any], grid: config_hook.Grid) -> None:
+    """Refuse settings that TED's engine does not have.
+
+    Raises:
+        ConfigError: the first.
+    """
+    stage = config_hook.section(raw, "zero_optimization").get("stage", 0)
+    if stage == 3:
+        raise ConfigError(
+            "zero_optimization.stage = 3 does not go with axonn.ted, as with DeepSpeed's experts; use stage 0, 1 or 2"
+        )
+    try:
+        config_hook.check(raw, grid)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("axonn.tensor_parallel", "axonn.ted")) from None
