@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,8 @@ class NativeStep:
     """All of an optimizer's pieces, as jobs; and its gradients' compression.
 
     Args:
-        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names.
+        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names. A piece's tensors are
+            replaced together with the dict that has them, as `load_state_dict` does: only the dicts are looked at.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -120,7 +122,9 @@ class NativeStep:
         self._counts, self._steps = counts.unbind(), counts.numpy()  # all of `state["step"]`: counting costs one call
         self._jobs = np.zeros(0)
         self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its piece
+        self._active: list[int] = []
         self._at: list[int] = []
+        self._states: list[dict[str, Tensor]] = []
 
     def compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done.
@@ -167,28 +171,28 @@ class NativeStep:
         return ((groups == group) & (self._steps == step))[self._owners]
 
     def _table(self, active: list[int]) -> np.ndarray:
-        """The jobs of pieces; made anew where others have arrived, or anything has moved in memory."""
-        states = [self._state(number) for number in active]
+        """The jobs of pieces; made anew where others have arrived, a parameter has moved in memory, or state was loaded."""
+        states = [self.optimizer.inner.state[self._weights[number]] for number in active]
         at = [self._entries[number].parameter.data_ptr() for number in active]
-        at += [state[name].data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")]
-        if at != self._at:
+        if active != self._active or at != self._at or not all(map(is_, states, self._states)):
+            for number, state in zip(active, states, strict=True):
+                self._adopt(number, state)
             cut = [_cut(*self._pieces[number], state) for number, state in zip(active, states, strict=True)]
             jobs = [job for each in cut for job in each]
             self._jobs = np.ctypeslib.as_array((_Job * len(jobs))(*jobs))
             self._owners = np.repeat(active, [len(each) for each in cut])
-            self._at = at
+            self._active, self._at, self._states = active, at, states
         return self._jobs
 
-    def _state(self, number: int) -> dict[str, Tensor]:
-        """A piece's state where its inner optimizer keeps it."""
-        state, count = self.optimizer.inner.state[self._weights[number]], self._counts[number]
+    def _adopt(self, number: int, state: dict[str, Tensor]) -> None:
+        """Begin a piece's state, or count on from what was loaded."""
+        count = self._counts[number]
         if not state:
             length = self._pieces[number][1].segment.length
             state |= {name: torch.zeros(length) for name in ("exp_avg", "exp_avg_sq")}
             state["step"] = count.zero_()
         elif state["step"] is not count:
             state["step"] = count.copy_(state["step"])
-        return state
 
 
 def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]:
