@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.store import Entry, Segment
+from samo.store import Entry
 from samo.tiles import Piece, Tile
 
 if TYPE_CHECKING:
@@ -108,15 +109,22 @@ class NativeStep:
     """All of an optimizer's pieces, as jobs; and its gradients' compression.
 
     Args:
-        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names.
+        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names. A piece's tensors are
+            replaced together with the dict that has them, as `load_state_dict` does: only the dicts are looked at.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._pieces = list(optimizer.pieces())
+        self._entries = [piece.segment.entry for _, piece in self._pieces]
+        self._weights = [piece.weights for _, piece in self._pieces]
+        counts = torch.zeros(len(self._pieces))
+        self._counts, self._steps = counts.unbind(), counts.numpy()  # all of `state["step"]`: counting costs one call
         self._jobs = np.zeros(0)
         self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its piece
+        self._active: list[int] = []
         self._at: list[int] = []
+        self._states: list[dict[str, Tensor]] = []
 
     def compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done.
@@ -140,45 +148,51 @@ class NativeStep:
 
     def step(self, factor: float) -> None:
         """Update all pieces whose gradients have arrived; these are multiplied by `factor` first."""
-        active = [(tile, piece) for tile, piece in self._pieces if piece.segment.entry.arrived]
+        active = [number for number, entry in enumerate(self._entries) if entry.arrived]
         if not active:
             return
-        known = self.optimizer.inner.state
-        for _, piece in active:
-            if piece.weights not in known:
-                zeros = [torch.zeros(piece.segment.length) for _ in range(2)]
-                known[piece.weights] = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-        states = [known[piece.weights] for _, piece in active]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
-        table = self._table(active, states)
-        kinds: dict[tuple[int, float], list[int]] = {}
-        for place, ((_, piece), number) in enumerate(zip(active, steps, strict=True)):
-            kinds.setdefault((piece.segment.entry.group, number.item()), []).append(place)
-        for (group, number), places in kinds.items():
-            rates = _rates(self.optimizer.param_groups[group], number, type(self.optimizer.inner))
-            rows = np.isin(self._owners, places) if len(kinds) > 1 else slice(None)
+        table = self._table(active)
+        self._steps[active] += 1
+        steps = self._steps.tolist()
+        kinds = {(self._entries[number].group, steps[number]) for number in active}
+        for group, step in kinds:
+            rates = _rates(self.optimizer.param_groups[group], step, type(self.optimizer.inner))
+            rows = self._rows(group, step) if len(kinds) > 1 else slice(None)
             for name, value in rates.items():
                 table[name][rows] = value
+        torch.autograd.graph.increment_version([self._entries[number].parameter for number in active])
         found = library()
         assert found is not None
         found.samo_step(table.ctypes.data, len(table), torch.get_num_threads(), factor)
-        torch.autograd.graph.increment_version({piece.segment.entry.parameter for _, piece in active})
 
-    def _table(self, active: list[tuple[Tile, Piece]], states: list[dict[str, Tensor]]) -> np.ndarray:
-        """The jobs of pieces; made anew where anything has moved in memory."""
-        at = [piece.segment.entry.parameter.data_ptr() for _, piece in active]
-        at += [state[name].data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")]
-        if at != self._at:
-            cut = [
-                _cut(piece.segment, tile.store.gradient, tile.store.master, state)
-                for (tile, piece), state in zip(active, states, strict=True)
-            ]
+    def _rows(self, group: int, step: float) -> np.ndarray:
+        """Which jobs are of pieces of this group that are at this step."""
+        groups = np.array([entry.group for entry in self._entries])
+        return ((groups == group) & (self._steps == step))[self._owners]
+
+    def _table(self, active: list[int]) -> np.ndarray:
+        """The jobs of pieces; made anew where others have arrived, a parameter has moved in memory, or state was loaded."""
+        states = [self.optimizer.inner.state[self._weights[number]] for number in active]
+        at = [self._entries[number].parameter.data_ptr() for number in active]
+        if active != self._active or at != self._at or not all(map(is_, states, self._states)):
+            for number, state in zip(active, states, strict=True):
+                self._adopt(number, state)
+            cut = [_cut(*self._pieces[number], state) for number, state in zip(active, states, strict=True)]
             jobs = [job for each in cut for job in each]
             self._jobs = np.ctypeslib.as_array((_Job * len(jobs))(*jobs))
-            self._owners = np.repeat(np.arange(len(cut)), [len(each) for each in cut])
-            self._at = at
+            self._owners = np.repeat(active, [len(each) for each in cut])
+            self._active, self._at, self._states = active, at, states
         return self._jobs
+
+    def _adopt(self, number: int, state: dict[str, Tensor]) -> None:
+        """Begin a piece's state, or count on from what was loaded."""
+        count = self._counts[number]
+        if not state:
+            length = self._pieces[number][1].segment.length
+            state |= {name: torch.zeros(length) for name in ("exp_avg", "exp_avg_sq")}
+            state["step"] = count.zero_()
+        elif state["step"] is not count:
+            state["step"] = count.copy_(state["step"])
 
 
 def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]:
@@ -197,8 +211,9 @@ def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]
     }
 
 
-def _cut(segment: Segment, gradient: Tensor, master: Tensor | None, state: dict[str, Tensor]) -> list[_Job]:
-    entry = segment.entry
+def _cut(tile: Tile, piece: Piece, state: dict[str, Tensor]) -> list[_Job]:
+    gradient, master = tile.store.gradient, tile.store.master
+    segment, entry = piece.segment, piece.segment.entry
     stored, starts = (None, None) if entry.index is None else entry.index.tensors
     where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype]}
     if stored is not None:

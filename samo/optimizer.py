@@ -106,12 +106,15 @@ class Optimizer(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         self.entries: list[Entry] = []
+        self._frozen: list[nn.Parameter] = []
         for number, parameters in enumerate(self.param_groups):
             for parameter in parameters["params"]:
                 if parameter.requires_grad:
                     parameter.data = parameter.data.contiguous()
                     ranks, divisor = _ranks(group, parameter)
                     self.entries.append(Entry(names[parameter], parameter, number, None, ranks, divisor))
+                else:
+                    self._frozen.append(parameter)
         self._apply(masks or {})
         self._build(inner)
         self._load_masters()
@@ -216,11 +219,11 @@ class Optimizer(torch.optim.Optimizer):
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step has consumed."""
+        """Forget gradients that no step has consumed, those of frozen parameters too."""
         self.reducer.forget()
         for entry in self.entries:
             entry.arrived = False
-            entry.parameter.grad = None
+        super().zero_grad()
 
     def release(self) -> None:
         """Take no more gradients: another optimizer may have the parameters."""
@@ -261,17 +264,15 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _take_gradients_set_by_hand(self) -> None:
-        known = {entry.parameter: entry for entry in self.entries}
-        for parameters in self.param_groups:
-            for parameter in parameters["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter not in known:
-                    raise RuntimeError(
-                        f"{self.names[parameter]!r} has a gradient but was frozen when samo.Optimizer was made; "
-                        "set requires_grad before, or make the optimizer anew"
-                    )
-                self._compress(known[parameter])
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"{self.names[parameter]!r} has a gradient but was frozen when samo.Optimizer was made; "
+                    "set requires_grad before, or make the optimizer anew"
+                )
+        for entry in self.entries:
+            if entry.parameter.grad is not None:
+                self._compress(entry)
 
     def _step_tile(self, tile: Tile, factor: Tensor | None) -> None:
         pieces = [piece for piece in tile.pieces if piece.segment.entry.arrived]

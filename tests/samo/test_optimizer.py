@@ -233,6 +233,19 @@ def test_wrong_arguments():
         optimizer.step()
 
 
+def test_zero_grad_forgets_every_gradient():
+    ours, _, masks = pair()
+    optimizer = samo.Optimizer(FACTORIES["adamw"], ours, masks)
+    before = {name: parameter.clone() for name, parameter in ours.named_parameters()}
+    ours.frozen.weight.requires_grad_(True)
+    ours(torch.arange(6)[None]).sum().backward()
+    assert ours.frozen.weight.grad is not None
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in ours.named_parameters())
+
+
 def test_peak_memory_of_a_whole_step():
     layers = [nn.Linear(600, 600, bias=False, dtype=torch.bfloat16) for _ in range(6)]
     model = nn.Sequential(*layers)
