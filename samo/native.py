@@ -39,6 +39,7 @@ _FLAGS = [
     "-fPIC",
 ]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NAMES = ("exp_avg", "exp_avg_sq")
 _LENGTH = 2**16  # kept elements that a thread takes at a time
 
 
@@ -109,8 +110,7 @@ class NativeStep:
     """All of an optimizer's pieces, as jobs; and its gradients' compression.
 
     Args:
-        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names. A piece's tensors are
-            replaced together with the dict that has them, as `load_state_dict` does: only the dicts are looked at.
+        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -124,7 +124,7 @@ class NativeStep:
         self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its piece
         self._active: list[int] = []
         self._at: list[int] = []
-        self._states: list[dict[str, Tensor]] = []
+        self._held: list[Tensor] = []  # the tensors whose addresses the jobs have
 
     def compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done.
@@ -174,14 +174,16 @@ class NativeStep:
         """The jobs of pieces; made anew where others have arrived, a parameter has moved in memory, or state was loaded."""
         states = [self.optimizer.inner.state[self._weights[number]] for number in active]
         at = [self._entries[number].parameter.data_ptr() for number in active]
-        if active != self._active or at != self._at or not all(map(is_, states, self._states)):
+        held = [state[name] for state in states for name in _NAMES if name in state]
+        if active != self._active or at != self._at or not all(map(is_, held, self._held)):
             for number, state in zip(active, states, strict=True):
                 self._adopt(number, state)
             cut = [_cut(*self._pieces[number], state) for number, state in zip(active, states, strict=True)]
             jobs = [job for each in cut for job in each]
             self._jobs = np.ctypeslib.as_array((_Job * len(jobs))(*jobs))
             self._owners = np.repeat(active, [len(each) for each in cut])
-            self._active, self._at, self._states = active, at, states
+            self._active, self._at = active, at
+            self._held = [state[name] for state in states for name in _NAMES]
         return self._jobs
 
     def _adopt(self, number: int, state: dict[str, Tensor]) -> None:
@@ -189,7 +191,7 @@ class NativeStep:
         count = self._counts[number]
         if not state:
             length = self._pieces[number][1].segment.length
-            state |= {name: torch.zeros(length) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {name: torch.zeros(length) for name in _NAMES}
             state["step"] = count.zero_()
         elif state["step"] is not count:
             state["step"] = count.copy_(state["step"])
