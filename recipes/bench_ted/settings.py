@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
     made.add_argument("--local", action="store_true", help="no emulated network: all ranks talk through loopback")
     made.add_argument("--latency", default="100us", help="between nodes, one way (default 100us)")
-    made.add_argument("--bandwidth", default="500Mbit", help="of a node in each direction (default 500Mbit)")
+    made.add_argument("--bandwidth", default="150Mbit", help="of a node in each direction (default 150Mbit)")
     made.add_argument(
         "--scaling",
         choices=(STRONG, WEAK),
@@ -98,10 +98,10 @@ def parser() -> argparse.ArgumentParser:
         ("hidden", 128, "features of the residual stream"),
         ("heads", 8, "attention heads"),
         ("context", 128, "tokens a sequence"),
-        ("batch", 32, "sequences a step, over all ranks"),
+        ("batch", 64, "sequences a step, over all ranks"),
         ("experts", 8, "experts in a layer"),
         ("k", 1, "experts a token"),
-        ("rounds", 9, "timed steps of every side; sides take turns"),
+        ("rounds", 7, "timed steps of every side; sides take turns"),
     ):
         made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
@@ -141,11 +141,12 @@ def resolve(options: argparse.Namespace) -> list[Settings]:
 
 def _nodes(text: str) -> list[int]:
     try:
-        return [node_count(int(part)) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
             f"--nodes {text} is not a number, nor several separated by commas; write 4, or 1,2,4"
         ) from None
+    return [node_count(number) for number in numbers]
 
 
 def _check(settings: Settings) -> None:

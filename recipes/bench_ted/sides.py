@@ -112,7 +112,12 @@ def _dense(settings: Settings, mesh: Mesh, call: Callable[[nn.Module, Tensor], A
 
 
 def _experts(switches: Switches | None, settings: Settings, groups: Groups) -> nn.Module:
-    options = {"k": settings.k, "min_capacity": MIN_CAPACITY, "use_rts": False, "top2_2nd_expert_sampling": False}
+    options: dict[str, Any] = {
+        "k": settings.k,
+        "min_capacity": MIN_CAPACITY,
+        "use_rts": False,
+        "top2_2nd_expert_sampling": False,
+    }
     if switches is None:
         return stock.layer(settings.hidden, _split(settings, groups), settings.experts, groups, **options)
     return ted_moe.MoE(
@@ -137,11 +142,7 @@ def _split(settings: Settings, groups: Groups) -> FeedForward:
 @torch.no_grad()
 def _fill(layer: Any, place: int, settings: Settings, groups: Groups) -> None:
     """Weights that depend on the layer's and the expert's number only, not on the side or the rank."""
-    routed = layer.deepspeed_moe
-    gate, local = (
-        routed[name] if isinstance(routed, nn.ModuleDict) else getattr(routed, name) for name in ("gate", "experts")
-    )
-    gate, local = (getattr(each, name) for each, name in ((gate, "wg"), (local, "deepspeed_experts")))
+    gate, local = layer.deepspeed_moe.gate.wg, layer.deepspeed_moe.experts.deepspeed_experts
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 * settings.seed + place)
         gate.weight.normal_(std=settings.hidden**-0.5)
