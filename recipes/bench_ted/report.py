@@ -113,7 +113,7 @@ def _run(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, cells: Any, width: int = 14) -> str:
+def _row(name: str, cells: Any, width: int = 16) -> str:
     return f"{name:13}" + "".join(f"{cell:>{width}}" for cell in cells)
 
 
