@@ -153,7 +153,7 @@ def _draw(runs: list[dict[str, Any]], file: Path) -> None:
     """A step's parts, stacked, a bar for each side and a panel for each number of ranks."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1 + 4.5 * len(runs), 4.5), layout="constrained")
+    figure = Figure(figsize=(2.5 + 4.5 * len(runs), 4.5), layout="constrained")
     panels = figure.subplots(1, len(runs), squeeze=False)[0]
     for panel, run in zip(panels, runs, strict=True):
         names = [side["name"] for side in run["sides"]]
@@ -165,5 +165,5 @@ def _draw(runs: list[dict[str, Any]], file: Path) -> None:
         panel.set_title(f"{run['settings']['ranks']} ranks")
         panel.tick_params(axis="x", rotation=30)
     panels[0].set_ylabel("seconds a step")
-    panels[-1].legend()
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(file, dpi=120)
