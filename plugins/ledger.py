@@ -40,6 +40,7 @@ _INPLACE = {
     "reduce_scatter_": ("reduce_scatter", 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_single_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
 }
 
 

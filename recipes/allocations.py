@@ -1,6 +1,8 @@
 """How much memory a call takes."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,7 +10,10 @@ import torch
 
 def most_allocated(function: Callable[[], Any]) -> int:
     """The most bytes at one time that a call allocated, above what there was."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        _silent(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
         function()
     now = most = 0
     for event in profile.profiler.kineto_results.events():
@@ -16,3 +21,16 @@ def most_allocated(function: Callable[[], Any]) -> int:
             now += event.nbytes()
             most = max(most, now)
     return most
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing reaches standard error: the profiler writes lines to it that no setting keeps off."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

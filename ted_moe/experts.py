@@ -92,7 +92,11 @@ def plan_expert(expert: nn.Module, features: int, groups: Axes, fuse: bool) -> E
         return ExpertPlan({})
     example = torch.zeros(1, 1, 3, features, dtype=next(expert.parameters()).dtype)
     plan, _ = auto_plan(expert, Grid(gx=size), (example,))
-    linears = {name for name, module in expert.named_modules() if type(module) is nn.Linear}
+    linears = {
+        name
+        for name, module in expert.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    }
     layers = {name: layer for name, layer in plan.items() if name in linears and layer.kind in ("normal", "transposed")}
     kinds = {layer.kind for layer in layers.values()}
     if len(kinds) < 2:
