@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,8 +142,8 @@ class _Run:
     def _watched_step(self, step: int) -> float:
         if step == ALLOCATING_STEP:
             found: list[float] = []
-            with _silence():
-                self.outcome.allocated = most_allocated(lambda: found.append(self._step(step)))
+            device = torch.device(self.engine.device).type
+            self.outcome.allocated = most_allocated(lambda: found.append(self._step(step)), device)
             return found[0]
         ledger = Ledger() if step == COUNTED_STEP else None
         with ledger if ledger is not None else nullcontext():
@@ -212,19 +210,3 @@ class _Run:
             f"validation loss {validation:.4f}",
             flush=True,
         )
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Without the lines that the profiler's C++ code writes on each rank."""
-    sys.stdout.flush()
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
-    with open(os.devnull, "w") as nothing:
-        for stream in kept:
-            os.dup2(nothing.fileno(), stream)
-    try:
-        yield
-    finally:
-        for stream, copy in kept.items():
-            os.dup2(copy, stream)
-            os.close(copy)
