@@ -8,8 +8,18 @@ from typing import Any
 import torch
 
 
-def most_allocated(function: Callable[[], Any]) -> int:
-    """The most bytes at one time that a call allocated, above what there was."""
+def most_allocated(function: Callable[[], Any], device: str = "cpu") -> int:
+    """The most bytes at one time that a call allocated on a device, above what there was.
+
+    Args:
+        function: to be called.
+        device: "cpu" or "cuda".
+    """
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        return torch.cuda.max_memory_allocated() - before
     with (
         _silent(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,

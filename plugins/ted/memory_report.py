@@ -166,33 +166,11 @@ def configuration(
         tokens: of a microbatch, on a GPU.
         size: bytes of a GPU, to say whether it fits.
     """
-    plain = Degrees(1, degrees.expert, degrees.tensor * degrees.data)
+    plain = _stock(degrees)
     whole, base = memory.parameters(model, experts), memory.base_parameters(model)
     local = [memory.parameters(model, experts, split) for split in (degrees, plain)]
-    sides = list(zip(local, (degrees, plain), strict=True))
-    shared = [memory.state(part.shared, split.shared_data) for part, split in sides]
-    expert = [memory.state(part.expert, split.data) for part, split in sides]
-    published = [_published(base, experts, split) for split in (degrees, plain)]
-    state = [memory.state_bytes(part, split) for part, split in sides]
-    steps = [memory.step_bytes(local[0], degrees, TILE), memory.stock_step_bytes(local[1], plain)]
-    inputs: list[float] = [memory.checkpoint_bytes(model, tokens)] * 2
-    stash: list[float] = [memory.stash_bytes(model, experts, tokens, degrees), 0]
-    total = [sum(addends) for addends in zip(state, steps, inputs, stash, strict=True)]
-    parts: list[tuple[str, list[float]]] = [
-        ("weights, outside experts", [part.weights for part in shared]),
-        ("weights, experts", [part.weights for part in expert]),
-        ("gradients, outside experts", [part.gradients for part in shared]),
-        ("gradients, experts", [part.gradients for part in expert]),
-        ("optimizer (ZeRO-1), outside experts", [part.optimizer for part in shared]),
-        ("optimizer (ZeRO-1), experts", [part.optimizer for part in expert]),
-        ("model state", state),
-        ("  by equations 7.2 to 7.4", published),
-        ("optimizer's step: TED's tiles; stock's longest group", steps),
-        ("  a whole group in float32 (section 7.2)", [memory.step_bytes(part, split) for part, split in sides]),
-        (f"checkpointed inputs of layers, {tokens:,} tokens", inputs),
-        ("what communication-aware checkpointing stashes", stash),
-        ("all: state, step, inputs, stash", total),
-    ]
+    parts = _parts(model, experts, degrees, tokens)
+    total = parts[-1][1]
     lines = [
         f"{name}: {base:,} parameters; with {experts} experts in {memory.expert_layers(model)} of {model.layers} layers "
         f"{whole.total:,}, of which {whole.expert:,} in experts",
@@ -211,6 +189,49 @@ def configuration(
         "\nNot counted: activations of the one layer that is recomputed, communication buffers, the allocator's loss."
     )
     return "\n".join(lines)
+
+
+def totals(model: Transformer, experts: int, degrees: Degrees, tokens: int) -> list[float]:
+    """Bytes on a GPU, all that is counted: of TED, and of DeepSpeed-MoE on the same GPUs; see `configuration`."""
+    return _parts(model, experts, degrees, tokens)[-1][1]
+
+
+def _stock(degrees: Degrees) -> Degrees:
+    """DeepSpeed-MoE on as many GPUs."""
+    return Degrees(1, degrees.expert, degrees.tensor * degrees.data)
+
+
+def _parts(model: Transformer, experts: int, degrees: Degrees, tokens: int) -> list[tuple[str, list[float]]]:
+    """What it is, TED's bytes and DeepSpeed-MoE's; all together last."""
+    splits = (degrees, _stock(degrees))
+    base = memory.base_parameters(model)
+    local = [memory.parameters(model, experts, split) for split in splits]
+    sides = list(zip(local, splits, strict=True))
+    shared = [memory.state(part.shared, split.shared_data) for part, split in sides]
+    expert = [memory.state(part.expert, split.data) for part, split in sides]
+    published = [_published(base, experts, split) for split in splits]
+    state = [memory.state_bytes(part, split) for part, split in sides]
+    steps = [memory.step_bytes(local[0], degrees, TILE), memory.stock_step_bytes(*sides[1])]
+    inputs: list[float] = [memory.checkpoint_bytes(model, tokens)] * 2
+    stash: list[float] = [memory.stash_bytes(model, experts, tokens, degrees), 0]
+    return [
+        ("weights, outside experts", [part.weights for part in shared]),
+        ("weights, experts", [part.weights for part in expert]),
+        ("gradients, outside experts", [part.gradients for part in shared]),
+        ("gradients, experts", [part.gradients for part in expert]),
+        ("optimizer (ZeRO-1), outside experts", [part.optimizer for part in shared]),
+        ("optimizer (ZeRO-1), experts", [part.optimizer for part in expert]),
+        ("model state", state),
+        ("  by equations 7.2 to 7.4", published),
+        ("optimizer's step: TED's tiles; stock's longest group", steps),
+        ("  a whole group in float32 (section 7.2)", [memory.step_bytes(part, split) for part, split in sides]),
+        (f"checkpointed inputs of layers, {tokens:,} tokens", inputs),
+        ("what communication-aware checkpointing stashes", stash),
+        (
+            "all: state, step, inputs, stash",
+            [sum(addends) for addends in zip(state, steps, inputs, stash, strict=True)],
+        ),
+    ]
 
 
 def _published(base: int, experts: int, degrees: Degrees) -> float:

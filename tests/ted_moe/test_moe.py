@@ -19,10 +19,18 @@ from tests.distributed import run_ranks
 FEATURES, EXPERTS = 12, 8
 
 
+class Small(nn.Linear):
+    """A linear with an initialisation of its own."""
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(FEATURES, 24), nn.Linear(24, FEATURES)
+        self.fc1, self.fc2 = Small(FEATURES, 24), nn.Linear(24, FEATURES)
 
     def forward(self, tokens):
         return self.fc2(F.gelu(self.fc1(tokens)))
