@@ -42,10 +42,10 @@ def _fast(rows: Tensor) -> bool:
 
 
 def groupable(experts: Sequence[nn.Module], alignment: int = 1) -> bool:
-    """Whether experts have weights in linears alone, with nothing that hooks would miss.
+    """Whether experts have weights in linears alone, and no hooks, which would be called for the first expert only.
 
     Args:
-        experts: of one kind.
+        experts: of one kind, whose modules call their children by attribute.
         alignment: bytes that the linears' sizes must be multiples of.
     """
     for expert in experts:
