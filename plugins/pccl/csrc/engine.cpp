@@ -15,6 +15,7 @@ namespace {
 constexpr uint64_t kWake = 0;           // no link has this number
 constexpr int kEvents = 64;
 constexpr std::chrono::microseconds kSpin{300};  // most small calls among 4 processes on 2 cores take less
+constexpr std::chrono::milliseconds kRest{50};
 constexpr double kMostSeconds = 1e9;  // what a clock's nanoseconds can hold
 
 std::string seconds(double value) {
@@ -67,7 +68,9 @@ void Engine::loop() {
     int wait;
     {
       std::unique_lock lock(mutex_);
-      thread_serves_.wait(lock, mine);
+      // After a while without calls it serves of itself: links may come and end.
+      while (!mine())
+        if (!thread_serves_.wait_for(lock, kRest, mine) && server_ == Server::kNobody) server_ = Server::kThread;
     }
     {
       Turn turn(turn_);
@@ -147,7 +150,7 @@ void Engine::lead(Begun begun) {
   }
   past_.clear();
   std::lock_guard lock(mutex_);
-  // While nothing is under way nobody serves: the next caller or command will.
+  // While nothing is under way nobody serves: the next caller or command will, or in a while the thread.
   server_ = runs_.empty() && commands_.empty() ? Server::kNobody : Server::kThread;
   if (server_ == Server::kNobody) return;
   thread_serves_.notify_one();
