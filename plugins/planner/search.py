@@ -1,0 +1,127 @@
+"""The best configurations of a model on a machine: all that fit, ranked by time (004, step S3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plugins.planner.machine import Machine
+from plugins.planner.model import Transformer
+from plugins.planner.space import placed, shapes
+from plugins.planner.step import Candidates, Memory, Times, memory, times
+from plugins.planner.transformer import Mode, Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration and what it takes. Letters are the paper's, see `step.Candidates`.
+
+    Attributes:
+        seconds: of a step.
+        parts: seconds by part: compute, memory, tensor, data, pipeline, bubble.
+        bytes: of a GPU.
+        holds: bytes by part: weights, gradients, optimizer, activations.
+    """
+
+    strategy: Strategy
+    n1: int
+    n2: int
+    np: int
+    nd: int
+    bm: int
+    microbatches: int
+    panels: int
+    v1: int
+    v2: int
+    vp: int
+    vd: int
+    seconds: float
+    parts: dict[str, float]
+    bytes: float
+    holds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: configurations that fit, the fastest first.
+        nearest: of those that do not fit, the ones that come nearest by memory, without placement and time.
+        shapes: configurations before placement.
+        fitting: of which fit.
+        candidates: placed configurations that fit, all timed.
+    """
+
+    best: list[Plan]
+    nearest: list[Plan]
+    shapes: int
+    fitting: int
+    candidates: int
+
+
+def search(
+    machine: Machine,
+    model: Transformer,
+    strategy: Strategy,
+    gpus: int,
+    batch: int,
+    mode: Mode = "default",
+    top: int = 10,
+) -> Found:
+    """Try every configuration.
+
+    Args:
+        machine: where it runs.
+        model: what is trained.
+        strategy: of tensor parallelism.
+        gpus: how many, all used.
+        batch: samples of a step.
+        mode: "paper" reproduces the published results with their defects.
+        top: how many configurations are returned.
+    """
+    whole = shapes(model, strategy, gpus, batch)
+    if not len(whole):
+        return Found([], [], 0, 0, 0)
+    held = memory(model, strategy, mode, whole, batch)
+    fits = held.total <= machine.memory
+    at = placed(whole.take(fits), gpus, machine.domain)
+    nearest = _largest(whole, held, ~fits, strategy, batch, top)
+    if not len(at):
+        return Found([], nearest, len(whole), int(fits.sum()), 0)
+    timed = times(machine, model, strategy, mode, at, batch)
+    order = np.argsort(timed.total, kind="stable")[:top]
+    few = at.take(order)
+    best = _plans(few, strategy, batch, memory(model, strategy, mode, few, batch), _pick(timed, order))
+    return Found(best, nearest, len(whole), int(fits.sum()), len(at))
+
+
+def _largest(whole: Candidates, held: Memory, mask: np.ndarray, strategy: Strategy, batch: int, top: int) -> list[Plan]:
+    """The configurations of a mask that need least memory, one for each split of the GPUs."""
+    index = np.flatnonzero(mask)
+    index = index[np.argsort(held.total[index], kind="stable")]
+    splits = np.stack([whole.n1, whole.n2, whole.np, whole.nd])[:, index]
+    _, first = np.unique(splits, axis=1, return_index=True)
+    index = index[np.sort(first)[:top]]
+    part = Memory(held.weights[index], held.gradients[index], held.optimizer[index], held.activations[index])
+    return _plans(whole.take(index), strategy, batch, part, None)
+
+
+def _pick(timed: Times, order: np.ndarray) -> Times:
+    return Times(**{name: values[order] for name, values in vars(timed).items()})
+
+
+def _plans(at: Candidates, strategy: Strategy, batch: int, held: Memory, timed: Times | None) -> list[Plan]:
+    return [
+        Plan(
+            strategy=strategy,
+            **{name: int(values[i]) for name, values in vars(at).items()},
+            microbatches=int(batch // at.nd[i] // at.bm[i]),
+            seconds=float(timed.total[i]) if timed else np.nan,
+            parts={name: float(values[i]) for name, values in vars(timed).items()} if timed else {},
+            bytes=float(held.total[i]),
+            holds={name: float(values[i]) for name, values in vars(held).items()},
+        )
+        for i in range(len(at))
+    ]

@@ -1,0 +1,204 @@
+"""Seconds and bytes of one training step on one GPU, for arrays of candidates: tensor × pipeline × data parallelism (004, section III).
+
+Compute and memory follow the roofline; tensor-parallel collectives are exposed, SUMMA's partly hidden; stages run 1F1B; the optimizer's
+state is sharded over data-parallel ranks, whose collectives hide behind the first and last microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from plugins.planner.collectives import Kind, point_to_point, seconds
+from plugins.planner.machine import Machine
+from plugins.planner.model import Transformer
+from plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations, parameters
+from plugins.planner.work import Number
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Configurations, an array each. Letters are the paper's; v is how many of a group's GPUs share a domain.
+
+    Attributes:
+        n1: ranks that split weights and heads.
+        n2: ranks that split positions; 1 in 1D.
+        np: pipeline stages.
+        nd: data-parallel ranks.
+        bm: samples of a microbatch.
+        panels: SUMMA's nb; 1 elsewhere.
+        v1: of n1.
+        v2: of n2.
+        vp: of np.
+        vd: of nd.
+    """
+
+    n1: Integers
+    n2: Integers
+    np: Integers
+    nd: Integers
+    bm: Integers
+    panels: Integers
+    v1: Integers
+    v2: Integers
+    vp: Integers
+    vd: Integers
+
+    def __len__(self) -> int:
+        return len(self.n1)
+
+    def take(self, chosen: npt.NDArray) -> Candidates:
+        """Some of them, by index or mask."""
+        return Candidates(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a GPU: 2 + 2 bytes a parameter, 12 that data-parallel ranks share, and activations of microbatches in flight."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+
+    @property
+    def total(self) -> Floats:
+        """All four."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step.
+
+    Attributes:
+        compute: at the units' rates.
+        memory: what waiting for memory adds.
+        tensor: exposed collectives of tensor parallelism.
+        data: of data parallelism.
+        pipeline: messages between stages.
+        bubble: idle at the pipeline's ends.
+    """
+
+    compute: Floats
+    memory: Floats
+    tensor: Floats
+    data: Floats
+    pipeline: Floats
+    bubble: Floats
+
+    @property
+    def total(self) -> Floats:
+        """All of them."""
+        return self.compute + self.memory + self.tensor + self.pipeline + self.bubble + self.data
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer and microbatch: compute, waiting for memory, exposed collectives; forward and backward."""
+
+    forward: tuple[Floats, Floats, Floats]
+    backward: tuple[Floats, Floats, Floats]
+
+
+def memory(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int) -> Memory:
+    """Bytes of a GPU. Placement plays no part.
+
+    Args:
+        model: what is trained.
+        strategy: of tensor parallelism.
+        mode: see `transformer.local`.
+        at: the candidates.
+        batch: samples of a step.
+    """
+    size = _local(model, strategy, mode, at)
+    layers = model.layers / at.np
+    weights = parameters(model, strategy, size) * layers
+    activations = sum(operation.work.stored for operation in operations(model, strategy, mode, size, 1.0))
+    in_flight = np.minimum(at.np, batch / at.nd / at.bm)
+    return Memory(2 * weights, 2 * weights, 12 * weights / _replicas(strategy, at)[0], activations * layers * in_flight)
+
+
+def times(machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int) -> Times:
+    """Seconds of a step.
+
+    Args:
+        machine: where it runs.
+        model: what is trained.
+        strategy: of tensor parallelism.
+        mode: see `transformer.local` and `collectives.point_to_point`.
+        at: the candidates.
+        batch: samples of a step.
+    """
+    layer = _distinct_layers(machine, model, strategy, mode, at)
+    size = _local(model, strategy, mode, at)
+    layers, microbatches = model.layers / at.np, batch / at.nd / at.bm
+    forward, backward = sum(layer.forward), sum(layer.backward)
+
+    message = 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
+    pipeline = 2 * microbatches * point_to_point(machine, message, at.np, at.vp, mode == "paper")
+    bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches)
+
+    replicas, near = _replicas(strategy, at)
+    collective = seconds(machine, Kind.GATHER, 2 * parameters(model, strategy, size), replicas, near)
+    exposed = np.maximum(collective - forward, 0) + np.maximum(collective - backward, 0)
+    data = 2 * collective + (layers - 1) * exposed
+
+    compute, waiting, tensor = (microbatches * layers * (layer.forward[i] + layer.backward[i]) for i in range(3))
+    return Times(compute, waiting, tensor, data, pipeline, bubble)
+
+
+def layer_times(machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates) -> LayerTimes:
+    """Seconds of one layer and microbatch, all candidates one by one."""
+    size = _local(model, strategy, mode, at)
+    groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
+    forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
+    for operation in operations(model, strategy, mode, size, machine.tensor / machine.vector):
+        forward += _direction(machine, operation, groups, False)
+        backward += _direction(machine, operation, groups, True)
+    return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
+
+
+def _direction(
+    machine: Machine, operation: Operation, groups: dict[str, tuple[Integers, Integers]], back: bool
+) -> Floats:
+    done = operation.work
+    flops, moved = (done.backward_flops, done.backward_moved) if back else (done.flops, done.moved)
+    peak = machine.tensor if operation.unit == "tensor" else machine.vector
+    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
+    waiting = np.maximum(moved / machine.memory_bandwidth - compute, 0)
+    communicate: Number = 0.0
+    for collective in operation.backward if back else operation.forward:
+        communicate = communicate + seconds(machine, collective.kind, collective.volume, *groups[collective.axis])
+    if done.panels is not None:
+        communicate = communicate + np.maximum(done.panels * communicate - (compute + waiting), 0)
+    return np.stack(np.broadcast_arrays(compute, waiting, communicate))
+
+
+def _distinct_layers(
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates
+) -> LayerTimes:
+    """As `layer_times`, each distinct layer once: stages, data-parallel ranks and their placement do not change a layer."""
+    key = np.zeros(len(at), np.int64)
+    for column in (at.n1, at.n2, at.bm, at.panels, at.v1, at.v2):
+        values, index = np.unique(column, return_inverse=True)
+        key = key * len(values) + index
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    few = layer_times(machine, model, strategy, mode, at.take(first))
+    spread = lambda three: (three[0][inverse], three[1][inverse], three[2][inverse])  # noqa: E731
+    return LayerTimes(spread(few.forward), spread(few.backward))
+
+
+def _local(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates) -> Local:
+    floats = [column.astype(np.float64) for column in (at.n1, at.n2, at.bm, at.panels)]
+    return local(model, strategy, mode, *floats)
+
+
+def _replicas(strategy: Strategy, at: Candidates) -> tuple[Integers, Integers]:
+    """Ranks that hold the same weights, and how many of them share a domain: in 2D also those that split positions."""
+    return (at.nd * at.n2, at.vd * at.v2) if strategy == "2d" else (at.nd, at.vd)
