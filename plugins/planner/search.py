@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,6 +44,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Constraints:
+    """Which configurations count.
+
+    Attributes:
+        fixed: sizes that are given, by the names of `step.Candidates`.
+        least: sizes that are at least so large.
+    """
+
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    def keep(self, at: Candidates, placement: bool = False) -> Candidates:
+        """Those that count; before placement, whatever it is."""
+        mask = np.ones(len(at), bool)
+        for name, size in self.fixed.items():
+            if placement or not name.startswith("v"):
+                mask &= getattr(at, name) == size
+        for name, size in self.least.items():
+            mask &= getattr(at, name) >= size
+        return at.take(mask)
+
+
+@dataclass(frozen=True)
 class Found:
     """What a search found.
 
@@ -69,6 +93,7 @@ def search(
     batch: int,
     mode: Mode = "default",
     top: int = 10,
+    constraints: Constraints | None = None,
 ) -> Found:
     """Try every configuration.
 
@@ -80,14 +105,16 @@ def search(
         batch: samples of a step.
         mode: "paper" reproduces the published results with their defects.
         top: how many configurations are returned.
+        constraints: which configurations count.
     """
-    whole = shapes(model, strategy, gpus, batch)
+    constraints = constraints or Constraints()
+    whole = constraints.keep(shapes(model, strategy, gpus, batch))
     if not len(whole):
         return Found([], [], 0, 0, 0)
     held = memory(model, strategy, mode, whole, batch)
     fits = held.total <= machine.memory
-    at = placed(whole.take(fits), gpus, machine.domain)
-    nearest = _largest(whole, held, ~fits, strategy, batch, top)
+    at = constraints.keep(placed(whole.take(fits), gpus, machine.domain), placement=True)
+    nearest = _smallest(whole, held, ~fits, strategy, batch, top)
     if not len(at):
         return Found([], nearest, len(whole), int(fits.sum()), 0)
     timed = times(machine, model, strategy, mode, at, batch)
@@ -97,7 +124,38 @@ def search(
     return Found(best, nearest, len(whole), int(fits.sum()), len(at))
 
 
-def _largest(whole: Candidates, held: Memory, mask: np.ndarray, strategy: Strategy, batch: int, top: int) -> list[Plan]:
+def faster_but_too_large(
+    machine: Machine,
+    model: Transformer,
+    strategy: Strategy,
+    gpus: int,
+    batch: int,
+    mode: Mode,
+    seconds: float,
+    constraints: Constraints | None = None,
+) -> Plan | None:
+    """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
+    constraints = constraints or Constraints()
+    whole = constraints.keep(shapes(model, strategy, gpus, batch))
+    if not len(whole):
+        return None
+    large = whole.take(memory(model, strategy, mode, whole, batch).total > machine.memory)
+    at = constraints.keep(placed(large, gpus, machine.domain), placement=True)
+    if not len(at):
+        return None
+    timed, held = times(machine, model, strategy, mode, at, batch), memory(model, strategy, mode, at, batch)
+    fast = np.flatnonzero(timed.total < seconds)
+    if not len(fast):
+        return None
+    one = fast[[np.lexsort((timed.total[fast], held.total[fast]))[0]]]
+    return _plans(at.take(one), strategy, batch, memory(model, strategy, mode, at.take(one), batch), _pick(timed, one))[
+        0
+    ]
+
+
+def _smallest(
+    whole: Candidates, held: Memory, mask: np.ndarray, strategy: Strategy, batch: int, top: int
+) -> list[Plan]:
     """The configurations of a mask that need least memory, one for each split of the GPUs."""
     index = np.flatnonzero(mask)
     index = index[np.argsort(held.total[index], kind="stable")]
