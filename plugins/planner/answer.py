@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from plugins.planner import fourd
 from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
-from plugins.planner.search import Constraints, Found, Plan, faster_but_too_large, search
-from plugins.planner.transformer import Mode, Strategy
+from plugins.planner.search import AnyPlan, Constraints, Found, faster_but_too_large, search
+from plugins.planner.transformer import STRATEGIES, Mode
+
+AnyStrategy = Literal["1d", "2d", "summa", "axonn"]
+EVERY: tuple[AnyStrategy, ...] = (*STRATEGIES, "axonn")
+"""Tensor × pipeline × data parallelism in three kinds, and 4D grids."""
 
 CHANGES: tuple[tuple[str, str, float], ...] = (
     ("half the bandwidth between domains", "slow_bandwidth", 0.5),
@@ -21,6 +27,7 @@ CHANGES: tuple[tuple[str, str, float], ...] = (
     ("twice the tensor peak", "tensor", 2.0),
 )
 """What sensitivity changes: in words, the machine's attribute, the factor."""
+_ALL = 10**9
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Question:
         model: what is trained.
         gpus: how many.
         batch: samples of a step.
-        strategies: of tensor parallelism, which compete.
+        strategies: which compete.
         mode: "default", or "paper" with the published results' defects.
         fixed: sizes that are given, such as ``{"np": 4}``.
     """
@@ -41,7 +48,7 @@ class Question:
     model: Transformer
     gpus: int
     batch: int
-    strategies: Sequence[Strategy]
+    strategies: Sequence[AnyStrategy]
     mode: Mode = "default"
     fixed: Mapping[str, int] | None = None
 
@@ -58,9 +65,9 @@ class Answer:
     """
 
     question: Question
-    best: list[Plan]
-    nearest: list[Plan]
-    found: dict[Strategy, Found]
+    best: list[AnyPlan]
+    nearest: list[AnyPlan]
+    found: dict[AnyStrategy, Found]
 
 
 def answer(question: Question, top: int = 10) -> Answer:
@@ -76,17 +83,14 @@ def answer(question: Question, top: int = 10) -> Answer:
     return Answer(question, best[:top], nearest[:top], found)
 
 
-def too_large(asked: Answer) -> list[Plan]:
+def too_large(asked: Answer) -> list[AnyPlan]:
     """Of the configurations that would beat the best if they fitted, each strategy's with least memory."""
-    q, limit = asked.question, asked.best[0].seconds if asked.best else float("inf")
-    plans = [
-        faster_but_too_large(q.machine, q.model, strategy, q.gpus, q.batch, q.mode, limit, _constraints(q, strategy))
-        for strategy in q.strategies
-    ]
+    limit = asked.best[0].seconds if asked.best else float("inf")
+    plans = [_too_large(asked.question, strategy, limit) for strategy in asked.question.strategies]
     return [plan for plan in plans if plan is not None]
 
 
-def sensitivity(asked: Answer) -> list[tuple[str, Plan | None]]:
+def sensitivity(asked: Answer) -> list[tuple[str, AnyPlan | None]]:
     """The best configuration after each of `CHANGES` of the machine."""
     question = asked.question
     changed = []
@@ -97,19 +101,22 @@ def sensitivity(asked: Answer) -> list[tuple[str, Plan | None]]:
     return changed
 
 
-def _search(question: Question, machine: Machine, strategy: Strategy, top: int) -> Found:
-    return search(
-        machine,
-        question.model,
-        strategy,
-        question.gpus,
-        question.batch,
-        question.mode,
-        top,
-        _constraints(question, strategy),
-    )
+def _search(question: Question, machine: Machine, strategy: AnyStrategy, top: int) -> Found:
+    q, constraints = question, _constraints(question, strategy)
+    if strategy == "axonn":
+        return fourd.search(machine, q.model, q.gpus, q.batch, q.mode, top, constraints)
+    return search(machine, q.model, strategy, q.gpus, q.batch, q.mode, top, constraints)
 
 
-def _constraints(question: Question, strategy: Strategy) -> Constraints:
+def _too_large(q: Question, strategy: AnyStrategy, limit: float) -> AnyPlan | None:
+    if strategy != "axonn":
+        constraints = _constraints(q, strategy)
+        return faster_but_too_large(q.machine, q.model, strategy, q.gpus, q.batch, q.mode, limit, constraints)
+    found = _search(q, replace(q.machine, memory=float("inf")), strategy, _ALL)
+    lacking = [plan for plan in found.best if plan.bytes > q.machine.memory and plan.seconds < limit]
+    return min(lacking, key=lambda plan: plan.bytes, default=None)
+
+
+def _constraints(question: Question, strategy: AnyStrategy) -> Constraints:
     repeats = strategy == "2d" and "1d" in question.strategies
     return Constraints(question.fixed or {}, {"n2": 2} if repeats else {})

@@ -11,11 +11,12 @@ from typing import NoReturn
 
 from plugins.block import ConfigError
 from plugins.planner import files, machine, model, report
-from plugins.planner.answer import Answer, Question, answer
-from plugins.planner.transformer import MODES, STRATEGIES, Mode, Strategy
+from plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
+from plugins.planner.transformer import MODES, Mode
 
 _LARGEST = {"gpus": 2**20, "batch": 2**24, "top": 1000, "sequence": 2**24}
-_FIXABLE = ("n1", "n2", "np", "nd", "bm", "panels", "v1", "v2", "vp", "vd")
+_PIPELINED = ("n1", "n2", "np", "nd", "bm", "panels", "v1", "v2", "vp", "vd")
+_GRID = ("gx", "gy", "gz", "gdata", "m")
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -64,10 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--batch", metavar="N", help="samples of a step, over all GPUs")
     size.add_argument("--tokens-per-batch", metavar="N", help="positions of a step; 2M is 2·1024·1024")
     parser.add_argument("--sequence", metavar="N", help="positions of a sample (default: the model's)")
-    parser.add_argument("--strategy", default="all", help=f"{', '.join(STRATEGIES)} or all (default)")
+    parser.add_argument("--strategy", default="all", help=f"{', '.join(EVERY)} or all (default)")
     parser.add_argument("--mode", default="default", help="paper: as published, with its defects (default: corrected)")
     parser.add_argument(
-        "--fix", metavar="SIZES", help=f"sizes that are given, such as np=64,bm=1; of {', '.join(_FIXABLE)}"
+        "--fix",
+        metavar="SIZES",
+        help=f"sizes that are given, such as np=64,bm=1; of {', '.join(_PIPELINED)}, or of {', '.join(_GRID)} with axonn",
     )
     parser.add_argument("--top", default="10", metavar="N", help="configurations to list (default 10)")
     parser.add_argument("--tokens", metavar="N", help="positions to train on, such as 2T, for the days that this takes")
@@ -92,12 +95,26 @@ def _questions(parsed: argparse.Namespace) -> list[Question]:
         )
     where = machine.load(parsed.machine)
     batch = _batch(parsed, trained.sequence)
-    _known("strategy", parsed.strategy, (*STRATEGIES, "all"))
     _known("mode", parsed.mode, MODES)
-    strategies: tuple[Strategy, ...] = STRATEGIES if parsed.strategy == "all" else (parsed.strategy,)
     mode: Mode = parsed.mode
     fixed = _fixed(parsed.fix)
+    strategies = _strategies(parsed.strategy, mode, fixed)
     return [Question(where, trained, gpus, batch, strategies, mode, fixed) for gpus in _gpus(parsed.gpus)]
+
+
+def _strategies(name: str, mode: Mode, fixed: dict[str, int]) -> tuple[AnyStrategy, ...]:
+    """One, or all that know the given sizes; the published model of 4D grids leaves compute out, so it competes with no other."""
+    _known("strategy", name, (*EVERY, "all"))
+    knows = {strategy: set(fixed) <= set(_GRID if strategy == "axonn" else _PIPELINED) for strategy in EVERY}
+    chosen = [
+        one for one in EVERY if name == one or (name == "all" and knows[one] and (one, mode) != ("axonn", "paper"))
+    ]
+    if not chosen or not knows[chosen[0]]:
+        raise ConfigError(
+            f"--fix names {', '.join(fixed)}, not all sizes of --strategy {name}; use {', '.join(_PIPELINED)} with 1d, 2d and summa, or "
+            f"{', '.join(_GRID)} with axonn"
+        )
+    return tuple(chosen)
 
 
 def _batch(parsed: argparse.Namespace, sequence: int) -> int:
@@ -139,7 +156,7 @@ def _fixed(text: str | None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in [] if text is None else text.split(","):
         key, _, value = part.strip().partition("=")
-        _known("fix", key, _FIXABLE)
+        _known("fix", key, _PIPELINED + _GRID)
         if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 1:
             raise ConfigError(f'--fix = "{text}" gives {key} no size; write a whole number from 1, such as {key}=4')
         sizes[key] = int(value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Machine:
         flop_efficiency: share of both peaks that is reached.
         bandwidth_efficiency: share of both networks' bandwidths that is reached.
         assumed: what no source gives.
+        within: measured bandwidths of rings within a domain, by (G0, G1): G0 simultaneous groups of G1 GPUs, every G0th of a domain
+            in one (000, section 5.1.2, case 1). Others have `bandwidth_efficiency` of `fast_bandwidth`.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Machine:
     flop_efficiency: float = 0.8
     bandwidth_efficiency: float = 0.7
     assumed: str = ""
+    within: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 _QUANTITIES = {
@@ -66,7 +70,16 @@ _QUANTITIES = {
     "slow_latency": "time",
 }
 _OPTIONAL_QUANTITIES = {"sustained": "rate", "flop_latency": "time"}
-_OPTIONAL = ("name", "interfaces", *_OPTIONAL_QUANTITIES, "flop_efficiency", "bandwidth_efficiency", "assumed")
+_OPTIONAL = (
+    "name",
+    "interfaces",
+    *_OPTIONAL_QUANTITIES,
+    "flop_efficiency",
+    "bandwidth_efficiency",
+    "assumed",
+    "within",
+)
+_GROUPS = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})")
 _DOMAIN = re.compile(r"(.+)-nvs([0-9]{1,6})")
 
 
@@ -128,12 +141,27 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
         values["interfaces"] = files.number(at("interfaces"), table["interfaces"])
     if "assumed" in table:
         values["assumed"] = files.text(at("assumed"), table["assumed"])
+    if "within" in table:
+        values["within"] = _rings(at("within"), table["within"])
     return Machine(
         name=files.text(at("name"), table.get("name", name)),
         source=files.text(at("source"), table["source"]),
         domain=files.whole(at("domain"), table["domain"]),
         **values,
     )
+
+
+def _rings(where: str, table: Any) -> dict[tuple[int, int], float]:
+    """Bandwidths by "G0xG1", such as "2x2"."""
+    if not isinstance(table, dict):
+        raise ConfigError(f'{where} = {table!r} is not a table; write [within] and lines such as 2x2 = "150 GB/s"')
+    rings = {}
+    for key, value in table.items():
+        groups = _GROUPS.fullmatch(key)
+        if groups is None:
+            raise ConfigError(f'{where} has the key "{key}", which is not groups x GPUs; write one such as 2x2')
+        rings[int(groups[1]), int(groups[2])] = files.quantity("bandwidth", f"{where}.{key}", value)
+    return rings
 
 
 @cache

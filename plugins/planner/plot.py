@@ -7,8 +7,8 @@ from pathlib import Path
 
 from plugins.block import ConfigError
 from plugins.planner.answer import Answer
-from plugins.planner.report import GB, PARTS
-from plugins.planner.search import Plan
+from plugins.planner.report import GB, PARTS, shares
+from plugins.planner.search import AnyPlan
 
 
 def draw(path: Path, answers: Sequence[Answer]) -> None:
@@ -44,26 +44,28 @@ def draw(path: Path, answers: Sequence[Answer]) -> None:
         raise ConfigError(f'--plot = "{path}" is no kind of picture: {error}; use .png, .pdf or .svg') from None
 
 
-def _configurations(axes, plans: Sequence[Plan]) -> None:
-    bars = [("n1", "n1"), ("n2", "n2"), ("np", "np"), ("nd", "nd"), ("microbatches", "m")]
-    for number, (attribute, name) in enumerate(bars):
-        sizes = [getattr(plan, attribute) for plan in plans]
-        axes.bar([x + 0.16 * (number - 2) for x in range(len(plans))], sizes, 0.15, label=name)
+def _configurations(axes, plans: Sequence[AnyPlan]) -> None:
+    sizes = [{**plan.sizes, "m": plan.microbatches} for plan in plans]
+    names = list(dict.fromkeys(name for one in sizes for name in one if name != "nb"))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        places = [x + width * (number - (len(names) - 1) / 2) for x in range(len(plans))]
+        axes.bar(places, [one.get(name, 0) for one in sizes], 0.94 * width, label=name)
     axes.set_yscale("log", base=2)
     axes.set_ylabel("size")
     memory = axes.twinx()
     memory.plot([plan.bytes / GB for plan in plans], "ko", label="memory")
     memory.set_ylim(bottom=0)
     memory.set_ylabel("GB a GPU")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=5, fontsize="small", frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=8, fontsize="small", frameon=False)
 
 
-def _shares(axes, plans: Sequence[Plan]) -> None:
+def _shares(axes, plans: Sequence[AnyPlan]) -> None:
     bottom = [0.0] * len(plans)
     for part, name in PARTS.items():
-        shares = [100 * plan.parts[part] / plan.seconds for plan in plans]
-        axes.bar(range(len(plans)), shares, 0.6, bottom=bottom, label=name)
-        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+        parts = [100 * shares(plan)[part] for plan in plans]
+        axes.bar(range(len(plans)), parts, 0.6, bottom=bottom, label=name)
+        bottom = [low + share for low, share in zip(bottom, parts, strict=True)]
     axes.set_ylabel("% of a step")
     axes.set_ylim(0, 100)
     seconds = axes.twinx()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from plugins.planner.answer import Answer, sensitivity, too_large
+from plugins.planner.axonn import model_flops
 from plugins.planner.machine import Machine
-from plugins.planner.search import Plan
+from plugins.planner.search import AnyPlan, Plan
 from plugins.planner.uncertainty import WHOLE, step_range
 
 PARTS = {"compute": "compute", "memory": "memory", "tensor": "TP", "data": "DP", "pipeline": "PP", "bubble": "bubble"}
@@ -26,22 +28,21 @@ def scaling(answers: list[Answer], tokens: float | None = None) -> str:
     fitting = [asked for asked in answers if asked.best]
     lines = _table([str(asked.question.gpus) for asked in fitting], [asked.best[0] for asked in fitting]).splitlines()
     if tokens is not None:
-        lines = [f"{line} {_days(asked, tokens):>8.4g}" for line, asked in zip(lines[1:], fitting, strict=True)]
-        lines = [_table([], []) + f" {'days':>8}", *lines]
+        days = ["days", *(f"{_days(asked, tokens):.4g}" for asked in fitting)]
+        lines = [f"{line} {each:>7}" for line, each in zip(lines, days, strict=True)]
     lines += [f"{asked.question.gpus} GPUs: {none_fits(asked)}" for asked in answers if not asked.best]
     return "\n".join(lines)
 
 
-def _table(labels: list[str], plans: list[Plan]) -> str:
-    head = f"{'':>6} {'strategy':<8} {'n1':>4} {'n2':>4} {'np':>4} {'nd':>5} {'bm':>4} {'m':>6} {'nb':>4}  {'in a domain':<12}"
-    head += f" {'step s':>10}" + "".join(f" {name:>8}" for name in PARTS.values()) + f" {'GB':>7}"
-    lines = [head]
-    for label, plan in zip(labels, plans, strict=True):
-        shares = "".join(f" {plan.parts[part] / plan.seconds:>8.1%}" for part in PARTS)
-        panels = str(plan.panels) if plan.strategy == "summa" else "-"
+def _table(labels: list[str], plans: list[AnyPlan]) -> str:
+    configurations = [configuration(plan) for plan in plans]
+    width = max([len(text) for text in configurations], default=0)
+    head = f"{'':>6}  {'':<{width}} {'m':>6} {'step s':>9}" + "".join(f" {name:>7}" for name in PARTS.values())
+    lines = [f"{head} {'GB':>6}"]
+    for label, text, plan in zip(labels, configurations, plans, strict=True):
+        columns = "".join(f" {share:>7.1%}" for share in shares(plan).values())
         lines.append(
-            f"{label:>6} {plan.strategy:<8} {plan.n1:>4} {plan.n2:>4} {plan.np:>4} {plan.nd:>5} {plan.bm:>4} {plan.microbatches:>6} "
-            f"{panels:>4}  {_placement(plan):<12} {plan.seconds:>10.4g}{shares} {plan.bytes / GB:>7.1f}"
+            f"{label:>6}  {text:<{width}} {plan.microbatches:>6} {plan.seconds:>9.4g}{columns} {plan.bytes / GB:>6.1f}"
         )
     return "\n".join(lines)
 
@@ -49,7 +50,10 @@ def _table(labels: list[str], plans: list[Plan]) -> str:
 def heading(asked: Answer) -> str:
     """What was asked, with the sources of its numbers."""
     question, machine, model = asked.question, asked.question.machine, asked.question.model
-    mode = ", with the published results' defects" if question.mode == "paper" else ""
+    as_published = (
+        "collectives alone, as published" if "axonn" in question.strategies else "with the published results' defects"
+    )
+    mode = f", {as_published}" if question.mode == "paper" else ""
     lines = [
         f"{model.name}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, {model.parameters / 1e9:.4g} billion parameters"
         + (f" ({model.source})" if model.source else ""),
@@ -79,18 +83,20 @@ def verdict(asked: Answer, tokens: float | None = None) -> str:
     if not asked.best:
         return none_fits(asked)
     plan, question = asked.best[0], asked.question
-    parts = sorted(((seconds, part) for part, seconds in plan.parts.items()), reverse=True)
+    parts = sorted(shares(plan).items(), key=lambda item: -item[1])
     span = step_range(question.machine, question.model, plan, question.mode)
     low, high = WHOLE["vit" if question.model.name.startswith("vit") else "gpt"]
     lines = [
         f"best: {configuration(plan)}: {plan.seconds:.4g} s a step, {plan.bytes / GB:.1f} GB a GPU",
-        "  time: "
-        + ", ".join(f"{_words(part)} {seconds / plan.seconds:.1%}" for seconds, part in parts if seconds > 0),
+        "  time: " + ", ".join(f"{_words(part)} {share:.1%}" for part, share in parts if share > 0),
         "  memory: " + ", ".join(f"{part} {size / GB:.1f} GB" for part, size in plan.holds.items()),
-        f"  the longest part is {_words(parts[0][1])}, then {_words(parts[1][1])}",
+        f"  the longest part is {_words(parts[0][0])}, then {_words(parts[1][0])}",
         f"  {span.low:.4g} to {span.high:.4g} s if collectives err as they did on Perlmutter; the whole model's published error on 512 A100 "
         f"is {low:.0%} to {high:.0%}",
     ]
+    rate = flops_a_gpu(asked)
+    if rate is not None:
+        lines.append(f"  {rate[0] / 1e12:.4g} model Tflop/s a GPU, {rate[1]:.1%} of its peak")
     if tokens is not None:
         lines.append(f"  {tokens:.4g} positions take {_days(asked, tokens):.4g} days")
     return "\n".join(lines)
@@ -113,7 +119,7 @@ def explanation(asked: Answer) -> str:
     return "\n".join(lines)
 
 
-def comparison(first: Plan, second: Plan) -> str:
+def comparison(first: AnyPlan, second: AnyPlan) -> str:
     """Why one plan is faster than another, by part."""
     gap = second.seconds - first.seconds
     text = f"{configuration(first)} beats {configuration(second)} by {gap:.3g} s ({gap / first.seconds:.2%})"
@@ -128,7 +134,7 @@ def comparison(first: Plan, second: Plan) -> str:
     return f"{text}: it saves {less}" + (f", and pays {more}" if more else "")
 
 
-def excess(plan: Plan, memory: float) -> str:
+def excess(plan: AnyPlan, memory: float) -> str:
     """By how much a plan does not fit, and what fills the GPU most."""
     part = max(plan.holds, key=lambda key: plan.holds[key])
     return (
@@ -150,18 +156,42 @@ def none_fits(asked: Answer) -> str:
             f"use a multiple of {question.machine.domain} GPUs that can be split so, or -nvsN behind the machine's name"
         )
     given = " with the sizes given" if question.fixed else ""
+    if tuple(question.strategies) == ("axonn",):
+        return (
+            f"{question.gpus} GPUs cannot be split{given}: gx must divide {model.heads} heads, gx and gy {model.hidden} and {model.f} "
+            f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}"
+        )
     return (
         f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {model.hidden} and {model.f} features, "
         f"np {model.layers} layers, and nd a batch of {question.batch}, and their product with n2 be {question.gpus}"
     )
 
 
-def configuration(plan: Plan) -> str:
-    """A configuration in the paper's letters."""
-    grid = f"n1={plan.n1}" + (f" n2={plan.n2}" if plan.strategy != "1d" else "")
-    panels = f" nb={plan.panels}" if plan.strategy == "summa" else ""
-    placement = f" nvs {_placement(plan)}" if plan.parts else ""
-    return f"{plan.strategy} {grid} np={plan.np} nd={plan.nd} bm={plan.bm}{panels}{placement}"
+def shares(plan: AnyPlan) -> dict[str, float]:
+    """Parts of a step's time, as shares of it."""
+    return {part: seconds / plan.seconds if plan.seconds else 0.0 for part, seconds in plan.parts.items()}
+
+
+def flops_a_gpu(asked: Answer) -> tuple[float, float] | None:
+    """Model flop/s of a GPU with the best configuration, and as a share of the peak.
+
+    By Narayanan's formula, without recomputation and without the output layer, which is not modelled.
+
+    None for the published model of 4D grids, which leaves compute out.
+    """
+    question, plan = asked.question, asked.best[0]
+    if not plan.parts["compute"]:
+        return None
+    layers = replace(question.model, vocabulary=0)
+    rate = model_flops(layers, question.batch, recompute=False) / plan.seconds / question.gpus
+    return rate, rate / question.machine.tensor
+
+
+def configuration(plan: AnyPlan) -> str:
+    """A configuration in the papers' letters; nvs are the GPUs of n1, n2, np and nd in a domain."""
+    sizes = " ".join(f"{name}={size}" for name, size in plan.sizes.items() if name != "m")
+    placement = f" nvs {_placement(plan)}" if plan.parts and isinstance(plan, Plan) else ""
+    return f"{plan.strategy} {sizes}{placement}"
 
 
 def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
@@ -171,6 +201,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     if asked.best:
         span = step_range(machine, question.model, asked.best[0], question.mode)
         best[0]["seconds_range"] = [span.low, span.high]
+        rate = flops_a_gpu(asked)
+        best[0]["model_flops_a_gpu"], best[0]["share_of_peak"] = rate or (None, None)
         if tokens is not None:
             best[0]["days"] = _days(asked, tokens)
     return {
@@ -191,10 +223,24 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan, machine: Machine) -> dict[str, Any]:
+def _plan(plan: AnyPlan, machine: Machine) -> dict[str, Any]:
     timed = bool(plan.parts)
+    letters = _letters(plan) if isinstance(plan, Plan) else {**plan.sizes, "collectives": plan.collectives}
     return {
         "strategy": plan.strategy,
+        **letters,
+        "seconds": plan.seconds if timed else None,
+        "parts": plan.parts,
+        "shares": shares(plan),
+        "memory_gb": plan.bytes / GB,
+        "memory_parts_gb": {part: size / GB for part, size in plan.holds.items()},
+        "too_much_gb": max(plan.bytes - machine.memory, 0) / GB,
+    }
+
+
+def _letters(plan: Plan) -> dict[str, Any]:
+    nvs = {"n1": plan.v1, "n2": plan.v2, "np": plan.vp, "nd": plan.vd}
+    return {
         "nt": plan.n1 * plan.n2,
         "n1": plan.n1,
         "n2": plan.n2,
@@ -203,13 +249,7 @@ def _plan(plan: Plan, machine: Machine) -> dict[str, Any]:
         "bm": plan.bm,
         "m": plan.microbatches,
         "nb": plan.panels if plan.strategy == "summa" else None,
-        "nvs": {"n1": plan.v1, "n2": plan.v2, "np": plan.vp, "nd": plan.vd} if timed else None,
-        "seconds": plan.seconds if timed else None,
-        "parts": plan.parts,
-        "shares": {part: seconds / plan.seconds for part, seconds in plan.parts.items()},
-        "memory_gb": plan.bytes / GB,
-        "memory_parts_gb": {part: size / GB for part, size in plan.holds.items()},
-        "too_much_gb": max(plan.bytes - machine.memory, 0) / GB,
+        "nvs": nvs if plan.parts else None,
     }
 
 
@@ -227,7 +267,7 @@ def _words(part: str) -> str:
     return {"memory": "waiting for memory", "bubble": "the bubble"}.get(part, PARTS[part])
 
 
-def _change(now: Plan, then: Plan | None) -> str:
+def _change(now: AnyPlan, then: AnyPlan | None) -> str:
     if then is None:
         return "nothing fits"
     same = configuration(now) == configuration(then)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -42,6 +43,42 @@ class Plan:
     bytes: float
     holds: dict[str, float]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What distinguishes it, by letter, placement apart."""
+        positions = {} if self.strategy == "1d" else {"n2": self.n2}
+        panels = {"nb": self.panels} if self.strategy == "summa" else {}
+        return {"n1": self.n1, **positions, "np": self.np, "nd": self.nd, "bm": self.bm, **panels}
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """A 4D grid and what it takes; as `Plan` otherwise.
+
+    Attributes:
+        collectives: seconds of equations 5.1 to 5.5, hidden ones included.
+    """
+
+    gx: int
+    gy: int
+    gz: int
+    gdata: int
+    microbatches: int
+    seconds: float
+    parts: dict[str, float]
+    bytes: float
+    holds: dict[str, float]
+    collectives: dict[str, float]
+    strategy: Literal["axonn"] = "axonn"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What distinguishes it, by letter."""
+        return {"gx": self.gx, "gy": self.gy, "gz": self.gz, "gdata": self.gdata, "m": self.microbatches}
+
+
+AnyPlan = Plan | GridPlan
+
 
 @dataclass(frozen=True)
 class Constraints:
@@ -78,8 +115,8 @@ class Found:
         candidates: placed configurations that fit, all timed.
     """
 
-    best: list[Plan]
-    nearest: list[Plan]
+    best: Sequence[AnyPlan]
+    nearest: Sequence[AnyPlan]
     shapes: int
     fitting: int
     candidates: int
