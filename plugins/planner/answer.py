@@ -10,6 +10,7 @@ from plugins.planner import fourd
 from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
 from plugins.planner.search import AnyPlan, Constraints, Found, faster_but_too_large, search
+from plugins.planner.step import Setting
 from plugins.planner.transformer import STRATEGIES, Mode
 
 AnyStrategy = Literal["1d", "2d", "summa", "axonn"]
@@ -42,6 +43,7 @@ class Question:
         strategies: which compete.
         mode: "default", or "paper" with the published results' defects.
         fixed: sizes that are given, such as ``{"np": 4}``.
+        setting: how it is trained, beyond the paper.
     """
 
     machine: Machine
@@ -51,6 +53,7 @@ class Question:
     strategies: Sequence[AnyStrategy]
     mode: Mode = "default"
     fixed: Mapping[str, int] | None = None
+    setting: Setting = Setting()
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,16 @@ def sensitivity(asked: Answer) -> list[tuple[str, AnyPlan | None]]:
 def _search(question: Question, machine: Machine, strategy: AnyStrategy, top: int) -> Found:
     q, constraints = question, _constraints(question, strategy)
     if strategy == "axonn":
-        return fourd.search(machine, q.model, q.gpus, q.batch, q.mode, top, constraints)
-    return search(machine, q.model, strategy, q.gpus, q.batch, q.mode, top, constraints)
+        return fourd.search(machine, q.model, q.gpus, q.batch, q.mode, top, constraints, q.setting)
+    return search(machine, q.model, strategy, q.gpus, q.batch, q.mode, top, constraints, q.setting)
 
 
 def _too_large(q: Question, strategy: AnyStrategy, limit: float) -> AnyPlan | None:
     if strategy != "axonn":
         constraints = _constraints(q, strategy)
-        return faster_but_too_large(q.machine, q.model, strategy, q.gpus, q.batch, q.mode, limit, constraints)
+        return faster_but_too_large(
+            q.machine, q.model, strategy, q.gpus, q.batch, q.mode, limit, constraints, q.setting
+        )
     found = _search(q, replace(q.machine, memory=float("inf")), strategy, _ALL)
     lacking = [plan for plan in found.best if plan.bytes > q.machine.memory and plan.seconds < limit]
     return min(lacking, key=lambda plan: plan.bytes, default=None)

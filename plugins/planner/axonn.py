@@ -76,7 +76,7 @@ class Repeats:
     gathers: int = 1
     sums: int = 1
     accumulation: Number = 1
-    gradient_bytes: int = 2
+    gradient_bytes: float = 2
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from typing import NoReturn
 from plugins.block import ConfigError
 from plugins.planner import files, machine, model, report
 from plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
+from plugins.planner.step import Setting
 from plugins.planner.transformer import MODES, Mode
 
-_LARGEST = {"gpus": 2**20, "batch": 2**24, "top": 1000, "sequence": 2**24}
+_LARGEST = {"gpus": 2**20, "batch": 2**24, "top": 1000, "interleave": 1000, "sequence": 2**24}
 _PIPELINED = ("n1", "n2", "np", "nd", "bm", "panels", "v1", "v2", "vp", "vd")
 _GRID = ("gx", "gy", "gz", "gdata", "m")
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -72,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZES",
         help=f"sizes that are given, such as np=64,bm=1; of {', '.join(_PIPELINED)}, or of {', '.join(_GRID)} with axonn",
     )
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of whole layers")
+    parser.add_argument(
+        "--interleave", default="1", metavar="N", help="parts of the model on each pipeline stage (default 1)"
+    )
+    parser.add_argument("--samo", metavar="P", help="share that is pruned, with SAMO's state, such as 0.9")
     parser.add_argument("--top", default="10", metavar="N", help="configurations to list (default 10)")
     parser.add_argument("--tokens", metavar="N", help="positions to train on, such as 2T, for the days that this takes")
     parser.add_argument(
@@ -98,23 +104,39 @@ def _questions(parsed: argparse.Namespace) -> list[Question]:
     _known("mode", parsed.mode, MODES)
     mode: Mode = parsed.mode
     fixed = _fixed(parsed.fix)
-    strategies = _strategies(parsed.strategy, mode, fixed)
-    return [Question(where, trained, gpus, batch, strategies, mode, fixed) for gpus in _gpus(parsed.gpus)]
+    setting = Setting(parsed.recompute, _number("interleave", parsed.interleave), _sparsity(parsed.samo))
+    strategies = _strategies(parsed.strategy, mode, fixed, setting)
+    return [Question(where, trained, gpus, batch, strategies, mode, fixed, setting) for gpus in _gpus(parsed.gpus)]
 
 
-def _strategies(name: str, mode: Mode, fixed: dict[str, int]) -> tuple[AnyStrategy, ...]:
-    """One, or all that know the given sizes; the published model of 4D grids leaves compute out, so it competes with no other."""
+def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) -> tuple[AnyStrategy, ...]:
+    """One, or all that know the given sizes.
+
+    The published model of 4D grids leaves compute out, so it competes with no other; and grids have no stages to interleave.
+    """
     _known("strategy", name, (*EVERY, "all"))
     knows = {strategy: set(fixed) <= set(_GRID if strategy == "axonn" else _PIPELINED) for strategy in EVERY}
-    chosen = [
-        one for one in EVERY if name == one or (name == "all" and knows[one] and (one, mode) != ("axonn", "paper"))
-    ]
-    if not chosen or not knows[chosen[0]]:
+    if not any(knows[one] for one in EVERY if name in (one, "all")):
         raise ConfigError(
             f"--fix names {', '.join(fixed)}, not all sizes of --strategy {name}; use {', '.join(_PIPELINED)} with 1d, 2d and summa, or "
             f"{', '.join(_GRID)} with axonn"
         )
-    return tuple(chosen)
+    if name == "axonn" and setting.interleave > 1:
+        raise ConfigError(
+            f"--interleave = {setting.interleave} needs pipeline stages, which 4D grids do not have; leave it out, or choose 1d, 2d or summa"
+        )
+    apart = mode == "paper" or setting.interleave > 1
+    return tuple(
+        one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
+    )
+
+
+def _sparsity(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    if not re.fullmatch(r"0?\.[0-9]{1,9}|0", text):
+        raise ConfigError(f'--samo = "{text}" is not a share below 1; write how much is pruned, such as 0.9')
+    return float(text)
 
 
 def _batch(parsed: argparse.Namespace, sequence: int) -> int:

@@ -30,7 +30,7 @@ from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
 from plugins.planner.search import Constraints, Found, GridPlan
 from plugins.planner.space import divisors
-from plugins.planner.step import Memory, Times
+from plugins.planner.step import Memory, Setting, Times
 from plugins.planner.transformer import Mode
 from plugins.planner.work import Number
 
@@ -58,6 +58,7 @@ def search(
     mode: Mode = "default",
     top: int = 10,
     constraints: Constraints | None = None,
+    setting: Setting | None = None,
 ) -> Found:
     """Try every grid, and every number of micro-batches.
 
@@ -69,27 +70,34 @@ def search(
         mode: "paper" for collectives alone.
         top: how many grids are returned.
         constraints: which grids count, by gx, gy, gz, gdata and m.
+        setting: how it is trained.
     """
     at, m = _with_microbatches(grids(model, gpus, batch), batch, mode)
     kept = _mask(at, m, constraints or Constraints())
     at, m = at.take(kept), m[kept]
     if not len(at):
         return Found([], [], 0, 0, 0)
-    held = memory(model, at, m, batch, mode)
+    held = memory(model, at, m, batch, mode, setting)
     fits = held.total <= machine.memory
     lacking = np.flatnonzero(~fits)
     lacking = lacking[np.argsort(held.total[lacking], kind="stable")][:top]
     nearest = [_plan(at, m, held, None, None, int(i)) for i in lacking]
     if not fits.any():
         return Found([], nearest, len(at), 0, 0)
-    timed, talked = times(machine, model, at, m, batch, mode)
+    timed, talked = times(machine, model, at, m, batch, mode, setting)
     index = np.flatnonzero(fits)
     order = index[ranked(at.take(index), timed.total[index])][:top]
     return Found([_plan(at, m, held, timed, talked, int(i)) for i in order], nearest, len(at), len(index), len(index))
 
 
 def times(
-    machine: Machine, model: Transformer, at: Grids, m: Number, batch: int, mode: Mode = "default"
+    machine: Machine,
+    model: Transformer,
+    at: Grids,
+    m: Number,
+    batch: int,
+    mode: Mode = "default",
+    setting: Setting | None = None,
 ) -> tuple[Times, Communication]:
     """Seconds of a step by part, and of its collectives whether hidden or not.
 
@@ -100,22 +108,24 @@ def times(
         m: micro-batches of each.
         batch: samples of a step.
         mode: "paper" for collectives alone.
+        setting: how it is trained.
     """
+    setting = setting or Setting()
     tokens, none = batch * model.sequence, np.zeros(len(at))
     if mode == "paper":
         talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, tokens)
         return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
     beta, count = bandwidths(machine, at), model.layers * m
-    one = Repeats(gathers=2)
+    one = Repeats(gathers=2, gradient_bytes=2 * setting.kept)
     layer = layer_times(machine, model, at, batch / (at.gz * at.gdata * m))
     parts = [
         _with_latency(machine, at, layer_communication(linear, tokens / at.gdata / m, at, beta, one), linear.transposed)
         for linear in linears(model)
     ]
-    exposed = _exposed(layer, parts)
+    exposed, passes = _exposed(layer, parts, setting.recompute), 2 if setting.recompute else 1
     talked = (parts[0] + parts[1] + parts[2] + parts[3]).times(count)
-    talked = replace(talked, data=talked.data / m)
-    compute, waiting = ((layer.forward[i] + layer.backward[i]) * count for i in range(2))
+    talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
+    compute, waiting = ((passes * layer.forward[i] + layer.backward[i]) * count for i in range(2))
     return Times(compute, waiting, exposed * count, talked.data, none, none), talked
 
 
@@ -156,7 +166,9 @@ def layer_times(machine: Machine, model: Transformer, at: Grids, samples: Floats
     return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
 
 
-def memory(model: Transformer, at: Grids, m: Number, batch: int, mode: Mode = "default") -> Memory:
+def memory(
+    model: Transformer, at: Grids, m: Number, batch: int, mode: Mode = "default", setting: Setting | None = None
+) -> Memory:
     """Bytes of a GPU. In the published model, only state counts, and data-parallel ranks repeat it.
 
     Args:
@@ -165,35 +177,46 @@ def memory(model: Transformer, at: Grids, m: Number, batch: int, mode: Mode = "d
         m: micro-batches of each.
         batch: samples of a step.
         mode: see `search`.
+        setting: how it is trained.
     """
+    setting = setting or Setting()
     if mode == "paper":
         two = state_bytes(model, at, 2.0)
         return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
-    two = state_bytes(model, at, 2.0)
+    two, kept = state_bytes(model, at, 2.0), setting.kept
     largest = max(linear.k * linear.n for linear in linears(model))
     gathered = np.where(at.gz > 1, 2 * 2 * largest / (at.gx * at.gy), 0)
     rows = batch / (at.gz * at.gdata * m) * model.sequence
     e, f, heads = model.hidden, model.f, model.heads
     inputs = 2 * rows * (2 * e / at.gy + (heads * model.q + f) / at.gx)
     between = rows * (4 * e + 2 * e + 8 * e + 4 * heads + 2 * f + f) / (at.gx * at.gy)
-    return Memory(two + gathered, two, state_bytes(model, at, 12.0) / at.gdata, model.layers * (inputs + between))
+    activations = model.layers * (inputs + between)
+    if setting.recompute:
+        activations = model.layers * 2 * rows * e / (at.gx * at.gy) + inputs + between
+    index = kept * two if setting.sparsity else 0 * two
+    optimizer = kept * state_bytes(model, at, 12.0) / at.gdata + index
+    return Memory(two + gathered, kept * two, optimizer, activations)
 
 
-def _exposed(layer: Layer, parts: list[Communication]) -> Floats:
-    """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart."""
+def _exposed(layer: Layer, parts: list[Communication], recompute: bool) -> Floats:
+    """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart.
+
+    With recomputation, forward runs twice, and gathers its weights each time; without, backward gathers them.
+    """
     forward, backward = sum(layer.forward), sum(layer.backward)
     gather = sum(part.gather for part in parts) / 2
     exposed = np.maximum(gather - forward, 0) + sum(part.forward for part in parts)
+    exposed = 2 * exposed if recompute else exposed
     hidden = np.zeros_like(forward)
     for part, product in zip(parts, layer.products, strict=True):
         behind = np.minimum(part.backward, product)
         exposed, hidden = exposed + part.backward - behind, hidden + behind
-    later = gather + sum(part.scatter for part in parts)
+    later = (0 if recompute else gather) + sum(part.scatter for part in parts)
     return exposed + np.maximum(later - (backward - hidden), 0)
 
 
 def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: bool) -> Communication:
-    """A ring's latency besides: a message for each further rank, twice in a sum."""
+    """A ring's latency besides: a message for each further rank, twice in a sum; over data, the four linears of a layer share one."""
     steps: list[Floats] = []
     inner = np.ones(len(at))
     for size in at.axes:
@@ -202,7 +225,7 @@ def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: 
         steps.append(((size - 1) * latency).astype(np.float64))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)
-    return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data)
+    return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data / 4)
 
 
 def _roofline(machine: Machine, flops: Number, moved: Number, peak: float) -> Floats:

@@ -11,7 +11,7 @@ import numpy as np
 from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
 from plugins.planner.space import placed, shapes
-from plugins.planner.step import Candidates, Memory, Times, memory, times
+from plugins.planner.step import Candidates, Memory, Setting, Times, memory, times
 from plugins.planner.transformer import Mode, Strategy
 
 
@@ -131,6 +131,7 @@ def search(
     mode: Mode = "default",
     top: int = 10,
     constraints: Constraints | None = None,
+    setting: Setting | None = None,
 ) -> Found:
     """Try every configuration.
 
@@ -143,21 +144,22 @@ def search(
         mode: "paper" reproduces the published results with their defects.
         top: how many configurations are returned.
         constraints: which configurations count.
+        setting: how it is trained.
     """
-    constraints = constraints or Constraints()
-    whole = constraints.keep(shapes(model, strategy, gpus, batch))
+    constraints, setting = constraints or Constraints(), setting or Setting()
+    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
     if not len(whole):
         return Found([], [], 0, 0, 0)
-    held = memory(model, strategy, mode, whole, batch)
+    held = memory(model, strategy, mode, whole, batch, setting)
     fits = held.total <= machine.memory
     at = constraints.keep(placed(whole.take(fits), gpus, machine.domain), placement=True)
     nearest = _smallest(whole, held, ~fits, strategy, batch, top)
     if not len(at):
         return Found([], nearest, len(whole), int(fits.sum()), 0)
-    timed = times(machine, model, strategy, mode, at, batch)
+    timed = times(machine, model, strategy, mode, at, batch, setting)
     order = np.argsort(timed.total, kind="stable")[:top]
     few = at.take(order)
-    best = _plans(few, strategy, batch, memory(model, strategy, mode, few, batch), _pick(timed, order))
+    best = _plans(few, strategy, batch, memory(model, strategy, mode, few, batch, setting), _pick(timed, order))
     return Found(best, nearest, len(whole), int(fits.sum()), len(at))
 
 
@@ -170,24 +172,36 @@ def faster_but_too_large(
     mode: Mode,
     seconds: float,
     constraints: Constraints | None = None,
+    setting: Setting | None = None,
 ) -> Plan | None:
     """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
-    constraints = constraints or Constraints()
-    whole = constraints.keep(shapes(model, strategy, gpus, batch))
+    constraints, setting = constraints or Constraints(), setting or Setting()
+    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
     if not len(whole):
         return None
-    large = whole.take(memory(model, strategy, mode, whole, batch).total > machine.memory)
+    large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)
     at = constraints.keep(placed(large, gpus, machine.domain), placement=True)
     if not len(at):
         return None
-    timed, held = times(machine, model, strategy, mode, at, batch), memory(model, strategy, mode, at, batch)
+    timed, held = (
+        times(machine, model, strategy, mode, at, batch, setting),
+        memory(model, strategy, mode, at, batch, setting),
+    )
     fast = np.flatnonzero(timed.total < seconds)
     if not len(fast):
         return None
     one = fast[[np.lexsort((timed.total[fast], held.total[fast]))[0]]]
-    return _plans(at.take(one), strategy, batch, memory(model, strategy, mode, at.take(one), batch), _pick(timed, one))[
-        0
-    ]
+    return _plans(
+        at.take(one), strategy, batch, memory(model, strategy, mode, at.take(one), batch, setting), _pick(timed, one)
+    )[0]
+
+
+def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int) -> Candidates:
+    """Those whose layers and microbatches divide as interleaving asks."""
+    if parts == 1:
+        return at
+    divides = (model.layers % (at.np * parts) == 0) & (batch // at.nd // at.bm % at.np == 0)
+    return at.take(divides | (at.np == 1))
 
 
 def _smallest(

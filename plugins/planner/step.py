@@ -22,6 +22,28 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Setting:
+    """How a model is trained, beyond the paper.
+
+    Attributes:
+        recompute: activation checkpointing: layers keep their inputs alone, and backward runs forward again.
+        interleave: parts of the model on each stage (interleaved 1F1B): bubbles are so many times shorter, messages as many times more,
+            and activations of (np − 1)/(np · interleave) more microbatches are in flight.
+        sparsity: share of the parameters that is pruned, with SAMO's compressed state and gradients: 2 + (4 + 12/nd)·(1 − p)
+            bytes a parameter, as `samo` keeps them.
+    """
+
+    recompute: bool = False
+    interleave: int = 1
+    sparsity: float = 0.0
+
+    @property
+    def kept(self) -> float:
+        """Share of the parameters that is not pruned."""
+        return 1 - self.sparsity
+
+
+@dataclass(frozen=True)
 class Candidates:
     """Configurations, an array each. Letters are the paper's; v is how many of a group's GPUs share a domain.
 
@@ -106,7 +128,9 @@ class LayerTimes:
     backward: tuple[Floats, Floats, Floats]
 
 
-def memory(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int) -> Memory:
+def memory(
+    model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int, setting: Setting | None = None
+) -> Memory:
     """Bytes of a GPU. Placement plays no part.
 
     Args:
@@ -115,16 +139,33 @@ def memory(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, b
         mode: see `transformer.local`.
         at: the candidates.
         batch: samples of a step.
+        setting: how it is trained.
     """
+    setting = setting or Setting()
     size = _local(model, strategy, mode, at)
     layers = model.layers / at.np
     weights = parameters(model, strategy, size) * layers
-    activations = sum(operation.work.stored for operation in operations(model, strategy, mode, size, 1.0))
+    layer = sum(operation.work.stored for operation in operations(model, strategy, mode, size, 1.0))
     in_flight = np.minimum(at.np, batch / at.nd / at.bm)
-    return Memory(2 * weights, 2 * weights, 12 * weights / _replicas(strategy, at)[0], activations * layers * in_flight)
+    if setting.interleave > 1:
+        in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
+    activations = layer * layers * in_flight
+    if setting.recompute:
+        activations = _input_bytes(model, strategy, size) * layers * in_flight + layer
+    kept, replicas = setting.kept, _replicas(strategy, at)[0]
+    index = 2 * kept * weights if setting.sparsity else 0 * weights
+    return Memory(2 * weights, 2 * kept * weights, 12 * kept * weights / replicas + index, activations)
 
 
-def times(machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int) -> Times:
+def times(
+    machine: Machine,
+    model: Transformer,
+    strategy: Strategy,
+    mode: Mode,
+    at: Candidates,
+    batch: int,
+    setting: Setting | None = None,
+) -> Times:
     """Seconds of a step.
 
     Args:
@@ -134,18 +175,25 @@ def times(machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, 
         mode: see `transformer.local` and `collectives.point_to_point`.
         at: the candidates.
         batch: samples of a step.
+        setting: how it is trained.
     """
+    setting = setting or Setting()
     layer = _distinct_layers(machine, model, strategy, mode, at)
+    if setting.recompute:
+        twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
+        layer = LayerTimes(layer.forward, (twice[0], twice[1], twice[2]))
     size = _local(model, strategy, mode, at)
     layers, microbatches = model.layers / at.np, batch / at.nd / at.bm
     forward, backward = sum(layer.forward), sum(layer.backward)
 
-    message = 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
-    pipeline = 2 * microbatches * point_to_point(machine, message, at.np, at.vp, mode == "paper")
-    bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches)
+    message = _input_bytes(model, strategy, size)
+    hop = point_to_point(machine, message, at.np, at.vp, mode == "paper")
+    pipeline = 2 * microbatches * setting.interleave * hop
+    bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches) / setting.interleave
 
     replicas, near = _replicas(strategy, at)
-    collective = seconds(machine, Kind.GATHER, 2 * parameters(model, strategy, size), replicas, near)
+    volume = 2 * setting.kept * parameters(model, strategy, size)
+    collective = seconds(machine, Kind.GATHER, volume, replicas, near)
     exposed = np.maximum(collective - forward, 0) + np.maximum(collective - backward, 0)
     data = 2 * collective + (layers - 1) * exposed
 
@@ -192,6 +240,11 @@ def _distinct_layers(
     few = layer_times(machine, model, strategy, mode, at.take(first))
     spread = lambda three: (three[0][inverse], three[1][inverse], three[2][inverse])  # noqa: E731
     return LayerTimes(spread(few.forward), spread(few.backward))
+
+
+def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:
+    """Of a layer, which stages send: the input of its first LayerNorm, in the published results as wide as that is taken to be."""
+    return 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
 
 
 def _local(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates) -> Local:
