@@ -29,6 +29,22 @@ def draw(path: Path, answers: Sequence[Answer]) -> None:
     if not plans:
         raise ConfigError(f'--plot = "{path}" would be empty, as nothing fits; ask for more GPUs or another strategy')
     title = f"{answers[0].question.model.name} on {answers[0].question.machine.name}"
+    try:
+        draw_plans(path, title, "GPUs" if len(answers) > 1 else "configuration", labels, plans)
+    except ValueError as error:
+        raise ConfigError(f'--plot = "{path}" is no kind of picture: {error}; use .png, .pdf or .svg') from None
+
+
+def draw_plans(path: Path, title: str, axis: str, labels: Sequence[str], plans: Sequence[AnyPlan]) -> None:
+    """Draw plans beside one another.
+
+    Args:
+        path: where the picture goes.
+        title: above it.
+        axis: what the labels are.
+        labels: one for each plan.
+        plans: which.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 1.1 * len(plans) + 2), 7.0), layout="constrained")
@@ -37,11 +53,8 @@ def draw(path: Path, answers: Sequence[Answer]) -> None:
     _shares(below, plans)
     above.set_title(title)
     below.set_xticks(range(len(plans)), labels)
-    below.set_xlabel("GPUs" if len(answers) > 1 else "configuration")
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f'--plot = "{path}" is no kind of picture: {error}; use .png, .pdf or .svg') from None
+    below.set_xlabel(axis)
+    figure.savefig(path, dpi=120)
 
 
 def _configurations(axes, plans: Sequence[AnyPlan]) -> None:
