@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         "--interleave", default="1", metavar="N", help="parts of the model on each pipeline stage (default 1)"
     )
     parser.add_argument("--samo", metavar="P", help="share that is pruned, with SAMO's state, such as 0.9")
+    parser.add_argument(
+        "--ted", metavar="experts=E", help="a mixture of E experts in every second layer, split as TED does"
+    )
     parser.add_argument("--top", default="10", metavar="N", help="configurations to list (default 10)")
     parser.add_argument("--tokens", metavar="N", help="positions to train on, such as 2T, for the days that this takes")
     parser.add_argument(
@@ -104,7 +107,9 @@ def _questions(parsed: argparse.Namespace) -> list[Question]:
     _known("mode", parsed.mode, MODES)
     mode: Mode = parsed.mode
     fixed = _fixed(parsed.fix)
-    setting = Setting(parsed.recompute, _number("interleave", parsed.interleave), _sparsity(parsed.samo))
+    setting = Setting(
+        parsed.recompute, _number("interleave", parsed.interleave), _sparsity(parsed.samo), _experts(parsed.ted)
+    )
     strategies = _strategies(parsed.strategy, mode, fixed, setting)
     return [Question(where, trained, gpus, batch, strategies, mode, fixed, setting) for gpus in _gpus(parsed.gpus)]
 
@@ -112,7 +117,7 @@ def _questions(parsed: argparse.Namespace) -> list[Question]:
 def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) -> tuple[AnyStrategy, ...]:
     """One, or all that know the given sizes.
 
-    The published model of 4D grids leaves compute out, so it competes with no other; and grids have no stages to interleave.
+    The published model of 4D grids leaves compute out, so it competes with no other; and grids have no stages to interleave, nor experts.
     """
     _known("strategy", name, (*EVERY, "all"))
     knows = {strategy: set(fixed) <= set(_GRID if strategy == "axonn" else _PIPELINED) for strategy in EVERY}
@@ -121,11 +126,15 @@ def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) 
             f"--fix names {', '.join(fixed)}, not all sizes of --strategy {name}; use {', '.join(_PIPELINED)} with 1d, 2d and summa, or "
             f"{', '.join(_GRID)} with axonn"
         )
+    if name == "axonn" and setting.experts:
+        raise ConfigError(
+            f"--ted experts={setting.experts} is TED's tensor x expert x data grid, not a 4D one; leave it out, or choose 1d, 2d or summa"
+        )
     if name == "axonn" and setting.interleave > 1:
         raise ConfigError(
             f"--interleave = {setting.interleave} needs pipeline stages, which 4D grids do not have; leave it out, or choose 1d, 2d or summa"
         )
-    apart = mode == "paper" or setting.interleave > 1
+    apart = mode == "paper" or setting.interleave > 1 or setting.experts > 0
     return tuple(
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
@@ -137,6 +146,15 @@ def _sparsity(text: str | None) -> float:
     if not re.fullmatch(r"0?\.[0-9]{1,9}|0", text):
         raise ConfigError(f'--samo = "{text}" is not a share below 1; write how much is pruned, such as 0.9')
     return float(text)
+
+
+def _experts(text: str | None) -> int:
+    if text is None:
+        return 0
+    found = re.fullmatch(r"experts=([0-9]{1,6})", text)
+    if found is None or int(found[1]) < 1:
+        raise ConfigError(f'--ted = "{text}" does not say how many experts there are; write experts=16')
+    return int(found[1])
 
 
 def _batch(parsed: argparse.Namespace, sequence: int) -> int:

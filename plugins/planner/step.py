@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plugins.planner.collectives import Kind, point_to_point, seconds
+from plugins.planner.experts import exchange_seconds, share
 from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
-from plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations, parameters
+from plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations
 from plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
@@ -31,11 +32,13 @@ class Setting:
             and activations of (np − 1)/(np · interleave) more microbatches are in flight.
         sparsity: share of the parameters that is pruned, with SAMO's compressed state and gradients: 2 + (4 + 12/nd)·(1 − p)
             bytes a parameter, as `samo` keeps them.
+        experts: in the place of every second layer's MLP (`experts`); 0 for none.
     """
 
     recompute: bool = False
     interleave: int = 1
     sparsity: float = 0.0
+    experts: int = 0
 
     @property
     def kept(self) -> float:
@@ -127,6 +130,11 @@ class LayerTimes:
     forward: tuple[Floats, Floats, Floats]
     backward: tuple[Floats, Floats, Floats]
 
+    def longer(self, communicate: Number) -> LayerTimes:
+        """With so many more seconds of collectives in each direction."""
+        forward, backward = self.forward, self.backward
+        return LayerTimes((*forward[:2], forward[2] + communicate), (*backward[:2], backward[2] + communicate))
+
 
 def memory(
     model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int, setting: Setting | None = None
@@ -144,7 +152,9 @@ def memory(
     setting = setting or Setting()
     size = _local(model, strategy, mode, at)
     layers = model.layers / at.np
-    weights = parameters(model, strategy, size) * layers
+    lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
+    weights = (lies.shared + lies.expert) * layers
+    sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
     layer = sum(operation.work.stored for operation in operations(model, strategy, mode, size, 1.0))
     in_flight = np.minimum(at.np, batch / at.nd / at.bm)
     if setting.interleave > 1:
@@ -152,9 +162,9 @@ def memory(
     activations = layer * layers * in_flight
     if setting.recompute:
         activations = _input_bytes(model, strategy, size) * layers * in_flight + layer
-    kept, replicas = setting.kept, _replicas(strategy, at)[0]
+    kept = setting.kept
     index = 2 * kept * weights if setting.sparsity else 0 * weights
-    return Memory(2 * weights, 2 * kept * weights, 12 * kept * weights / replicas + index, activations)
+    return Memory(2 * weights, 2 * kept * weights, 12 * kept * sharded + index, activations)
 
 
 def times(
@@ -178,11 +188,14 @@ def times(
         setting: how it is trained.
     """
     setting = setting or Setting()
+    size = _local(model, strategy, mode, at)
+    lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at)
+    if setting.experts:
+        layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies))
     if setting.recompute:
         twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
         layer = LayerTimes(layer.forward, (twice[0], twice[1], twice[2]))
-    size = _local(model, strategy, mode, at)
     layers, microbatches = model.layers / at.np, batch / at.nd / at.bm
     forward, backward = sum(layer.forward), sum(layer.backward)
 
@@ -191,9 +204,9 @@ def times(
     pipeline = 2 * microbatches * setting.interleave * hop
     bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches) / setting.interleave
 
-    replicas, near = _replicas(strategy, at)
-    volume = 2 * setting.kept * parameters(model, strategy, size)
-    collective = seconds(machine, Kind.GATHER, volume, replicas, near)
+    collective = seconds(machine, Kind.GATHER, 2 * setting.kept * lies.shared, *lies.replicas)
+    if setting.experts:
+        collective = collective + seconds(machine, Kind.GATHER, 2 * setting.kept * lies.expert, *lies.expert_replicas)
     exposed = np.maximum(collective - forward, 0) + np.maximum(collective - backward, 0)
     data = 2 * collective + (layers - 1) * exposed
 

@@ -130,6 +130,14 @@ def parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
     return matrices + f / n1 + e + (e if strategy == "1d" else e / n1) + norms
 
 
+def mlp_parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
+    """Of which in the MLP."""
+    matrices = 2 * model.hidden * model.f / size.n1
+    if strategy == "summa":
+        return matrices / size.n2 + (model.f + model.hidden) / size.n1
+    return matrices + model.f / size.n1 + model.hidden
+
+
 def _product(name: str, size: Local, k: Number, n: Number, split_output: bool) -> Operation:
     """A product whose weight n1 splits: along its output, with a sum of gradients over n1, or along its input, with a sum of outputs."""
     if split_output:

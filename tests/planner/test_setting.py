@@ -9,9 +9,12 @@ from plugins import cli
 from plugins.planner import fourd, machine, model
 from plugins.planner.answer import EVERY, Question, answer
 from plugins.planner.search import Constraints, search
-from plugins.planner.space import shapes
+from plugins.planner.space import placed, shapes
 from plugins.planner.step import Setting, memory, times
 from samo.memory import our_bytes
+from ted_moe.memory import Degrees, state_bytes
+from ted_moe.memory import Transformer as ted_transformer
+from ted_moe.memory import parameters as ted_parameters
 
 A100 = machine.load("a100-nvs8")
 GPT3 = model.load("gpt3-13b")
@@ -109,9 +112,49 @@ def test_the_command(capsys):
         ("--interleave 0", '--interleave = "0" is not a whole number'),
         ("--interleave 2 --strategy axonn", "--interleave = 2 needs pipeline stages"),
         ("--fix gx=2,np=4", "--fix names gx, np, not all sizes of --strategy all"),
+        ("--ted 16", '--ted = "16" does not say how many experts'),
+        ("--ted experts=16 --strategy axonn", "--ted experts=16 is TED's"),
         ("--fix gx=2 --strategy 1d", "--fix names gx, not all sizes of --strategy 1d"),
     ):
         assert cli.main(f"{base} {wrong}".split()) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert len(EVERY) == 4
+
+
+@pytest.mark.parametrize("strategy", ["1d", "2d", "summa"])
+def test_one_expert_is_the_base_model(strategy):
+    at = placed(shapes(GPT3, strategy, 32, 64), 32, 8)
+    for one in (Setting(), Setting(recompute=True, sparsity=0.5)):
+        same = replace(one, experts=1)
+        assert memory(GPT3, strategy, "default", at, 64, same).total == pytest.approx(
+            memory(GPT3, strategy, "default", at, 64, one).total, rel=1e-12
+        )
+        with_latency, without = (times(A100, GPT3, strategy, "default", at, 64, each) for each in (same, one))
+        assert with_latency.tensor == pytest.approx(without.tensor, rel=1e-12)
+        assert (with_latency.data >= without.data * (1 - 1e-12)).all()
+
+
+def test_teds_state_is_teds():
+    # Equation 7.4 for a GPU's parameters: (4 + 12/G_data) bytes each, of experts with their own degree.
+    at = shapes(GPT3, "1d", 64, 64)
+    held = memory(GPT3, "1d", "default", at, 64, Setting(experts=16))
+    stages = at.np == 1
+    for i in np.flatnonzero(stages):
+        tensor, data = int(at.n1[i]), int(at.nd[i])
+        ranks = int(np.gcd(data, 16))
+        degrees = Degrees(tensor, ranks, data // ranks)
+        base = ted_transformer(GPT3.layers, GPT3.hidden, 0, 0)
+        local = ted_parameters(base, 16, degrees)
+        # Theirs has a last LayerNorm and gates, ours biases whole on each rank: a part in a thousand.
+        state = held.weights[i] + held.gradients[i] + held.optimizer[i]
+        assert state == pytest.approx(state_bytes(local, degrees), rel=2e-3)
+
+
+def test_experts_cost_memory_and_exchanges():
+    at = shapes(GPT3, "1d", 64, 64)
+    base, many = (times(A100, GPT3, "1d", "default", at, 64, Setting(experts=one)) for one in (0, 16))
+    alone = at.nd == 1
+    assert (many.tensor[~alone] > base.tensor[~alone]).all()
+    assert many.tensor[alone] == pytest.approx(base.tensor[alone])
+    assert (many.compute == base.compute).all()
