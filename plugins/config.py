@@ -225,6 +225,10 @@ class Ted(Block):
         True,
         description="Where a drop of duplicates follows an all-reduce, the two are one reduce-scatter, which moves half the bytes.",
     )
+    dropless: bool = Field(
+        False,
+        description="No token is passed by and no slot padded, whatever the layers' capacities: uneven all-to-alls.",
+    )
     communication_aware_checkpointing: bool = Field(
         True,
         description="In blocks under torch's or DeepSpeed's activation checkpointing, the recomputation is given what the first forward "

@@ -51,13 +51,18 @@ def groupable(experts: Sequence[nn.Module], alignment: int = 1) -> bool:
     for expert in experts:
         if any(getattr(module, hooks) for module in expert.modules() for hooks in _HOOKS):
             return False
-    linears: list[Any] = [module for module in experts[0].modules() if type(module) in (nn.Linear, Column, Row)]
+    linears: list[Any] = [module for module in experts[0].modules() if _is_linear(module)]
     of_linears = {id(parameter) for linear in linears for parameter in linear.parameters(recurse=False)}
     elsewhere = any(id(parameter) not in of_linears for parameter in experts[0].parameters())
     aligned = all(
         size * linear.weight.element_size() % alignment == 0 for linear in linears for size in linear.weight.shape
     )
     return aligned and not elsewhere and not list(experts[0].buffers())
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Subclasses may initialise their weights in another way, but not compute something else."""
+    return type(module).forward in (nn.Linear.forward, Column.forward, Row.forward)
 
 
 def together(experts: Sequence[nn.Module], counts: list[int], device: torch.device) -> nn.Module:
@@ -67,7 +72,7 @@ def together(experts: Sequence[nn.Module], counts: list[int], device: torch.devi
 
 
 def _merge(modules: Sequence[nn.Module], sizes: Tensor, ends: Tensor) -> nn.Module:
-    if isinstance(modules[0], nn.Linear):
+    if _is_linear(modules[0]):
         return _Linears(modules, sizes, ends)
     merged = copy.copy(modules[0])
     merged._modules = {

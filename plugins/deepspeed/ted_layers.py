@@ -97,6 +97,7 @@ def adopt(layer: StockMoE, groups: Groups, block: Ted) -> None:
         stock.drop_tokens,
         stock.use_rts,
         stock.top2_2nd_expert_sampling,
+        block.dropless,
     )
     layer._spread(groups, block.duplicate_token_dropping, block.fused)
     home = home_axes(groups.topology)
