@@ -109,18 +109,25 @@ def main(arguments: list[str] | None = None) -> int:
     ted = commands.add_parser("ted", help="memory that training a mixture of experts takes: ted memory", add_help=False)
     ted.add_argument("what", nargs="?")
     ted.add_argument("options", nargs=argparse.REMAINDER)
+    commands.add_parser(
+        "plan", help="which configuration to run: plan --model gpt-80b --machine perlmutter", add_help=False
+    )
     emulate = "emulate a cluster on this machine: up, exec, run, status, down"
     commands.add_parser("cluster", help=emulate, add_help=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed, rest = parser.parse_known_args(arguments)
     asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench", "simulate", "samo", "ted")
-    if rest and parsed.command != "cluster" and not asks_for_help:
+    if rest and parsed.command not in ("cluster", "plan") and not asks_for_help:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if parsed.command == "cluster":
             from plugins.cluster.cli import main as cluster
 
             return cluster(rest)
+        if parsed.command == "plan":
+            from plugins.planner.cli import main as plan
+
+            return plan(rest)
         if parsed.command == "simulate":
             return _simulate(parsed.what, parsed.options, asks_for_help)
         if parsed.command == "samo":

@@ -19,20 +19,29 @@ _ops = torch.ops._c10d_functional
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, groups: Axes) -> Tensor:
-        ctx.groups = groups
-        size = groups.size("expert")
-        splits = [tensor.shape[0] // size] * size
-        return wait(_ops.all_to_all_single(tensor.contiguous(), splits, splits, groups.group("expert").group_name))
+    def forward(ctx: Any, tensor: Tensor, groups: Axes, sent: list[int], received: list[int]) -> Tensor:
+        ctx.arguments = (groups, received, sent)
+        return wait(_ops.all_to_all_single(tensor.contiguous(), received, sent, groups.group("expert").group_name))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return exchange(grad, ctx.groups), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange(grad, *ctx.arguments), None, None, None
 
 
-def exchange(tensor: Tensor, groups: Axes) -> Tensor:
-    """All-to-all over the expert ranks: slice i of dim 0 goes to rank i, and slice j of the result came from rank j."""
-    return tensor if groups.size("expert") == 1 else _AllToAll.apply(tensor, groups)
+def exchange(tensor: Tensor, groups: Axes, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+    """All-to-all over the expert ranks: slice i of dim 0 goes to rank i, and slice j of the result came from rank j.
+
+    Args:
+        tensor: any shape.
+        groups: the axes.
+        sent: sizes of the slices, by rank; equal ones when None.
+        received: the same of the result.
+    """
+    size = groups.size("expert")
+    if size == 1:
+        return tensor
+    equal = [tensor.shape[0] // size] * size
+    return _AllToAll.apply(tensor, groups, sent or equal, received or equal)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -55,42 +64,42 @@ class _Dispatch(torch.autograd.Function):
         return total[:-1], None, None, None
 
 
-def dispatch(tokens: Tensor, routes: Routes, experts: int, capacity: int, groups: Axes, drop: bool) -> Tensor:
-    """Put tokens into the experts' slots.
+def dispatch(tokens: Tensor, slots: Tensor, rows: int, capacity: int, groups: Axes, drop: bool) -> Tensor:
+    """Put tokens into slots.
 
     Args:
         tokens: S × M, the same on all tensor ranks.
-        routes: where they go.
-        experts: E.
-        capacity: slots an expert, C; at least those of `routes`.
+        slots: k × S; a token may be in several; `rows` · `capacity`: in none.
+        rows: of slots; an expert's each, E, where they have a capacity.
+        capacity: slots a row, C.
         groups: the axes.
-        drop: take this tensor rank's share of the slots only; the gradient is gathered over the tensor ranks.
+        drop: take this tensor rank's share of each row only; the gradient is gathered over the tensor ranks.
 
     Returns:
         E × C × M, or E × C/G_tensor × M; zeros in slots that nothing is routed to.
     """
     count = tokens.shape[0]
-    sources = torch.full((experts * capacity + 1,), count, dtype=torch.long, device=tokens.device)
-    numbers = torch.arange(count, device=tokens.device).expand_as(routes.experts)
-    sources.scatter_(0, slots_of(routes, experts, capacity).reshape(-1), numbers.reshape(-1))
-    return _Dispatch.apply(tokens, sources[:-1].view(experts, capacity), groups, drop)
+    sources = torch.full((rows * capacity + 1,), count, dtype=torch.long, device=tokens.device)
+    numbers = torch.arange(count, device=tokens.device).expand_as(slots)
+    sources.scatter_(0, slots.reshape(-1), numbers.reshape(-1))
+    return _Dispatch.apply(tokens, sources[:-1].view(rows, capacity), groups, drop)
 
 
-def combine(outputs: Tensor, routes: Routes) -> Tensor:
+def combine(outputs: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """The experts' outputs for each token, weighted.
 
     Args:
-        outputs: E × C × M.
-        routes: where the tokens went.
+        outputs: (..., M), what is in each slot.
+        slots: k × S; beyond the last: in none.
+        weights: k × S.
 
     Returns:
         S × M.
     """
-    experts, capacity, features = outputs.shape
-    slots = slots_of(routes, experts, capacity)
+    features = outputs.shape[-1]
     padded = torch.cat([outputs.reshape(-1, features), outputs.new_zeros(1, features)])
     routed = padded.index_select(0, slots.reshape(-1)).view(*slots.shape, features)
-    return (routed * routes.weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
+    return (routed * weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
 
 
 def slots_of(routes: Routes, experts: int, capacity: int) -> Tensor:

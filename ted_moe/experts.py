@@ -32,8 +32,11 @@ class Column(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Share of the output."""
-        entered = copy_to(input, self.groups, "tensor") if self.sums else input
-        return F.linear(entered, self.weight, self.bias)
+        return F.linear(self.enter(input), self.weight, self.bias)
+
+    def enter(self, input: Tensor) -> Tensor:
+        """What is multiplied by the weight."""
+        return copy_to(input, self.groups, "tensor") if self.sums else input
 
 
 class Row(nn.Linear):
@@ -46,11 +49,14 @@ class Row(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The output, or this rank's part of the sum."""
-        product = F.linear(input, self.weight)
+        return self.leave(F.linear(input, self.weight), self.bias)
+
+    def leave(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """What is made of the product with the weight; the bias may be one for each row."""
         if self.sums:
             product = reduce_from(product, self.groups, "tensor")
-            return product if self.bias is None else product + self.bias
-        return product if self.bias is None else _AddOnce.apply(product, self.bias, self.groups.rank("tensor") == 0)
+            return product if bias is None else product + bias
+        return product if bias is None else _AddOnce.apply(product, bias, self.groups.rank("tensor") == 0)
 
 
 class _AddOnce(torch.autograd.Function):
@@ -58,11 +64,12 @@ class _AddOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, bias: Tensor, here: bool) -> Tensor:
+        ctx.shape = bias.shape
         return product + bias if here else product.view_as(product)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad.flatten(0, -2).sum(0), None
+        return grad, grad.sum_to_size(ctx.shape), None
 
 
 @dataclass(frozen=True)

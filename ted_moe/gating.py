@@ -19,7 +19,7 @@ class Routes:
         experts: k × S, int64; -1 where the expert had no room.
         places: k × S, int64: the slot within the expert.
         weights: k × S, float32, differentiable: what the expert's output is multiplied by; 0 where it had no room.
-        capacity: slots an expert.
+        capacity: slots an expert; of a dropless gate, what this rank's fullest expert needs.
         l_aux: the load-balancing loss, a scalar.
         exp_counts: tokens that asked for each expert.
     """
@@ -36,6 +36,9 @@ class Routes:
 class Gate:
     """How tokens are routed; the arguments of DeepSpeed's `MoE` of these names.
 
+    Attributes:
+        dropless: no expert has a capacity; what is said of capacities and `drop_tokens` does not count.
+
     Raises:
         ValueError: values out of range.
     """
@@ -48,6 +51,7 @@ class Gate:
     drop_tokens: bool = True
     use_rts: bool = True
     top2_2nd_expert_sampling: bool = True
+    dropless: bool = False
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -91,7 +95,7 @@ class Gate:
         tokens, experts = logits.shape
         if self.k > experts:
             raise ValueError(f"k = {self.k} experts a token, but there are {experts}; use at most {experts}")
-        if self.k == 1 and tokens < self.min_capacity:
+        if self.k == 1 and tokens < self.min_capacity and not self.dropless:
             raise ValueError(
                 f"min_capacity = {self.min_capacity} is more than the {tokens} tokens of this rank; lower it, or use a larger batch"
             )
@@ -104,17 +108,20 @@ class Gate:
         exp_counts = asked.sum((0, 1)).detach()
         l_aux = self._balance(gates, asked)
         factor = (self.capacity_factor if training else self.eval_capacity_factor) * self.k
-        if self.drop_tokens:
+        if self._drops:
             capacity = max(math.ceil(torch.tensor(tokens / experts).mul(factor)), self.min_capacity)
         else:
-            capacity = int(largest(exp_counts.max()))
-            capacity = min(capacity, tokens) if self.k == 1 else capacity
+            capacity = int(exp_counts.max() if self.dropless else largest(exp_counts.max()))
         kept, places = self._place(gates, asked, capacity, generator(logits) if self.k == 1 and self.use_rts else None)
         weights = (gates * kept).sum(2)
         if self.k > 1:
             weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
         there = kept.any(2)
         return Routes(torch.where(there, wanted, -1), (places * kept).sum(2), weights, capacity, l_aux, exp_counts)
+
+    @property
+    def _drops(self) -> bool:
+        return self.drop_tokens and not self.dropless
 
     def _wanted(
         self, logits: Tensor, gates: Tensor, training: bool, generator: Callable[[Tensor], torch.Generator]
@@ -132,7 +139,9 @@ class Gate:
 
     def _balance(self, gates: Tensor, asked: Tensor) -> Tensor:
         """The mean over experts of probability times load, scaled to 1 where both are even."""
-        experts = gates.shape[1]
+        tokens, experts = gates.shape
+        if not tokens:
+            return gates.sum()
         # Of top-2's choices DeepSpeed counts the first.
         counted = asked[0] if self.k == 2 else asked.sum(0)
         product = gates.mean(0) * counted.float().mean(0)
@@ -157,9 +166,9 @@ class Gate:
         if self.k == 2:
             # All first choices come before all second ones.
             places = torch.stack([asked[0].cumsum(0) - 1, asked[1].cumsum(0) - 1 + asked[0].sum(0, keepdim=True)])
-            return (asked * (places < capacity), places) if self.drop_tokens else (asked, places)
+            return (asked * (places < capacity), places) if self._drops else (asked, places)
         chosen = asked.sum(0)
-        if self.drop_tokens:
+        if self._drops:
             likeliest = (gates * chosen).topk(min(capacity, tokens), dim=0, sorted=False).indices
             chosen = chosen * torch.zeros_like(chosen).scatter_(0, likeliest, 1)
         return asked * chosen, (chosen.cumsum(0) - 1).expand_as(asked)

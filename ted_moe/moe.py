@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.collectives import all_reduce, gather_from, gather_to, scatter_from, split_to
 from axonn_tp.mesh import Axes
-from ted_moe.dispatch import combine, dispatch, exchange
+from ted_moe.dispatch import combine, dispatch, exchange, slots_of
+from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, same_on_replicas
+from ted_moe.grouped import run
 from ted_moe.topology import Groups
 
 
@@ -42,6 +43,8 @@ class MoE(nn.Module):
         groups: the process groups; None: this rank alone.
         duplicate_token_dropping: tensor ranks send a share of the tokens each, not all the same ones (section 7.3.1).
         fused: where a drop follows an all-reduce, the two are one reduce-scatter.
+        dropless: every token finds room, and no slot is padded: `drop_tokens=False` by uneven all-to-alls. Capacities, and
+            `drop_tokens`, have no effect.
 
     Raises:
         ValueError: sizes that do not fit.
@@ -67,6 +70,7 @@ class MoE(nn.Module):
         groups: Groups | None = None,
         duplicate_token_dropping: bool = True,
         fused: bool = True,
+        dropless: bool = False,
     ) -> None:
         super().__init__()
         if num_experts < 1 or num_experts % ep_size:
@@ -88,6 +92,7 @@ class MoE(nn.Module):
             drop_tokens,
             use_rts,
             top2_2nd_expert_sampling,
+            dropless,
         )
         self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
         local = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_experts // ep_size)])
@@ -130,7 +135,7 @@ class MoE(nn.Module):
         tokens = hidden_states.reshape(-1, features)
         logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), self.gate.weight.float())
         routes = self.routing(logits, self.training, used_token, self._largest)
-        output = combine(self._through_experts(tokens, routes), routes).reshape(hidden_states.shape)
+        output = self._through_experts(tokens, routes).reshape(hidden_states.shape)
         if self.use_residual:
             dense = self.mlp(hidden_states)
             dense = dense[0] if isinstance(dense, tuple) else dense
@@ -149,23 +154,28 @@ class MoE(nn.Module):
         return self.get_submodule("deepspeed_moe.experts.deepspeed_experts")  # type: ignore[return-value]
 
     def _through_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
-        """What the experts make of the tokens in their slots: E × C × M."""
-        groups, experts = self.groups, self.local
+        """What the experts make of the tokens, S × M."""
+        groups, experts = self.groups, list(self.local)
         ranks = groups.size("tensor")
         # Where experts are not split, tensor ranks that sent the same tokens would count them twice.
         drop = ranks > 1 and (self.duplicate_token_dropping or not self.experts_split)
         gathered = drop and self.experts_split
+        if self.routing.dropless:
+            return through_experts(tokens, routes, experts, groups, drop, gathered, self.fused)
         capacity = -(-routes.capacity // ranks) * ranks if drop else routes.capacity
-        there = exchange(dispatch(tokens, routes, self.num_experts, capacity, groups, drop), groups)
-        there = there.view(self.ep_size, len(experts), -1, tokens.shape[1])
+        slots = slots_of(routes, self.num_experts, capacity)
+        there = exchange(dispatch(tokens, slots, self.num_experts, capacity, groups, drop), groups)
+        there = there.view(self.ep_size, len(experts), *there.shape[1:])
         if gathered:
             there = (gather_to if self.fused else gather_from)(there, groups, "tensor", 2)
-        outputs = [expert(part) for expert, part in zip(experts, there.split(1, dim=1), strict=True)]
-        output = torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs], dim=1)
+        by_expert = there.transpose(0, 1)
+        count = by_expert.shape[1] * by_expert.shape[2]
+        outputs = run(experts, by_expert.flatten(0, 2), [count] * len(experts))
+        output = outputs.view(*by_expert.shape[:3], outputs.shape[1]).transpose(0, 1)
         if gathered:
             output = (scatter_from if self.fused else split_to)(output, groups, "tensor", 2)
         back = exchange(output.flatten(0, 1), groups)
-        return gather_from(back, groups, "tensor", 1) if drop else back
+        return combine(gather_from(back, groups, "tensor", 1) if drop else back, slots, routes.weights)
 
     def _largest(self, count: Tensor) -> Tensor:
         return all_reduce(count, self.groups, "expert", "max")

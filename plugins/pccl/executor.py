@@ -95,7 +95,8 @@ class Executor:
             return
         whole = outputs[0].new_empty(self.size * outputs[0].numel())
         self.run(collective, whole, inputs[0], reduction)
-        torch._foreach_copy_(outputs, list(whole.view(self.size, *outputs[0].shape).unbind()))
+        rows = whole.view(self.size, -1) if whole.numel() else [whole] * self.size
+        torch._foreach_copy_(outputs, [row.view(output.shape) for row, output in zip(rows, outputs, strict=True)])
 
     def shutdown(self, abort: bool) -> None:
         """End the node's backend; the group's is the caller's."""

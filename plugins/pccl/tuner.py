@@ -66,7 +66,7 @@ def tune(
 
     Args:
         group: by default all ranks.
-        file: where times are kept; by default that of the options. Rank 0's counts.
+        file: where times are kept; by default that of the options. Of this and what follows rank 0's counts.
         sizes: bytes of all blocks.
         again: measure even if there are times.
 
@@ -85,16 +85,18 @@ def tune(
             'tune one of several ranks with "auto"'
         )
     file = file or _file(planner)
-    found: list[Measured | str] = [Measured()]
+    found: tuple[Measured | str, Sequence[int]] = Measured(), sizes
     if backend.rank() == 0 and not again:
         try:
-            found = [read(file, _key(planner), planner.network)]
+            found = read(file, _key(planner), planner.network), sizes
         except (ValueError, OSError) as error:
-            found = [str(error)]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    planner.measured = found[0]
+            found = str(error), sizes
+    told = [found]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    known, sizes = told[0]
+    if isinstance(known, str):
+        raise ValueError(known)
+    planner.measured = known
     if not planner.measured.times:
         _measure_and_keep(backend, file, sizes)
     load().forget(backend)

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from plugins.launch import launch
+from plugins.pccl.backend import using
 from plugins.pccl.build import load
+from plugins.pccl.choice import NATIVE, Choice
 from tests.pccl.stress import join, stress
 
 
@@ -62,6 +64,34 @@ def test_calls_that_do_not_match_are_named_on_every_rank() -> None:
     for text in texts:
         assert "call 1 of its group" in text and "all_reduce of 5 float32 (sum)" in text, text
         assert "all_reduce of 7 float32 (sum)" in text, text
+
+
+def _strides() -> None:
+    """Rank 1's tensors have gaps, those of the others do not."""
+    rank, size = join(timeout=20)
+
+    def spread(data: Tensor) -> Tensor:
+        return torch.zeros(2 * data.numel(), dtype=data.dtype)[::2].copy_(data) if rank == 1 else data
+
+    for choice in (Choice(NATIVE), Choice("ring")):
+        with using(choice):
+            for asynchronous in (True, False):
+                own, whole = spread(torch.arange(4.0) + rank), spread(torch.full((4 * size,), rank + 1.0))
+                work = dist.all_reduce(whole, async_op=asynchronous)
+                if work is not None:
+                    assert work.get_future().wait()[0].unique().tolist() == [size * (size + 1) / 2]
+                assert whole.unique().tolist() == [size * (size + 1) / 2]
+                work = dist.all_gather_into_tensor(whole, own, async_op=asynchronous)
+                assert work is None or work.wait()
+                assert whole.tolist() == [float(i + other) for other in range(size) for i in range(4)]
+                work = dist.reduce_scatter_tensor(own, whole, async_op=asynchronous)
+                assert work is None or work.get_future().wait()[0].numel() == 4
+                assert own.tolist() == [size * float(i + rank) for i in range(4)]
+    dist.destroy_process_group()
+
+
+def test_ranks_whose_tensors_have_other_strides_choose_alike() -> None:
+    launch(_strides, 3, timeout=60)
 
 
 def _until_killed(rank: int, size: int, port: int, results: Connection, backend: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from plugins.pccl import register
@@ -199,6 +201,33 @@ def _bits() -> None:
             assert torch.equal(*found) and all(torch.equal(bits, everybody[0]) for bits in everybody), name
 
 
+def _shapes() -> None:
+    """Lists of tensors whose shapes are other ones on other ranks."""
+    rank = dist.get_rank()
+    shape = (2, 3) if rank % 2 else (6,)
+    group = group_of(4, ((0, 1), (2, 3)), Options(algorithm="ring"))
+    parts = [torch.zeros(shape) for _ in range(4)]
+    dist.all_gather(parts, torch.full((6,), float(rank)), group=group)
+    assert [part.unique().tolist() for part in parts] == [[0.0], [1.0], [2.0], [3.0]]
+    out = torch.zeros(6)
+    dist.reduce_scatter(out, [torch.full(shape, float(other)) for other in range(4)], group=group)
+    assert out.tolist() == [4.0 * rank] * 6
+
+
+def _training() -> None:
+    """DDP calls from threads of its own, and goes on in the futures."""
+    group = group_of(4, ((0, 1), (2, 3)), Options(algorithm="hierarchical"))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(13, 40), nn.Tanh(), nn.Linear(40, 7)).double()
+    data = torch.randn(5, 13, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    found = []
+    for chosen in (dist.group.WORLD, group):
+        copied = nn.parallel.DistributedDataParallel(deepcopy(model), process_group=chosen, bucket_cap_mb=0.001)
+        copied(data).square().sum().backward()
+        found.append(torch.cat([each.grad.flatten() for each in copied.parameters() if each.grad is not None]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
 def _routed() -> None:
     """One backend for two devices: "meta" tensors stand in for the GPU's."""
     made = []
@@ -245,7 +274,7 @@ def _both_devices() -> None:
 
 
 def _four() -> None:
-    for check in (_choices, _bits, _routed, _both_devices):
+    for check in (_choices, _bits, _shapes, _routed, _both_devices):
         check()
         dist.barrier()
 
@@ -263,3 +292,7 @@ def test_nodes_by_name_or_by_number() -> None:
     assert nodes_of(["a", "b", "a"], [4, 5, 6], "auto") == ((0, 2), (1,))
     assert nodes_of(["a", "a", "a"], [3, 4, 5], 2) == ((0,), (1, 2))
     assert even(((0, 1), (2, 3))) and not even(((0, 2), (1, 3))) and not even(((0,), (1,))) and not even(((0, 1), (2,)))
+
+
+def test_training_is_as_with_gloo() -> None:
+    run_ranks(_training, 4, timeout=60)

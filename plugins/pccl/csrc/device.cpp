@@ -129,10 +129,11 @@ class Device : public Delegate, public Planned {
   bool knows(const at::Tensor& tensor) const {
     return tensor.device().type() == type_ && tensor.layout() == at::kStrided && type_of(tensor);
   }
+  // Shapes do not count: they may be other ones on other ranks, which must choose alike.
   bool alike(const Tensors& parts, const at::Tensor& one) const {
     if (parts.size() != static_cast<size_t>(size_)) return false;
     for (const auto& part : parts)
-      if (!knows(part) || part.sizes() != one.sizes() || part.scalar_type() != one.scalar_type()) return false;
+      if (!knows(part) || part.numel() != one.numel() || part.scalar_type() != one.scalar_type()) return false;
     return true;
   }
   void check(const char* collective, const char* one, const at::Tensor& own, const char* all, const at::Tensor& whole) const {

@@ -64,9 +64,10 @@ void Engine::release(const Early& early) {
 }
 
 // Whether a link has brought so much ahead of its time that the rest can wait. It cannot where an operation waits for the
-// peer: its message may be behind those that nobody has asked for.
+// peer: its message may be behind those that nobody has asked for, or half here.
 bool Engine::crowded(const Link& link) const {
-  if (link.held + link.sink.own.size() <= most_early_ || link.hung_up) return false;
+  bool wanted = link.in_body && (link.sink.kind == Sink::Kind::kPlace || link.sink.kind == Sink::Kind::kReduce);
+  if (wanted || link.held + link.sink.own.size() <= most_early_ || link.hung_up) return false;
   for (auto& [key, posted] : posted_)
     if (std::get<2>(key) == link.peer) return false;
   return true;

@@ -1,7 +1,7 @@
 #include "engine.hpp"
 
 #include <fcntl.h>
-#include <sys/epoll.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -13,6 +13,9 @@ namespace pccl {
 namespace {
 
 constexpr uint64_t kWake = 0;           // no link has this number
+constexpr int kEvents = 64;
+constexpr std::chrono::microseconds kSpin{300};  // most small calls among 4 processes on 2 cores take less
+constexpr std::chrono::milliseconds kRest{50};
 constexpr double kMostSeconds = 1e9;  // what a clock's nanoseconds can hold
 
 std::string seconds(double value) {
@@ -46,36 +49,112 @@ void Engine::post(std::function<void()> command) {
   {
     std::lock_guard lock(mutex_);
     commands_.push_back(std::move(command));
+    if (server_ == Server::kNobody) {
+      server_ = Server::kThread;
+      thread_serves_.notify_one();
+    }
   }
+  wake();
+}
+
+void Engine::wake() {
   uint64_t one = 1;
   [[maybe_unused]] ssize_t written = ::write(wake_, &one, sizeof one);
 }
 
 void Engine::loop() {
-  while (!stop_) {
-    epoll_event events[64];
-    int count = epoll_wait(epoll_, events, 64, wait_milliseconds());
-    for (int i = 0; i < count; ++i) {
-      uint64_t posted;
-      if (events[i].data.u64 == kWake) [[maybe_unused]] ssize_t got = ::read(wake_, &posted, sizeof posted);
+  auto mine = [this] { return server_ == Server::kThread; };
+  while (true) {
+    int wait;
+    {
+      std::unique_lock lock(mutex_);
+      // After a while without calls it serves of itself: links may come and end.
+      while (!mine())
+        if (!thread_serves_.wait_for(lock, kRest, mine) && server_ == Server::kNobody) server_ = Server::kThread;
     }
-    std::vector<std::function<void()>> commands;
+    {
+      Turn turn(turn_);
+      if (stop_) break;
+      wait = wait_milliseconds();
+    }
+    epoll_event events[kEvents];
+    int count = epoll_wait(epoll_, events, kEvents, wait);
     {
       std::lock_guard lock(mutex_);
-      commands.swap(commands_);
+      if (!mine()) continue;  // a caller has taken over, and finds the same events
     }
-    // Before the events: one may be the end of a link that this rank sends on, whose peer's own link is among the commands.
-    for (auto& command : commands) guarded(command, kWake);
-    for (int i = 0; i < count; ++i) {
-      uint64_t id = events[i].data.u64;
-      if (id != kWake) guarded([&, i] { on_event(id, events[i].events); }, id);
-    }
-    guarded([this] { expire(); }, kWake);
-    past_.clear();
+    Turn turn(turn_);
+    serve(events, count);
   }
   std::set<uint64_t> groups;
   for (auto& [key, run] : runs_) groups.insert(key.first);
   for (uint64_t group : groups) fail_group(group, "the process group was destroyed", false);
+}
+
+// What was posted, what the links have brought, and what has taken too long.
+void Engine::serve(const epoll_event* events, int count) {
+  for (int i = 0; i < count; ++i) {
+    uint64_t posted;
+    if (events[i].data.u64 == kWake) [[maybe_unused]] ssize_t got = ::read(wake_, &posted, sizeof posted);
+  }
+  std::vector<std::function<void()>> commands;
+  {
+    std::lock_guard lock(mutex_);
+    commands.swap(commands_);
+  }
+  // Before the events: one may be the end of a link that this rank sends on, whose peer's own link is among the commands.
+  for (auto& command : commands) guarded(command, kWake);
+  for (int i = 0; i < count; ++i) {
+    uint64_t id = events[i].data.u64;
+    if (id != kWake) guarded([&, i] { on_event(id, events[i].events); }, id);
+  }
+  guarded([this] { expire(); }, kWake);
+  past_.clear();
+}
+
+// The right to serve, where nothing is under way; else nothing.
+Turn Engine::take_over() {
+  Turn turn(turn_, std::try_to_lock);
+  if (!turn || !runs_.empty()) return {};
+  bool polls;
+  {
+    std::lock_guard lock(mutex_);
+    if (!commands_.empty()) return {};
+    polls = server_ == Server::kThread;
+    server_ = Server::kCaller;
+  }
+  if (polls) wake();  // it would take the events
+  return turn;
+}
+
+// Whether all that a run sends stays on this node.
+bool Engine::near(const Run& run) const {
+  auto group = groups_.find(run.group);
+  return group != groups_.end() && std::ranges::all_of(run.program->ops, [&](const Op& op) {
+    if (op.kind != Kind::kSend) return true;
+    auto out = outgoing_.find(group->second.peers[op.peer]);
+    return out != outgoing_.end() && links_.at(out->second)->process > 0;
+  });
+}
+
+void Engine::lead(Begun begun) {
+  if (!begun.turn) return;
+  // Within a node what is waited for is soon there, and to yield costs less than to sleep and be woken.
+  Clock::time_point until = Clock::now() + (near(*begun.run) ? kSpin : kSpin.zero());
+  while (!begun.run->over) {
+    epoll_event events[kEvents];
+    bool spin = Clock::now() < until;
+    int count = epoll_wait(epoll_, events, kEvents, spin ? 0 : wait_milliseconds());
+    if (spin && count == 0) sched_yield();
+    serve(events, count);
+  }
+  past_.clear();
+  std::lock_guard lock(mutex_);
+  // While nothing is under way nobody serves: the next caller or command will, or in a while the thread.
+  server_ = runs_.empty() && commands_.empty() ? Server::kNobody : Server::kThread;
+  if (server_ == Server::kNobody) return;
+  thread_serves_.notify_one();
+  wake();  // it may still wait for events, and knows nothing of deadlines
 }
 
 // What is thrown on the way (there is no memory for a message) ends what is under way, never the process.
@@ -185,8 +264,8 @@ void Engine::remove_group(uint64_t key, const std::string& why) {
   });
 }
 
-void Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
-                   void* input, void* output, double timeout, Done done) {
+Begun Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
+                   void* input, void* output, double timeout, Done done, bool here) {
   check_process();
   auto run = std::make_shared<Run>();
   run->group = group;
@@ -204,30 +283,41 @@ void Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Prog
   size_t blocks = run->program->size, each = signature.elements / blocks, longer = signature.elements % blocks;
   for (size_t block = 0; block <= blocks; ++block) buffers.starts.push_back(block * each + std::min(block, longer));
   buffers.longest = each + (longer > 0);
-  post([this, run] {
-    auto found = groups_.find(run->group);
-    std::string broken = found == groups_.end() ? "its process group was destroyed" : found->second.broken;
-    if (!broken.empty()) return run->done(broken);
-    if (run->timeout.count() == 0) run->timeout = found->second.timeout;
-    run->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(run->timeout);
-    newest_[run->group] = std::max(newest_[run->group], run->sequence);
-    runs_[{run->group, run->sequence}] = run;
-    for (auto& [key, early] : early_) {
-      if (std::get<0>(key) != run->group || std::get<1>(key) != run->sequence) continue;
-      if (!(early.header.signature == run->signature))
-        return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
-    }
-    run->work.resize(run->program->work_slots * run->buffers.longest * run->buffers.element);
-    run->buffers.work = run->work.data();
-    const auto& ops = run->program->ops;
-    run->left = ops.size();
-    run->finished.resize(ops.size());
-    for (size_t i = 0; i < ops.size(); ++i) {
-      run->waits.push_back(ops[i].waits);
-      if (ops[i].waits == 0) run->ready.push_back(static_cast<int32_t>(i));
-    }
-    advance(*run);
-  });
+  Turn turn = here ? take_over() : Turn();
+  if (turn) {
+    guarded([&] { launch(run); }, kWake);
+  } else {
+    post([this, run] { launch(run); });
+  }
+  return {std::move(turn), run};
+}
+
+void Engine::launch(const std::shared_ptr<Run>& run) {
+  auto found = groups_.find(run->group);
+  std::string broken = found == groups_.end() ? "its process group was destroyed" : found->second.broken;
+  if (!broken.empty()) {
+    run->over = true;
+    return run->done(broken);
+  }
+  if (run->timeout.count() == 0) run->timeout = found->second.timeout;
+  run->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(run->timeout);
+  newest_[run->group] = std::max(newest_[run->group], run->sequence);
+  runs_[{run->group, run->sequence}] = run;
+  for (auto& [key, early] : early_) {
+    if (std::get<0>(key) != run->group || std::get<1>(key) != run->sequence) continue;
+    if (!(early.header.signature == run->signature))
+      return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
+  }
+  run->work.resize(run->program->work_slots * run->buffers.longest * run->buffers.element);
+  run->buffers.work = run->work.data();
+  const auto& ops = run->program->ops;
+  run->left = ops.size();
+  run->finished.resize(ops.size());
+  for (size_t i = 0; i < ops.size(); ++i) {
+    run->waits.push_back(ops[i].waits);
+    if (ops[i].waits == 0) run->ready.push_back(static_cast<int32_t>(i));
+  }
+  advance(*run);
 }
 
 // The group is out of order for good: its ranks no longer agree on what they have done.

@@ -1,6 +1,8 @@
-// Runs programs over links; one thread of its own does all communication and all sums of a process.
+// Runs programs over links; one thread at a time does all communication and all sums of a process: the engine's own, or a
+// caller that waits for the only call under way.
 #pragma once
 
+#include <sys/epoll.h>
 #include <sys/types.h>
 
 #include <chrono>
@@ -46,6 +48,14 @@ struct Run {
   Done done;
 };
 
+using Turn = std::unique_lock<std::mutex>;
+
+// A call that was started; with the turn to serve the links, if the caller has got it.
+struct Begun {
+  Turn turn;
+  std::shared_ptr<Run> run;
+};
+
 class Engine {
  public:
   // `most_early`: bytes of messages that nobody has asked for yet, from where on a link is not read.
@@ -66,10 +76,14 @@ class Engine {
   // Gives up what is under way in the group.
   void remove_group(uint64_t key, const std::string& why);
 
-  // Begins a collective; `done` is called once, by the engine's thread. The signature's elements are those of all blocks.
-  // `timeout`: in seconds, the group's where it is 0.
-  void start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature, void* input,
-             void* output, double timeout, Done done);
+  // Begins a collective; `done` is called once, by the thread that serves the links. The signature's elements are those of all
+  // blocks. `timeout`: in seconds, the group's where it is 0. `here`: the caller, which has nothing to do until it is done,
+  // serves the links itself by `lead`, if nothing else is under way.
+  Begun start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature, void* input,
+             void* output, double timeout, Done done, bool here = false);
+  // Serves the links until a call is done, where the caller has got the turn to: no other thread need be woken, nor wake it. It
+  // must hold no lock that others need meanwhile, such as the interpreter's.
+  void lead(Begun begun);
 
  private:
   struct Group {
@@ -89,8 +103,15 @@ class Engine {
     uint64_t link;
   };
 
+  enum class Server { kThread, kCaller, kNobody };
+
   void post(std::function<void()> command);
+  void wake();
   void loop();
+  void serve(const epoll_event* events, int count);
+  Turn take_over();
+  void launch(const std::shared_ptr<Run>& run);
+  bool near(const Run& run) const;
   void guarded(const std::function<void()>& step, uint64_t link);
   void add_link(int peer, int socket, pid_t process, bool incoming);
   int wait_milliseconds();
@@ -134,6 +155,10 @@ class Engine {
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
   std::set<int> linked_;  // as outgoing_, for other threads
+  Server server_ = Server::kThread;
+  std::condition_variable thread_serves_;
+
+  std::mutex turn_;  // held by who serves; guards all that follows; taken before mutex_
   bool stop_ = false;
 
   uint64_t next_link_ = 1;

@@ -108,6 +108,7 @@ void Link::pour(const char* from, size_t bytes) {
 }
 
 ssize_t Link::fill() {
+  drained = false;
   bool direct = in_body && begin == end && sink.left >= kBuffer;
   if (direct && sink.kind == Sink::Kind::kPlace) {
     std::vector<iovec> parts;
@@ -152,6 +153,7 @@ ssize_t Link::fill() {
     begin = 0;
   }
   ssize_t got = ::read(socket, &buffer[end], kBuffer - end);
+  drained = got > 0 && static_cast<size_t>(got) < kBuffer - end;
   if (got > 0) end += got;
   return got;
 }

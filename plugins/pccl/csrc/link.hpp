@@ -64,6 +64,7 @@ struct Link {
   int peer = -1, socket = -1;
   pid_t process = 0;
   bool incoming = false, wants_write = false, paused = false, hung_up = false;
+  bool drained = false;  // the last `fill` got less than it had room for
   size_t held = 0;  // bytes of messages from here that nobody has asked for yet
 
   std::deque<Message> queue;

@@ -12,7 +12,7 @@ namespace pccl {
 namespace {
 
 // From here on reading the sender's memory beats two copies through a socket.
-constexpr size_t kRemoteBytes = 16 * 1024;
+constexpr size_t kRemoteBytes = 64 * 1024;
 constexpr size_t kScratch = 128 * 1024;
 
 }  // namespace

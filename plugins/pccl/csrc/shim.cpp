@@ -76,12 +76,16 @@ class Call : public Work {
       : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), sequence_(sequence),
         future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
 
-  void expect(int runs) { left_ = runs; }
+  void expect(int runs) {
+    left_ = runs;
+    single_ = runs == 1;
+  }
+  bool single() const { return single_; }
   void hold(const at::Tensor& tensor) { held_.push_back(tensor); }
   void copy_back(const at::Tensor& to, const at::Tensor& from) { copies_.emplace_back(to, from); }
 
   // One of its runs is done. Takes the run's hold on the call: to let a tensor go may need the interpreter's lock, for which
-  // the engine should not wait.
+  // the engine should not wait. The thread that made the call has all of it in hand, and no callbacks can be there yet.
   static void arrived(c10::intrusive_ptr<Call> self, const std::string& error) {
     {
       std::lock_guard lock(self->parts_);
@@ -100,13 +104,9 @@ class Call : public Work {
       }
     }
     self->finish(failed);
+    if (self->maker_ == std::this_thread::get_id()) return self->settle(failed);
     Finisher& finisher = *self->finisher_;
-    finisher.post([self = std::move(self), failed] {
-      self->copies_.clear();
-      self->held_.clear();
-      if (failed) self->future_->setError(failed);
-      else self->future_->markCompleted(c10::IValue(self->outputs_));
-    });
+    finisher.post([self = std::move(self), failed] { self->settle(failed); });
   }
 
   Tensors result() override { return outputs_; }
@@ -116,13 +116,22 @@ class Call : public Work {
   void abort() override {}
 
  private:
+  void settle(const std::exception_ptr& failed) {
+    copies_.clear();
+    held_.clear();
+    if (failed) future_->setError(failed);
+    else future_->markCompleted(c10::IValue(outputs_));
+  }
+
   Tensors outputs_, held_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
   std::shared_ptr<Finisher> finisher_;
   uint64_t sequence_;
+  const std::thread::id maker_ = std::this_thread::get_id();
   c10::intrusive_ptr<at::ivalue::Future> future_;
   std::mutex parts_;
   int left_ = 1;
+  bool single_ = true;
   std::string error_;
 };
 
@@ -152,9 +161,12 @@ class Shim : public Delegate, public Planned {
   }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    if (tensors.size() != 1 || !knows(tensors[0], options.reduceOp) || native(Collective::kAllReduce, tensors[0], tensors[0], options.reduceOp))
-      return inner_->allreduce(tensors, options);
-    return reduced(tensors, options);
+    if (tensors.size() != 1 || !knows(tensors[0], options.reduceOp)) return inner_->allreduce(tensors, options);
+    if (!native(Collective::kAllReduce, tensors[0], options.reduceOp)) return reduced(tensors, options);
+    return leave(c10d::OpType::ALLREDUCE, tensors[0], tensors[0], [&](at::Tensor& data, at::Tensor&) {
+      Tensors one{data};
+      return inner_->allreduce(one, options);
+    });
   }
 
   WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
@@ -164,7 +176,10 @@ class Shim : public Delegate, public Planned {
   }
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    if (!knows(input) || native(Collective::kAllGather, output, input)) return inner_->_allgather_base(output, input, options);
+    if (!knows(input)) return inner_->_allgather_base(output, input, options);
+    if (native(Collective::kAllGather, output))
+      return leave(c10d::OpType::_ALLGATHER_BASE, output, input,
+                   [&](at::Tensor& to, at::Tensor& from) { return inner_->_allgather_base(to, from, options); });
     Tensors outputs{output}, inputs{input};
     return allgather_into_tensor_coalesced(outputs, inputs, options);
   }
@@ -179,7 +194,7 @@ class Shim : public Delegate, public Planned {
                   inputs[i].numel(), " ", inputs[i].scalar_type(), " of the input");
     }
     auto call = make(c10d::OpType::_ALLGATHER_BASE, outputs, inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) gather(call, outputs[i], inputs[i], options.timeout);
+    for (size_t i = 0; i < inputs.size(); ++i) gather(call, outputs[i], inputs[i], options);
     return call;
   }
 
@@ -187,13 +202,13 @@ class Shim : public Delegate, public Planned {
     if (inputs.size() != 1 || outputs.size() != 1 || !knows(inputs[0]) || !alike(outputs[0], inputs[0]))
       return inner_->allgather(outputs, inputs, options);
     auto call = make(c10d::OpType::ALLGATHER, outputs[0], 1);
-    gather(call, joined(*call, outputs[0], true), inputs[0], options.timeout);
+    gather(call, joined(*call, outputs[0], true), inputs[0], options);
     return call;
   }
 
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    if (!knows(input, options.reduceOp) || native(Collective::kReduceScatter, input, output, options.reduceOp))
-      return inner_->_reduce_scatter_base(output, input, options);
+    if (!knows(input, options.reduceOp)) return inner_->_reduce_scatter_base(output, input, options);
+    if (native(Collective::kReduceScatter, input, options.reduceOp)) return summed(output, input, options);
     Tensors outputs{output}, inputs{input};
     return reduce_scatter_tensor_coalesced(outputs, inputs, options);
   }
@@ -203,9 +218,7 @@ class Shim : public Delegate, public Planned {
     TORCH_CHECK(outputs.size() == inputs.size(), "pccl: reduce_scatter of ", inputs.size(), " inputs into ", outputs.size(), " outputs");
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!knows(inputs[i], options.reduceOp)) return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
-      TORCH_CHECK(outputs[i].scalar_type() == inputs[i].scalar_type() && inputs[i].numel() == outputs[i].numel() * size_,
-                  "pccl: reduce_scatter of ", inputs[i].numel(), " ", inputs[i].scalar_type(), ", expected ", size_, " times ",
-                  outputs[i].numel(), " ", outputs[i].scalar_type(), " of the output");
+      check(outputs[i], inputs[i]);
     }
     auto call = make(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) scatter(call, outputs[i], inputs[i], options);
@@ -225,7 +238,7 @@ class Shim : public Delegate, public Planned {
     if (options.device && !options.device->is_cpu()) return inner_->barrier(options);
     auto token = at::zeros({1}, at::kByte);
     auto call = make(c10d::OpType::BARRIER, {}, 1);
-    run(call, {Collective::kBarrier, Type::kU8, Reduction::kMax, 1}, token, token, options.timeout);
+    run(call, {Collective::kBarrier, Type::kU8, Reduction::kMax, 1}, token, token, options.timeout, options.asyncOp);
     return call;
   }
 
@@ -236,7 +249,7 @@ class Shim : public Delegate, public Planned {
     at::Tensor flat = tensor.contiguous();
     if (!flat.is_same(tensor) && options.rootRank != rank_) call->copy_back(tensor, flat);
     run(call, {Collective::kBroadcast, *type_of(tensor), Reduction::kNone, static_cast<uint64_t>(flat.numel())}, flat, flat,
-        options.timeout, static_cast<int>(options.rootRank));
+        options.timeout, options.asyncOp, static_cast<int>(options.rootRank));
     return call;
   }
 
@@ -286,46 +299,91 @@ class Shim : public Delegate, public Planned {
       at::Tensor flat = tensor.contiguous();
       if (!flat.is_same(tensor)) call->copy_back(tensor, flat);
       run(call, {Collective::kAllReduce, *type_of(tensor), *reduction_of(options.reduceOp), static_cast<uint64_t>(flat.numel())},
-          flat, flat, options.timeout);
+          flat, flat, options.timeout, options.asyncOp);
     }
     if (tensors.empty()) Call::arrived(call, "");
     return call;
   }
 
-  void gather(const CallPointer& call, const at::Tensor& output, const at::Tensor& input, std::chrono::milliseconds timeout) {
-    at::Tensor flat = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-    if (!flat.is_same(output)) call->copy_back(output, flat);
-    run(call, {Collective::kAllGather, *type_of(input), Reduction::kNone, static_cast<uint64_t>(flat.numel())}, input.contiguous(),
-        flat, timeout);
+  // Contiguous memory for what is then copied to `output`, or that itself.
+  static at::Tensor landing(Call& call, const at::Tensor& output) {
+    if (output.is_contiguous()) return output;
+    at::Tensor flat = at::empty(output.sizes(), output.options());
+    call.copy_back(output, flat);
+    return flat;
+  }
+
+  void gather(const CallPointer& call, const at::Tensor& output, const at::Tensor& input, const c10d::AllgatherOptions& options) {
+    run(call, {Collective::kAllGather, *type_of(input), Reduction::kNone, static_cast<uint64_t>(output.numel())}, input.contiguous(),
+        landing(*call, output), options.timeout, options.asyncOp);
   }
 
   void scatter(const CallPointer& call, const at::Tensor& output, const at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-    at::Tensor flat = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-    if (!flat.is_same(output)) call->copy_back(output, flat);
     run(call, {Collective::kReduceScatter, *type_of(input), *reduction_of(options.reduceOp), static_cast<uint64_t>(input.numel())},
-        input.contiguous(), flat, options.timeout);
+        input.contiguous(), landing(*call, output), options.timeout, options.asyncOp);
   }
 
   void run(const CallPointer& call, Signature signature, const at::Tensor& input, const at::Tensor& output,
-           std::chrono::milliseconds timeout, int root = 0) {
+           std::chrono::milliseconds timeout, bool asynchronous, int root = 0) {
     size_t bytes = signature.elements * type_bytes(signature.type);
     std::shared_ptr<const Program> program = programme(signature.collective, bytes, root);
     signature.schedule = program->digest;
     call->hold(input);
     call->hold(output);
     double seconds = timeout == c10d::kUnsetTimeout ? timeout_ : static_cast<double>(timeout.count()) / 1000;
-    std::lock_guard lock(order_);
-    core_->engine.start(key_, ++sequence_, std::move(program), signature, input.data_ptr(), output.data_ptr(), seconds,
-                        [call](const std::string& error) mutable { Call::arrived(std::move(call), error); });
+    bool here = !asynchronous && call->single() && !PyGILState_Check();
+    std::unique_lock lock(order_);
+    Begun begun = core_->engine.start(key_, ++sequence_, std::move(program), signature, input.data_ptr(), output.data_ptr(), seconds,
+                                      [call](const std::string& error) mutable { Call::arrived(std::move(call), error); }, here);
+    lock.unlock();
+    core_->engine.lead(std::move(begun));
   }
 
-  // Whether a collective is better left to the inner backend, which must be able to do it: `whole` holds all blocks.
-  bool native(Collective collective, const at::Tensor& whole, const at::Tensor& own,
-              const c10d::ReduceOp& op = c10d::ReduceOp::SUM) {
+  // Whether a collective is better left to the inner backend, which must be able to do it: `whole` holds all blocks. All ranks
+  // answer alike: it depends on nothing that is only this rank's, such as strides.
+  bool native(Collective collective, const at::Tensor& whole, const c10d::ReduceOp& op = c10d::ReduceOp::SUM) {
     auto type = whole.scalar_type();
-    bool able = whole.is_contiguous() && own.is_contiguous() && type == own.scalar_type() && op != c10d::ReduceOp::AVG &&
-                type != at::kShort && type != at::kBool;
+    bool able = op != c10d::ReduceOp::AVG && type != at::kShort && type != at::kBool;
     return able && !programme(collective, whole.nbytes(), 0, true);
+  }
+
+  // What `inner(output, input)` does, on copies where this rank's tensors have gaps.
+  template <class Inner>
+  WorkPointer leave(c10d::OpType kind, at::Tensor& output, at::Tensor& input, const Inner& inner) {
+    if (output.is_contiguous() && input.is_contiguous()) return inner(output, input);
+    auto call = make(kind, {output}, 1);
+    at::Tensor from = input.contiguous(), to = output.is_same(input) ? from : landing(*call, output);
+    if (to.is_same(from)) call->copy_back(output, from);
+    call->hold(from);
+    call->hold(to);
+    return after(inner(to, from), call);
+  }
+
+  // A reduce-scatter by the inner backend's all-reduce: gloo's own is one, too, but its work ends only when somebody waits for it,
+  // and has no future.
+  WorkPointer summed(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+    check(output, input);
+    auto call = make(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, 1);
+    Tensors sums{input.clone(at::MemoryFormat::Contiguous)};
+    call->copy_back(output, sums[0].view({-1}).narrow(0, rank_ * output.numel(), output.numel()).view(output.sizes()));
+    c10d::AllreduceOptions asked;
+    asked.reduceOp = options.reduceOp;
+    asked.timeout = options.timeout;
+    return after(inner_->allreduce(sums, asked), call);
+  }
+
+  // A call that is done when the inner backend's work is.
+  static WorkPointer after(const WorkPointer& work, const CallPointer& call) {
+    work->getFuture()->addCallback([call](c10::ivalue::Future& done) {
+      Call::arrived(call, done.hasError() ? done.tryRetrieveErrorMessage() : "");
+    });
+    return call;
+  }
+
+  void check(const at::Tensor& output, const at::Tensor& input) const {
+    TORCH_CHECK(output.scalar_type() == input.scalar_type() && input.numel() == output.numel() * size_, "pccl: reduce_scatter of ",
+                input.numel(), " ", input.scalar_type(), ", expected ", size_, " times ", output.numel(), " ", output.scalar_type(),
+                " of the output");
   }
 
   // The program for so many bytes, or none where the inner backend is `allowed` and better; Python decides, makes it and

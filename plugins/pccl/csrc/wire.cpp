@@ -63,6 +63,7 @@ void Engine::read(Link& link) {
       on_body(link);
       if (!links_.contains(id)) return;
     }
+    if (link.drained && !link.hung_up) return;  // what comes later is an event of its own
   }
 }
 

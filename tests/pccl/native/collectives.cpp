@@ -1,4 +1,5 @@
 // Whole collectives among engines of one process: collectives ROUNDS SEED
+#include <functional>
 #include <random>
 
 #include "peers.hpp"
@@ -33,6 +34,7 @@ void round(std::mt19937_64& draw) {
   for (int rank = 0; rank < size; ++rank) ranks[rank] = rank;
   for (int rank = 0; rank < size; ++rank) engines[rank]->add_group(5, ranks, ranks, rank, 60);
   std::vector<std::vector<Call>> made(size, std::vector<Call>(calls));
+  std::vector<std::vector<std::function<void(Engine&)>>> starts(size);
   std::atomic<int> left = size * calls;
   for (int call = 0; call < calls; ++call) {
     bool gather = draw() % 2;
@@ -55,13 +57,23 @@ void round(std::mt19937_64& draw) {
       if (size == 1 || in_place) one.output = sum.size() && !gather ? one.input : one.output;
       auto program = gather ? all_gather(size, rank, chunks) : all_reduce(size, rank, chunks);
       void* input = in_place ? one.output.data() : one.input.data();
-      engines[rank]->start(5, call + 1, program, signature(gather ? Collective::kAllGather : Collective::kAllReduce, elements),
-                           input, one.output.data(), 0, [&](const std::string& error) {
-                             one.error = error;
-                             --left;
-                           });
+      bool here = draw() % 2;
+      starts[rank].push_back([=, &one, &left](Engine& engine) {
+        auto kind = signature(gather ? Collective::kAllGather : Collective::kAllReduce, elements);
+        auto done = [&](const std::string& error) {
+          one.error = error;
+          --left;
+        };
+        engine.lead(engine.start(5, call + 1, program, kind, input, one.output.data(), 0, done, here));
+      });
     }
   }
+  std::vector<std::thread> callers;
+  for (int rank = 0; rank < size; ++rank)
+    callers.emplace_back([&, rank] {
+      for (auto& start : starts[rank]) start(*engines[rank]);
+    });
+  for (std::thread& caller : callers) caller.join();
   while (left > 0) usleep(200);
   engines.clear();
   for (auto& of : made)

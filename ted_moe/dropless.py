@@ -1,0 +1,161 @@
+"""Tokens to their experts and back by uneven all-to-alls: no expert has a capacity, so nothing is dropped and nothing padded.
+
+A row is a token on its way to one expert. A rank sorts its rows by expert and tells every expert rank how many come to it.
+T tensor ranks have the same rows; rank t sends those whose number is t modulo T, so all send as many, up to one row, and so
+nearly every expert rank receives from them. Where experts are split over the tensor ranks, these then gather what each of them
+received, padded to the longest: a few rows, at most one for each expert rank, and what comes back, padded by one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonn_tp.collectives import gather_from, gather_to, scatter_from, split_to
+from axonn_tp.mesh import Axes
+from ted_moe.dispatch import combine, dispatch, exchange
+from ted_moe.gating import Routes
+from ted_moe.grouped import run
+
+
+def share_out(counts: Tensor, shares: int) -> Tensor:
+    """How many rows of each expert are in each share, if row number i is in share i modulo T.
+
+    Args:
+        counts: rows of each expert, E; rows are numbered expert by expert.
+        shares: T.
+
+    Returns:
+        T × E.
+    """
+    ends = counts.cumsum(0)
+    above = torch.arange(shares - 1, -1, -1, device=counts.device).unsqueeze(1)
+    return (ends + above) // shares - (ends - counts + above) // shares
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a rank sends.
+
+    Attributes:
+        slots: k × S: each route's row, share after share; beyond the last one: there is none.
+        length: rows of the longest share.
+        splits: rows of this rank's share, by expert rank.
+    """
+
+    slots: Tensor
+    length: int
+    splits: list[int]
+
+
+def plan_sending(routes: Routes, table: Tensor, share: int, ranks: int) -> Sending:
+    """Find every route its row.
+
+    Args:
+        routes: of a dropless gate.
+        table: `share_out` of its counts, T × E, on the CPU.
+        share: this rank's.
+        ranks: that have experts.
+    """
+    shares, length = table.shape[0], int(table[0].sum())
+    starts = routes.exp_counts.cumsum(0) - routes.exp_counts
+    numbers = starts[routes.experts.clamp(min=0)] + routes.places
+    slots = numbers % shares * length + numbers // shares
+    slots = torch.where(routes.experts >= 0, slots, shares * length)
+    return Sending(slots, length, table[share].view(ranks, -1).sum(1).tolist())
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """What a rank receives, and the ranks with the other shares.
+
+    Attributes:
+        order: where each row is among those of all shares, share after share, each padded to `length`; sorted by expert.
+        length: rows of the longest share.
+        splits: rows of this rank's share, by expert rank.
+        counts: rows of each expert here.
+    """
+
+    order: Tensor
+    length: int
+    splits: list[int]
+    counts: list[int]
+
+
+def plan_receiving(table: Tensor, share: int, device: torch.device) -> Receiving:
+    """Sort what arrives by expert.
+
+    Args:
+        table: rows by the rank that sends them, share and expert of this rank, P × T × L, on the CPU.
+        share: this rank's.
+        device: for `order`.
+    """
+    ranks, shares, experts = table.shape
+    totals = table.sum((0, 2))
+    length = int(totals.max())
+    padding = (length - totals).unsqueeze(1)
+    runs = torch.cat([table.transpose(0, 1).flatten(1), padding], dim=1).flatten()
+    kinds = torch.cat([torch.arange(experts).repeat(ranks), torch.tensor([experts])]).repeat(shares)
+    kinds = kinds.to(device).repeat_interleave(runs.to(device), output_size=shares * length)
+    order = kinds.argsort(stable=True)[: int(totals.sum())]
+    return Receiving(order, length, table[:, share].sum(1).tolist(), table.sum((0, 1)).tolist())
+
+
+def exchange_counts(table: Tensor, groups: Axes) -> Tensor:
+    """Tell the expert ranks how many rows come to each of their experts.
+
+    Args:
+        table: rows by share and expert, T × E.
+        groups: the axes.
+
+    Returns:
+        What comes to this rank's L experts, by the rank that sends it: P × T × L.
+    """
+    ranks = groups.size("expert")
+    return exchange(table.view(table.shape[0], ranks, -1).transpose(0, 1).contiguous(), groups)
+
+
+def through_experts(
+    tokens: Tensor, routes: Routes, experts: Sequence[nn.Module], groups: Axes, drop: bool, gathered: bool, fused: bool
+) -> Tensor:
+    """What the experts make of the tokens.
+
+    Args:
+        tokens: S × M, the same on all tensor ranks.
+        routes: of a dropless gate.
+        experts: this rank's.
+        groups: the axes.
+        drop: each tensor rank sends a share of the rows.
+        gathered: the experts are split over the tensor ranks, so each of these needs what all of them received.
+        fused: the experts leave their sums over the tensor ranks to this function.
+
+    Returns:
+        S × M, weighted and summed over a token's experts.
+    """
+    shares, share = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
+    table = share_out(routes.exp_counts, shares)
+    arriving = exchange_counts(table if gathered else table[share : share + 1], groups)
+    sending = plan_sending(routes, table.cpu(), share, groups.size("expert"))
+    receiving = plan_receiving(arriving.cpu(), share if gathered else 0, tokens.device)
+
+    rows = dispatch(tokens, sending.slots, 1, shares * sending.length, groups, drop)[0, : sum(sending.splits)]
+    rows = exchange(rows, groups, sending.splits, receiving.splits)
+    if gathered:
+        rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
+    outputs = run(experts, rows.index_select(0, receiving.order), receiving.counts)
+    shape = arriving.shape[1] * receiving.length, outputs.shape[1]
+    rows = outputs.new_zeros(shape).index_copy(0, receiving.order, outputs)
+    if gathered:
+        rows = (scatter_from if fused else split_to)(rows, groups, "tensor", 0)[: sum(receiving.splits)]
+    rows = exchange(rows, groups, receiving.splits, sending.splits)
+    if drop:
+        rows = gather_from(_pad(rows, sending.length), groups, "tensor", 0)
+    return combine(rows, sending.slots, routes.weights)
+
+
+def _pad(rows: Tensor, length: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, length - rows.shape[0]))

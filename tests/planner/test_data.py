@@ -1,0 +1,170 @@
+"""Machines and models as data: what is there, what is read, what is refused in one sentence."""
+
+import json
+
+import pytest
+
+from plugins.block import ConfigError
+from plugins.planner import files, machine, model
+from plugins.planner.model import Transformer, UNet
+from ted_moe.memory import TABLE_4_1
+
+MINE = """
+source = "measured"
+tensor = "1 TFLOP/s"
+vector = "100 GFLOP/s"
+memory = "16 GiB"
+memory_bandwidth = "20 GB/s"
+domain = 2
+fast_bandwidth = "2 GB/s"
+fast_latency = "20 us"
+slow_bandwidth = "800 Mbit/s"
+slow_latency = "0.5 ms"
+"""
+
+
+def test_machines_of_the_issue():
+    assert {"perlmutter", "perlmutter-80gb", "frontier", "alps", "summit", "a100", "h200", "b200"} <= set(
+        machine.names()
+    )
+    for name in machine.names():
+        loaded = machine.load(name)
+        assert loaded.name == name and loaded.source
+        assert loaded.vector < loaded.tensor and loaded.slow_bandwidth <= loaded.fast_bandwidth
+    assert [machine.load(f"b200-nvs{size}").domain for size in (4, 8, 64)] == [4, 8, 64]
+    assert machine.load("frontier").interfaces == 0.5
+
+
+def test_models_of_the_issue():
+    for billions in (5, 10, 20, 40, 60, 80, 160, 320, 640):
+        loaded = model.load(f"gpt-{billions}b")
+        assert loaded.parameters / 1e9 == pytest.approx(billions, rel=0.08)
+    assert model.load("GPT3-175B").parameters / 1e9 == pytest.approx(175, rel=0.01)
+    assert model.load("gpt3-1t").parameters / 1e12 == pytest.approx(1, rel=0.01)
+    assert model.load("vit-era5").sequence == 64800
+    assert [model.load(f"unet-{size}").channels for size in ("250m", "500m", "1b", "2b", "4b")] == [
+        256,
+        416,
+        512,
+        768,
+        1024,
+    ]
+    assert isinstance(model.load("unet-1b"), UNet)
+
+
+def test_the_gpt3_of_ted_and_of_the_planner_are_one():
+    for name, sizes in TABLE_4_1.items():
+        ours = model.load(name.lower().replace("gpt-3", "gpt3"))
+        assert (ours.layers, ours.hidden, ours.vocabulary, ours.sequence) == (
+            sizes.layers,
+            sizes.hidden,
+            sizes.vocabulary,
+            sizes.context,
+        )
+
+
+def test_units():
+    assert files.quantity("bandwidth", "here", "800 Mbit/s") == 1e8
+    assert files.quantity("memory", "here", "16GiB") == 16 * 2**30
+    assert files.quantity("time", "here", "0 us", zero=True) == 0
+    assert files.quantity("rate", "here", "1.5e3 GFLOP/s") == 1.5e12
+
+
+def test_a_machine_by_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE)
+    loaded = machine.load(str(path))
+    assert (loaded.name, loaded.tensor, loaded.slow_bandwidth, loaded.slow_latency) == ("mine", 1e12, 1e8, 5e-4)
+    assert machine.load(f"{path}-nvs8").domain == 8
+    as_json = tmp_path / "mine.json"
+    as_json.write_text(json.dumps(files.read("--machine", path)))
+    assert machine.load(str(as_json)) == loaded
+
+
+def test_a_model_by_path_and_by_numbers(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text('layers = 4\nhidden = 512\nheads = 8\nsequence = 256\nfeed_forward = 1024\nsource = "mine"')
+    assert model.load(str(path)) == Transformer("small", 4, 512, 8, 256, 1024, source="mine")
+    numbers = model.load("layers=4, hidden=512, heads=8, sequence=256, feed_forward=1024")
+    assert (numbers.layers, numbers.f, numbers.sequence) == (4, 1024, 256)
+    assert model.load("gpt-5b", sequence=4096).sequence == 4096
+
+
+def test_hf_configurations(tmp_path):
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    llama = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "vocab_size": 128256,
+        "hidden_act": "silu",
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(gpt2))
+    loaded = model.load(str(path))
+    assert (loaded.layers, loaded.hidden, loaded.sequence, loaded.f) == (12, 768, 1024, 3072)
+    path.write_text(json.dumps(llama))
+    loaded = model.load(str(tmp_path))
+    assert loaded.f == 21504 and loaded.kv == 8
+    # The table of tokens counts once here, twice in the published 8.03 billion.
+    assert (loaded.parameters + 128256 * 4096) / 1e9 == pytest.approx(8.03, rel=0.005)
+    path.write_text(json.dumps({"model_type": "vlm", "text_config": llama}))
+    assert model.load(str(path)).layers == 32
+    path.write_text(json.dumps(llama | {"num_local_experts": 8}))
+    with pytest.raises(ConfigError, match="num_local_experts = 8"):
+        model.load(str(path))
+
+
+BAD_MACHINES = [
+    ('tensor = "1 TFLOP/s"', "tensor = 1e12", "tensor = 1000000000000.0 is not a rate"),
+    ('tensor = "1 TFLOP/s"', 'tensor = "1e12"', "tensor = '1e12' is not a rate"),
+    ('slow_bandwidth = "800 Mbit/s"', 'slow_bandwidth = "nan GB/s"', "slow_bandwidth = 'nan GB/s'"),
+    ('slow_bandwidth = "800 Mbit/s"', 'slow_bandwidth = "25 GB"', "slow_bandwidth = '25 GB' is not a bandwidth"),
+    ('memory = "16 GiB"', 'memory = "0 GB"', "memory = '0 GB'"),
+    ('memory = "16 GiB"', 'memory = "-16 GB"', "memory = '-16 GB'"),
+    ('memory = "16 GiB"', 'memory = "1e999 GB"', "memory = '1e999 GB'"),
+    ('memory = "16 GiB"', "", 'lacks the key "memory"'),
+    ("domain = 2", "domain = 0", "domain = 0 is not a whole number"),
+    ("domain = 2", "domain = 2.5", "domain = 2.5 is not a whole number"),
+    ("domain = 2", "domain = true", "domain = True is not a whole number"),
+    ("domain = 2", "domian = 2", 'unknown key "domian"; use "domain"'),
+    ("domain = 2", "domain = 2\nflop_efficiency = 1.5", "flop_efficiency = 1.5 is not a number above 0 and at most 1"),
+    ("domain = 2", "domain = 2\nbandwidth_efficiency = nan", "bandwidth_efficiency = nan"),
+    ("domain = 2", "domain = 2\ninterfaces = 0", "interfaces = 0"),
+    ('source = "measured"', 'source = ""', "source = '' is not a text"),
+    ('fast_latency = "20 us"', 'fast_latency = "20"', "fast_latency = '20' is not a time"),
+    ("domain = 2", "domain = ", "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BAD_MACHINES)
+def test_wrong_machine_files(tmp_path, old, new, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        machine.load(str(path))
+    sentence = str(caught.value)
+    assert message in sentence and str(path) in sentence and "\n" not in sentence
+
+
+BAD_MODELS = [
+    ("layers=4,hidden=512", 'lacks the key "heads"'),
+    ("layers=4,hidden=512,heads=7", "heads = 7 does not divide hidden = 512"),
+    ("layers=0,hidden=512,heads=8", "layers = 0 is not a whole number from 1"),
+    ("layers=4,hidden=512,heads=8,kv_heads=3", "kv_heads = 3 does not divide heads = 8"),
+    ("layers=4,hiden=512,heads=8", 'unknown key "hiden"; use "hidden"'),
+    ("layers=4,hidden=x,heads=8", "does not give sizes"),
+    ("gpt-81b", 'use "gpt-80b"'),
+    ("no/such/config.json", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), BAD_MODELS)
+def test_wrong_models(name, message):
+    with pytest.raises(ConfigError) as caught:
+        model.load(name)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,176 @@
+"""Dropless routing against stock DeepSpeed-MoE, which pads every expert to the fullest one's capacity."""
+
+from collections import Counter, defaultdict
+
+import deepspeed
+import torch
+
+import ted_moe
+from plugins.ledger import Ledger
+from ted_moe import Topology
+from ted_moe.dropless import plan_receiving, plan_sending, share_out
+from ted_moe.gating import Gate
+from tests.distributed import run_ranks
+from tests.ted_moe.stock import (
+    CHECKPOINTS,
+    EXPERTS,
+    FEATURES,
+    Gated,
+    Plain,
+    Residual,
+    Single,
+    compare,
+    data_tokens,
+    groups_of,
+)
+
+OPTIONS = [
+    {"k": 1, "use_rts": False, "drop_tokens": False, "min_capacity": 0},
+    {"k": 2, "top2_2nd_expert_sampling": False, "drop_tokens": False, "use_residual": True},
+    {"k": 4, "drop_tokens": False},
+]
+SWITCHES = [{}, {"fused": False}, {"duplicate_token_dropping": False}]
+
+
+def everywhere():
+    found = 0
+    for tensor in (1, 2, 4, 8):
+        for expert in (size for size in (1, 2, 4, 8) if tensor * size <= 8):
+            for number, options in enumerate(OPTIONS):
+                kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
+                for switches in SWITCHES if tensor > 1 else SWITCHES[:1]:
+                    compare(Topology(8, tensor, expert), kind, options, switches | {"dropless": True})
+                    found += 1
+                if tensor > 1:
+                    whole = Topology(8, tensor, expert, expert_tensor_parallel=False)
+                    compare(whole, (Plain, Single)[number % 2], options, {"dropless": True})
+    return found
+
+
+def wild_tokens(data):
+    """Ranks with all tokens for one expert, each for another, ranks with many or with few, and one with none."""
+    count = (21, 1, 34, 0, 8, 13, 2, 5)[data]
+    tokens = data_tokens(data, 40, seed=2)
+    return tokens[:, :1].repeat(1, count, 1) if data % 2 == 0 else tokens[:, :count]
+
+
+def wild_routing(switches, tokens_of):
+    for topology in (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False)):
+        for options in OPTIONS:
+            compare(topology, Plain, options, switches, tokens_of)
+
+
+def counted():
+    """Collectives of a forward and a backward, by kind of layer, with the rows that this rank sends and receives."""
+    found = {}
+    for name, switches in {
+        "fused": {},
+        "dropped": {"fused": False},
+        "plain": {"duplicate_token_dropping": False},
+    }.items():
+        groups = groups_of(Topology(8, 2, 4))
+        layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 4, groups=groups, dropless=True, **switches)
+        tokens = torch.randn(51, FEATURES, generator=torch.Generator().manual_seed(groups.rank("data")))
+        received = []
+        layer.local[0].register_forward_pre_hook(lambda _, given, received=received: received.append(given[0].shape[0]))
+        layer.local[1].register_forward_pre_hook(lambda _, given, received=received: received.append(given[0].shape[0]))
+        with Ledger(groups.axis_names()) as ledger:
+            output, l_aux, counts = layer(tokens.requires_grad_())
+            (output.sum() + l_aux).backward()
+        calls = defaultdict(list)
+        for entry in ledger.entries:
+            calls[entry.collective.op, entry.collective.axis].append(entry.collective.elements * entry.itemsize)
+        found[name] = dict(calls), sum(received), groups.rank("tensor"), int(counts.sum())
+    return found
+
+
+def checkpointed():
+    """Collectives of a checkpointed layer, stashed and not, and whether all gradients are the same."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
+    deepspeed.init_distributed("gloo")
+    deepspeed.checkpointing.configure(None)
+    groups = groups_of(Topology(4, 2, 2))
+    layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 2, k=2, groups=groups, dropless=True)
+    found, grads = {}, []
+    for name, checkpoint in CHECKPOINTS.items():
+        for stash in (None, "device", "cpu"):
+            torch.manual_seed(1 + groups.rank("data"))
+            tokens = torch.randn(17, FEATURES).requires_grad_()
+            function = layer if stash is None else ted_moe.Stashing(layer, stash)
+            layer.zero_grad()
+            with Ledger(groups.axis_names()) as ledger:
+                output, l_aux, _ = checkpoint(function, tokens * 1.0)
+                (output.square().sum() + l_aux).backward()
+            grads.append([tokens.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+            of_counts = [entry for entry in ledger.entries if entry.itemsize == 8]
+            found[name, stash] = Counter(entry.name for entry in ledger.entries), Counter(e.name for e in of_counts)
+    for mine in grads[1:]:
+        for one, other in zip(mine, grads[0], strict=True):
+            torch.testing.assert_close(one, other)
+    return found
+
+
+def test_plans_send_each_row_once():
+    logits = torch.randn(29, EXPERTS, generator=torch.Generator().manual_seed(0))
+    used = torch.arange(29) % 7 > 0  # the others go nowhere
+    routes = Gate(k=1, dropless=True)(logits, True, used)
+    table = share_out(routes.exp_counts, 3)
+    assert torch.equal(table.sum(0), routes.exp_counts)
+    assert int(table.sum(1).max() - table.sum(1).min()) <= 1
+    plans = [plan_sending(routes, table, share, 4) for share in range(3)]
+    slots = plans[0].slots.flatten()
+    there = slots[slots < 3 * plans[0].length]
+    assert len(there) == len(set(there.tolist())) == int(used.sum())
+    assert sum(sum(plan.splits) for plan in plans) == len(there)
+    # All that one rank sends to the second of four, as this receives it.
+    arriving = table.view(1, 3, 4, 2)[:, :, 1]
+    plan = plan_receiving(arriving, 1, torch.device("cpu"))
+    assert plan.counts == routes.exp_counts[2:4].tolist() and plan.splits == [plans[1].splits[1]]
+    assert len(plan.order) == sum(plan.counts) <= 3 * plan.length
+
+
+def test_equals_stock_on_all_factorisations_of_eight():
+    assert run_ranks(everywhere, 8, timeout=600)[0] >= 60
+
+
+def test_wildly_different_routing_neither_differs_nor_hangs():
+    run_ranks(wild_routing, 8, {"dropless": True}, wild_tokens, timeout=60)
+
+
+def test_wildly_different_routing_does_not_hang_capacities_either():
+    run_ranks(wild_routing, 8, {}, wild_tokens, timeout=60)
+
+
+def test_bytes_on_the_wire():
+    row = FEATURES * 4
+    for found in run_ranks(counted, 8):
+        for name, (calls, received, tensor, routed) in found.items():
+            sent = routed if name == "plain" else (routed + 1 - tensor) // 2
+            counts, *rows = calls.pop(("all_to_all", "expert"))
+            assert counts == EXPERTS * 8 * (1 if name == "plain" else 2)
+            there, back = rows[0] // row, rows[1] // row
+            # Forward there and back, and the mirrors of the second and the first.
+            assert rows == [sent * row, back * row, sent * row, back * row] and there == sent
+            if name == "plain":
+                assert back == received
+                assert calls.keys() == {("all_reduce", "tensor")}
+                assert sum(calls["all_reduce", "tensor"]) == 2 * received * row
+                continue
+            assert back <= received
+            longest = calls["all_gather", "tensor"][0] // row
+            assert received <= 2 * longest < received + 2 * 4  # of each of four ranks at most one row more
+            ends = (routed + 1) // 2 * row
+            assert calls.pop(("all_gather", "tensor")) == [longest * row, ends, longest * row, ends]
+            sums = ("reduce_scatter", "tensor") if name == "fused" else ("all_reduce", "tensor")
+            assert calls.keys() == {sums}
+            assert sum(calls[sums]) == 2 * (2 * longest if name == "fused" else received) * row
+
+
+def test_a_recomputation_communicates_nothing():
+    for found in run_ranks(checkpointed, 4):
+        for (name, stash), (calls, of_counts) in found.items():
+            again = 0 if stash else 1
+            assert of_counts == {"all_to_all expert": 1 + again}, (name, stash)
+            assert calls["all_to_all expert"] == 4 + 2 * again + 1 + again, (name, stash)
+            assert calls["all_gather tensor"] == 4 + 2 * again, (name, stash)
+            assert calls["reduce_scatter tensor"] == 2 + again, (name, stash)
