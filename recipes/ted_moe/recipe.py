@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     corpus = read(options.data, settings.model)
     _check_devices(settings.ranks)
     sides = SIDES if options.side == "both" else (options.side,)
-    outcomes = {side: launch(train, settings.ranks, side, settings, corpus, folder / side)[0] for side in sides}
+    own = {side: settings.of_side(side, options.stock_ranks) for side in sides}
+    outcomes = {side: launch(train, own[side].ranks, side, own[side], corpus, folder / side)[0] for side in sides}
     numbers = report.results(settings, outcomes)
     print("\n" + report.table(numbers), end="\n\n")
     print(*report.write(numbers, folder), sep="\n")

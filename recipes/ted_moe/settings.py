@@ -82,6 +82,20 @@ class Settings:
             config["axonn"]["ted"] |= {"tensor": self.tensor, "tile_size": self.tile_size}
         return config
 
+    def of_side(self, side: str, stock_ranks: int | None) -> Settings:
+        """A side's own: DeepSpeed-MoE may have another number of ranks.
+
+        Raises:
+            ConfigError: which does not fit.
+        """
+        if side == "ted" or stock_ranks is None:
+            return self
+        if stock_ranks < 1:
+            raise ConfigError(f"--stock-ranks {stock_ranks} is not at least 1; give a positive number")
+        stock = replace(self, ranks=stock_ranks, tensor=1, expert=math.gcd(self.experts, stock_ranks))
+        stock.check()
+        return stock
+
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, the first being 1: linear warm-up over a tenth of the run, then a cosine to a tenth."""
         warm = max(self.steps // 10, 1)
@@ -168,6 +182,11 @@ def parser() -> argparse.ArgumentParser:
         "--data",
         help="a text file or folder, or a folder with train.bin and val.bin of 16-bit token ids (default: the source of Python's "
         "standard library)",
+    )
+    made.add_argument(
+        "--stock-ranks",
+        type=int,
+        help="processes of DeepSpeed-MoE alone (default: --ranks); with --ranks / --tensor of them gradients are summed in TED's order",
     )
     made.add_argument("--side", choices=("both", *SIDES), default="both", help="(default both)")
     made.add_argument("--dry-run", action="store_true", help="say what would be run and what it needs, and stop")
