@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
         edge: of the square matrices that are multiplied.
         rounds: how often each is timed; the median counts, of the slowest rank.
     """
+    warnings.filterwarnings("ignore", category=FutureWarning)
     cuda = torch.cuda.is_available()
     torch.set_num_threads(1)
     device = (
@@ -152,7 +154,7 @@ def _arithmetic(clock: Clock, device: torch.device, edge: int) -> dict[str, floa
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.ones(edge, edge, device=device, dtype=dtype) for _ in range(2))
     product = clock.seconds(lambda: torch.mm(a, b))
-    small = torch.ones(64 if device.type == "cpu" else 2**20, 64, device=device, dtype=dtype)
+    small = torch.ones(256 if device.type == "cpu" else 2**20, 64, device=device, dtype=dtype)
     times = 100
 
     def multiply() -> None:
