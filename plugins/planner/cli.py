@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ted", metavar="experts=E", help="a mixture of E experts in every second layer, split as TED does"
     )
+    parser.add_argument(
+        "--collectives",
+        default="native",
+        metavar="NAME",
+        help="native: rings (default); pccl: recursive between domains",
+    )
     parser.add_argument("--top", default="10", metavar="N", help="configurations to list (default 10)")
     parser.add_argument("--tokens", metavar="N", help="positions to train on, such as 2T, for the days that this takes")
     parser.add_argument(
@@ -102,7 +109,8 @@ def _questions(parsed: argparse.Namespace) -> list[Question]:
         raise ConfigError(
             f'--model = "{parsed.model}" is a U-Net, which these strategies do not split; choose a transformer, such as gpt-20b'
         )
-    where = machine.load(parsed.machine)
+    _known("collectives", parsed.collectives, ("native", "pccl"))
+    where = replace(machine.load(parsed.machine), collectives=parsed.collectives)
     batch = _batch(parsed, trained.sequence)
     _known("mode", parsed.mode, MODES)
     mode: Mode = parsed.mode

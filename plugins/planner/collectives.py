@@ -55,8 +55,19 @@ def seconds(machine: Machine, kind: Kind, volume: Number, n: Number, v: Number) 
     mixed = (v > 1) & (v < n)
     share = (np.asarray(n) > 1) * 1.0 if kind in (Kind.BROADCAST, Kind.REDUCE) else (n - 1) / n
     twice = np.where(mixed, 2.0, 1.0) if kind is Kind.ALL_REDUCE else 1.0
+    if machine.collectives == "pccl" and kind not in (Kind.BROADCAST, Kind.REDUCE):
+        return twice * _hierarchical(machine, volume, n, v)
     latency = machine.slow_latency * (n / v - 1) + machine.fast_latency * (n - n / v)
     return latency + twice * share * volume / bandwidth(machine, n, v)
+
+
+def _hierarchical(machine: Machine, volume: Number, n: Number, v: Number) -> Number:
+    """PCCL's gather: recursive doubling of shares between domains, then a ring within each (000, section 6.2)."""
+    domains = n / v
+    slow = np.maximum(v * machine.interfaces, 1.0) * machine.slow_bandwidth * machine.bandwidth_efficiency
+    fast = machine.fast_bandwidth * machine.bandwidth_efficiency
+    latency = machine.slow_latency * np.ceil(np.log2(domains)) + machine.fast_latency * (v - 1)
+    return latency + (domains - 1) / domains * volume / slow + (v - 1) / v * volume / fast
 
 
 def bandwidth(machine: Machine, n: Number, v: Number) -> Number:

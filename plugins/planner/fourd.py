@@ -216,13 +216,15 @@ def _exposed(layer: Layer, parts: list[Communication], recompute: bool) -> Float
 
 
 def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: bool) -> Communication:
-    """A ring's latency besides: a message for each further rank, twice in a sum; over data, the four linears of a layer share one."""
+    """Latency besides: of a ring, a message for each further rank, twice in a sum; over data, the four linears of a layer share one."""
     steps: list[Floats] = []
     inner = np.ones(len(at))
     for size in at.axes:
         inner = inner * size
-        latency = np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
-        steps.append(((size - 1) * latency).astype(np.float64))
+        near = np.clip(machine.domain // (inner // size), 1, size)  # of its ranks in a node
+        recursive = machine.slow_latency * np.ceil(np.log2(size / near)) + machine.fast_latency * (near - 1)
+        ring = (size - 1) * np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
+        steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)
     return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data / 4)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plugins.block import ConfigError
 from plugins.planner import files
@@ -37,6 +37,8 @@ class Machine:
         assumed: what no source gives.
         within: measured bandwidths of rings within a domain, by (G0, G1): G0 simultaneous groups of G1 GPUs, every G0th of a domain
             in one (000, section 5.1.2, case 1). Others have `bandwidth_efficiency` of `fast_bandwidth`.
+        collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
+            within (000, chapter 6).
     """
 
     name: str
@@ -57,6 +59,7 @@ class Machine:
     bandwidth_efficiency: float = 0.7
     assumed: str = ""
     within: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    collectives: Literal["native", "pccl"] = "native"
 
 
 _QUANTITIES = {

@@ -122,7 +122,8 @@ def explanation(asked: Answer) -> str:
 def comparison(first: AnyPlan, second: AnyPlan) -> str:
     """Why one plan is faster than another, by part."""
     gap = second.seconds - first.seconds
-    text = f"{configuration(first)} beats {configuration(second)} by {gap:.3g} s ({gap / first.seconds:.2%})"
+    share = gap / first.seconds if first.seconds else 0.0
+    text = f"{configuration(first)} beats {configuration(second)} by {gap:.3g} s ({share:.2%})"
     differences = {part: second.parts[part] - first.parts[part] for part in PARTS}
     telling = {
         part: size for part, size in differences.items() if abs(size) >= 0.02 * max(map(abs, differences.values()))
@@ -271,6 +272,6 @@ def _change(now: AnyPlan, then: AnyPlan | None) -> str:
     if then is None:
         return "nothing fits"
     same = configuration(now) == configuration(then)
-    ratio = then.seconds / now.seconds - 1
+    ratio = then.seconds / now.seconds - 1 if now.seconds else 0.0
     change = "as long" if math.isclose(ratio, 0, abs_tol=5e-4) else f"{ratio:+.1%}"
     return f"{'the same' if same else configuration(then)}, {then.seconds:.4g} s ({change})"

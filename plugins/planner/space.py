@@ -65,8 +65,14 @@ def placed(at: Candidates, gpus: int, domain: int) -> Candidates:
     if gpus <= domain:
         return _with(at, np.arange(len(at)), groups)
     ways = np.array(factorizations(domain, 4), np.int64)
-    fits = (groups.T[:, None, :] % ways[None] == 0).all(2)
-    shape, way = np.nonzero(fits)
+    # Configurations of one split of the GPUs follow one another, and are placed alike.
+    begins = np.ones(len(at), bool)
+    begins[1:] = (groups[:, 1:] != groups[:, :-1]).any(axis=0)
+    fits = (groups[:, begins].T[:, None, :] % ways[None] == 0).all(axis=2)
+    chosen = [np.flatnonzero(one) for one in fits]
+    split = np.cumsum(begins) - 1
+    shape = np.repeat(np.arange(len(at)), fits.sum(axis=1)[split])
+    way = np.concatenate([chosen[one] for one in split]) if len(at) else np.zeros(0, np.int64)
     return _with(at, shape, ways[way].T)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plugins.config import ConfigError
 from recipes.planner import dissertation, figures
+from recipes.planner.megatron import megatron
 from recipes.planner.outcome import Outcome
 from recipes.runs import new_folder
 
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Callable[[], Outcome]] = {
         dissertation.ranks,
         dissertation.table_5_2,
         dissertation.time_to_solution,
+        megatron,
     )
 }
 

@@ -8,6 +8,7 @@ import pytest
 from plugins.planner import axonn, fourd, machine, model
 from plugins.planner.answer import EVERY, Question, answer
 from plugins.planner.axonn import Grids, Linear, Repeats
+from plugins.planner.collectives import Kind, seconds
 from plugins.planner.search import Constraints
 
 PERLMUTTER = machine.load("perlmutter")
@@ -159,3 +160,19 @@ def test_nothing_fits_and_nothing_divides():
     found = fourd.search(PERLMUTTER, model.load("gpt-640b"), 16, 16)
     assert not found.best and found.nearest[0].bytes > PERLMUTTER.memory
     assert not fourd.search(PERLMUTTER, GPT_20B, 11, 16).shapes
+
+
+def test_pccl_has_less_latency():
+    native, pccl = PERLMUTTER, replace(PERLMUTTER, collectives="pccl")
+    small, large = (
+        [float(seconds(on, Kind.GATHER, volume, 512, 4)) for on in (native, pccl)] for volume in (1e5, 1e10)
+    )
+    assert small[1] < small[0] / 10 and large[1] > large[0]
+    assert small[1] == pytest.approx(
+        7 * 5e-6 + 3 * 2.5e-6 + 127 / 128 * 1e5 / (4 * 0.7 * 25e9) + 3 / 4 * 1e5 / (0.7 * 300e9), rel=1e-12
+    )
+    within = [float(seconds(on, Kind.GATHER, 1e6, 4, 4)) for on in (native, pccl)]
+    assert within[0] == pytest.approx(within[1], rel=1e-12)
+    at = axonn.grids(GPT_20B, 256, 1024)
+    times = [fourd.times(on, GPT_20B, at, np.ones(len(at)), 1024)[1].total for on in (native, pccl)]
+    assert (times[1] <= times[0] * (1 + 1e-12)).all()

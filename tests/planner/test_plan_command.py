@@ -61,6 +61,13 @@ def test_tokens_and_scaling_and_a_picture(capsys, tmp_path):
     assert [one["gpus"] for one in json.loads(file.read_text())] == [8, 16, 32, 64]
 
 
+def test_one_gpu_communicates_nothing(capsys):
+    code, out, _ = run(
+        "plan --model gpt3-xl --machine b200 --gpus 1 --batch 1 --strategy axonn --mode paper --explain", capsys
+    )
+    assert code == 0 and "axonn gx=1 gy=1 gz=1 gdata=1: 0 s a step" in out
+
+
 def test_given_sizes(capsys):
     _, out, _ = run(f"{ASKED} --fix np=32,bm=1,v1=2 --json -", capsys)
     plans = json.loads(out)["plans"]

@@ -1,0 +1,1 @@
+"""A machine file for the planner, measured."""

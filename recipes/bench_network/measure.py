@@ -1,0 +1,181 @@
+"""What each rank measures: arithmetic, memory, and rings within and between nodes (000, section 5.1.2, case 1)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A machine as measured, in bytes, seconds and flop; of a rank, while all ranks do the same.
+
+    Attributes:
+        device: what computes.
+        nodes: of the run.
+        ranks: of a node.
+        tensor: flop/s of a large matrix multiplication, in bf16 on a GPU, in float32 on a CPU.
+        vector: flop/s of element-wise products in cache.
+        overhead: seconds of the smallest operation.
+        memory: of a rank.
+        memory_bandwidth: of a copy, read and written.
+        within: by (G0, G1), bandwidth of G0 simultaneous rings of G1 ranks, every G0th of a node in one.
+        within_latency: of a message within a node; None with one rank a node.
+        between: bandwidth of one ring over all ranks; None with one node.
+        between_latency: of a message there.
+    """
+
+    device: str
+    nodes: int
+    ranks: int
+    tensor: float
+    vector: float
+    overhead: float
+    memory: float
+    memory_bandwidth: float
+    within: dict[tuple[int, int], float]
+    within_latency: float | None
+    between: float | None
+    between_latency: float | None
+
+
+def measure(size: int, edge: int, rounds: int) -> Measured:
+    """Measure; every rank calls it, and has the result.
+
+    Args:
+        size: bytes of what a ring gathers.
+        edge: of the square matrices that are multiplied.
+        rounds: how often each is timed; the median counts, of the slowest rank.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    )
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    clock = Clock(device, rounds)
+    world, ranks = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    nodes = world // ranks
+    rings = Rings(clock, world, ranks, device)
+    within = {(before, members): rings.bandwidth(before, members, size) for before, members in pairs(ranks)}
+    found = Measured(
+        device=torch.cuda.get_device_name(device) if cuda else "CPU",
+        nodes=nodes,
+        ranks=ranks,
+        **_arithmetic(clock, device, edge),
+        memory=_memory(device, ranks),
+        memory_bandwidth=_copies(clock, device, size),
+        within=within,
+        within_latency=rings.latency(1, ranks) if ranks > 1 else None,
+        between=rings.bandwidth(1, world, size) if nodes > 1 else None,
+        between_latency=rings.latency(1, world) if nodes > 1 else None,
+    )
+    dist.destroy_process_group()
+    return found
+
+
+def pairs(ranks: int) -> list[tuple[int, int]]:
+    """Every (G0, G1) with G1 > 1 whose product divides a node's ranks."""
+    return [(a, b) for a in range(1, ranks + 1) for b in range(2, ranks + 1) if ranks % (a * b) == 0]
+
+
+class Clock:
+    """Times a call on all ranks at once."""
+
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The median of several rounds, of the slowest rank."""
+        call()
+        spent = []
+        for _ in range(self.rounds):
+            self._wait()
+            dist.barrier()
+            begun = time.perf_counter()
+            call()
+            self._wait()
+            spent.append(time.perf_counter() - begun)
+        slowest = torch.tensor([statistics.median(spent)], device=self.device, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Rings:
+    """Simultaneous all-gathers within groups."""
+
+    def __init__(self, clock: Clock, world: int, ranks: int, device: torch.device) -> None:
+        self._clock, self._world, self._ranks, self._device = clock, world, ranks, device
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def bandwidth(self, before: int, members: int, size: int) -> float:
+        """Bytes a second of a ring: (n − 1)/n of what is gathered, by the time."""
+        spent = self._gather(before, members, max(size // 4 // members, 1))
+        return (members - 1) * max(size // 4 // members, 1) * 4 / spent
+
+    def latency(self, before: int, members: int) -> float:
+        """Seconds of a message: a gather of one element each, by the messages that one waits for."""
+        return self._gather(before, members, 1) / (members - 1)
+
+    def _gather(self, before: int, members: int, elements: int) -> float:
+        group = self._group(before, members)
+        own = torch.ones(elements, device=self._device)
+        whole = torch.empty(elements * members, device=self._device)
+        return self._clock.seconds(lambda: dist.all_gather_into_tensor(whole, own, group))
+
+    def _group(self, before: int, members: int) -> dist.ProcessGroup:
+        """This rank's group; all ranks make all groups, in one order."""
+        if (before, members) not in self._groups:
+            block = before * members
+            for first in range(0, self._world, block):
+                for inner in range(before):
+                    ranks = list(range(first + inner, first + block, before))
+                    made = dist.new_group(ranks)
+                    if dist.get_rank() in ranks:
+                        self._groups[before, members] = made
+        return self._groups[before, members]
+
+
+def _arithmetic(clock: Clock, device: torch.device, edge: int) -> dict[str, float]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.ones(edge, edge, device=device, dtype=dtype) for _ in range(2))
+    product = clock.seconds(lambda: torch.mm(a, b))
+    small = torch.ones(256 if device.type == "cpu" else 2**20, 64, device=device, dtype=dtype)
+    times = 100
+
+    def multiply() -> None:
+        for _ in range(times):
+            small.mul_(1.0)
+
+    tiny = torch.ones(1, device=device)
+    return {
+        "tensor": 2 * edge**3 / product,
+        "vector": times * small.numel() / clock.seconds(multiply),
+        "overhead": clock.seconds(lambda: [tiny.add_(1.0) for _ in range(times)]) / times,
+    }
+
+
+def _copies(clock: Clock, device: torch.device, size: int) -> float:
+    source = torch.ones(max(size, 2**24), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / clock.seconds(lambda: target.copy_(source))
+
+
+def _memory(device: torch.device, ranks: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
