@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from torch import nn
 
@@ -48,10 +49,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
 
 
 class Unit:
-    """Somebody's mpu."""
+    """Somebody's mpu, whose tensor ranks are no neighbours."""
+
+    def __init__(self) -> None:
+        rank = dist.get_rank()
+        tensor = {first: dist.new_group([first, first + 2]) for first in (0, 1)}
+        data = {first: dist.new_group([first, first + 1]) for first in (0, 2)}
+        self.tensor, self.data = tensor[rank % 2], data[rank - rank % 2]
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
 
     def get_data_parallel_world_size(self) -> int:
-        return 4
+        return 2
 
 
 def start(ted: dict[str, Any], model: dict[str, Any], more: dict[str, Any], mpu: Any = None) -> str:
@@ -85,7 +98,8 @@ def found() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", [*CASES, "mpu", "mpu and tensor"])
 def test_one_sentence_on_every_rank(found: list[dict[str, str]], name: str) -> None:
-    expected = CASES[name][3] if name in CASES else "deepspeed.initialize was given an mpu"
+    units = {"mpu": "tensor group in the mpu is", "mpu and tensor": "deepspeed.initialize was given an mpu"}
+    expected = units[name] if name in units else CASES[name][3]
     for rank in found:
         assert expected in rank[name]
         assert "\n" not in rank[name]
