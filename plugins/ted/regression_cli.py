@@ -49,7 +49,7 @@ def _main(arguments: list[str]) -> int:
     import torch
 
     if parsed.device == "cuda":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else ranks
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1")) if started else ranks
         if torch.cuda.device_count() < here:
             raise ConfigError(
                 f"--device = cuda needs a GPU for each of {here} ranks, and this machine has {torch.cuda.device_count()}; "
