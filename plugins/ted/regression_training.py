@@ -47,6 +47,7 @@ def _losses(topology: Topology, dtype: torch.dtype, device: str, block: dict[str
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}},
         "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 1 if dtype == torch.bfloat16 else 0},
     }
     if dtype == torch.bfloat16:
