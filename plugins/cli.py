@@ -80,6 +80,17 @@ def _ted(what: str | None, options: list[str], helped: bool) -> int:
     return memory(options)
 
 
+def _test(what: str | None, options: list[str], helped: bool) -> int:
+    if what is None:
+        print("usage: axonn test ted [--help] [OPTIONS]")
+        return 0 if helped else 2
+    if what != "ted":
+        raise ConfigError(f'"{what}" is nothing that axonn test does; use "ted"')
+    from plugins.ted.regression_cli import main as regression
+
+    return regression(options)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A user's mistake is one sentence and 2."""
     parser = argparse.ArgumentParser(
@@ -109,6 +120,9 @@ def main(arguments: list[str] | None = None) -> int:
     ted = commands.add_parser("ted", help="memory that training a mixture of experts takes: ted memory", add_help=False)
     ted.add_argument("what", nargs="?")
     ted.add_argument("options", nargs=argparse.REMAINDER)
+    test = commands.add_parser("test", help="compare with stock DeepSpeed, also on a cluster: test ted", add_help=False)
+    test.add_argument("what", nargs="?")
+    test.add_argument("options", nargs=argparse.REMAINDER)
     commands.add_parser(
         "plan", help="which configuration to run: plan --model gpt-80b --machine perlmutter", add_help=False
     )
@@ -116,7 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("cluster", help=emulate, add_help=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed, rest = parser.parse_known_args(arguments)
-    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in ("train", "bench", "simulate", "samo", "ted")
+    with_subcommands = ("train", "bench", "simulate", "samo", "ted", "test")
+    asks_for_help = rest in (["-h"], ["--help"]) and parsed.command in with_subcommands
     if rest and parsed.command not in ("cluster", "plan") and not asks_for_help:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -134,6 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _samo(parsed.what, parsed.options, asks_for_help)
         if parsed.command == "ted":
             return _ted(parsed.what, parsed.options, asks_for_help)
+        if parsed.command == "test":
+            return _test(parsed.what, parsed.options, asks_for_help)
         if parsed.command == "doctor":
             from plugins.doctor import main as doctor
 

@@ -19,7 +19,7 @@ class Routes:
         experts: k × S, int64; -1 where the expert had no room.
         places: k × S, int64: the slot within the expert.
         weights: k × S, float32, differentiable: what the expert's output is multiplied by; 0 where it had no room.
-        capacity: slots an expert; of a dropless gate, what this rank's fullest expert needs.
+        capacity: slots an expert for this rank's tokens; of a dropless gate, what its fullest expert needs.
         l_aux: the load-balancing loss, a scalar.
         exp_counts: tokens that asked for each expert.
     """
@@ -72,6 +72,13 @@ class Gate:
         noise = torch.rand(tokens.shape, generator=generator(tokens), device=tokens.device)
         return tokens * (0.99 + 0.02 * noise)
 
+    def capacity(self, tokens: int, experts: int, training: bool) -> int | None:
+        """Slots an expert for so many tokens of a rank; None where they depend on where these go."""
+        if self.dropless or not self.drop_tokens:
+            return None
+        factor = (self.capacity_factor if training else self.eval_capacity_factor) * self.k
+        return max(math.ceil(torch.tensor(tokens / experts).mul(factor)), self.min_capacity)
+
     def __call__(
         self,
         logits: Tensor,
@@ -90,15 +97,11 @@ class Gate:
             generator: from logits, the source of random numbers; by default `same_on_replicas`.
 
         Raises:
-            ValueError: fewer tokens than `min_capacity`, with k = 1; fewer experts than k.
+            ValueError: fewer experts than k.
         """
         tokens, experts = logits.shape
         if self.k > experts:
             raise ValueError(f"k = {self.k} experts a token, but there are {experts}; use at most {experts}")
-        if self.k == 1 and tokens < self.min_capacity and not self.dropless:
-            raise ValueError(
-                f"min_capacity = {self.min_capacity} is more than the {tokens} tokens of this rank; lower it, or use a larger batch"
-            )
         generator = generator or same_on_replicas
         gates = F.softmax(logits, dim=1)
         wanted = self._wanted(logits, gates, training, generator)
@@ -107,10 +110,8 @@ class Gate:
             asked = asked * used_token.reshape(1, -1, 1).to(asked.dtype)
         exp_counts = asked.sum((0, 1)).detach()
         l_aux = self._balance(gates, asked)
-        factor = (self.capacity_factor if training else self.eval_capacity_factor) * self.k
-        if self._drops:
-            capacity = max(math.ceil(torch.tensor(tokens / experts).mul(factor)), self.min_capacity)
-        else:
+        capacity = self.capacity(tokens, experts, training)
+        if capacity is None:
             capacity = int(exp_counts.max() if self.dropless else largest(exp_counts.max()))
         kept, places = self._place(gates, asked, capacity, generator(logits) if self.k == 1 and self.use_rts else None)
         weights = (gates * kept).sum(2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import all_reduce, gather_from, gather_to, scatter_from, split_to
+from axonn_tp.collectives import Pending, all_reduce, gather_from, gather_to, scatter_from, split_to, start_all_reduce
 from axonn_tp.mesh import Axes
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
@@ -133,9 +134,10 @@ class MoE(nn.Module):
         """
         features = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, features)
+        room = self._start_agreeing(tokens)
         logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), self.gate.weight.float())
         routes = self.routing(logits, self.training, used_token, self._largest)
-        output = self._through_experts(tokens, routes).reshape(hidden_states.shape)
+        output = self._through_experts(tokens, routes, room).reshape(hidden_states.shape)
         if self.use_residual:
             dense = self.mlp(hidden_states)
             dense = dense[0] if isinstance(dense, tuple) else dense
@@ -153,7 +155,20 @@ class MoE(nn.Module):
         """This rank's experts."""
         return self.get_submodule("deepspeed_moe.experts.deepspeed_experts")  # type: ignore[return-value]
 
-    def _through_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
+    def _start_agreeing(self, tokens: Tensor) -> Pending | None:
+        """Begin to ask the expert ranks, which may have other numbers of tokens, for the largest capacity.
+
+        No rank can know that the others' batches are like its own, so all ask each time, for one integer, while tokens
+        are routed. Where the group has a backend for the CPU no accelerator waits for the answer.
+        """
+        capacity = self.routing.capacity(len(tokens), self.num_experts, self.training)
+        if capacity is None or self.groups.size("expert") == 1:
+            return None
+        on_host = torch.device("cpu") in self.groups.group("expert")._device_types
+        slots = torch.tensor([capacity], device="cpu" if on_host else tokens.device)
+        return start_all_reduce(slots, self.groups, "expert", "max")
+
+    def _through_experts(self, tokens: Tensor, routes: Routes, room: Pending | None) -> Tensor:
         """What the experts make of the tokens, S × M."""
         groups, experts = self.groups, list(self.local)
         ranks = groups.size("tensor")
@@ -162,7 +177,9 @@ class MoE(nn.Module):
         gathered = drop and self.experts_split
         if self.routing.dropless:
             return through_experts(tokens, routes, experts, groups, drop, gathered, self.fused)
-        capacity = -(-routes.capacity // ranks) * ranks if drop else routes.capacity
+        # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
+        capacity = routes.capacity if room is None else int(room.wait())
+        capacity = -(-capacity // ranks) * ranks if drop else capacity
         slots = slots_of(routes, self.num_experts, capacity)
         there = exchange(dispatch(tokens, slots, self.num_experts, capacity, groups, drop), groups)
         there = there.view(self.ep_size, len(experts), *there.shape[1:])

@@ -59,6 +59,12 @@ class Topology:
                 f"tensor * expert * expert_data = {self.world}: choose a divisor of {left}"
             )
 
+        if self.expert_tensor == 1 and max(self.expert, self.tensor) % min(self.expert, self.tensor):
+            raise ValueError(
+                f"expert = {self.expert} with whole experts would cut groups of tensor = {self.tensor} ranks, which must agree on "
+                f"capacities; make one a multiple of the other, or split experts over the tensor ranks"
+            )
+
     @property
     def expert_tensor(self) -> int:
         """Ranks that split an expert."""

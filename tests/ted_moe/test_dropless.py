@@ -7,22 +7,12 @@ import torch
 
 import ted_moe
 from plugins.ledger import Ledger
+from plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, groups_of
 from ted_moe import Topology
 from ted_moe.dropless import plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate
 from tests.distributed import run_ranks
-from tests.ted_moe.stock import (
-    CHECKPOINTS,
-    EXPERTS,
-    FEATURES,
-    Gated,
-    Plain,
-    Residual,
-    Single,
-    compare,
-    data_tokens,
-    groups_of,
-)
+from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
 
 OPTIONS = [
     {"k": 1, "use_rts": False, "drop_tokens": False, "min_capacity": 0},
@@ -47,17 +37,10 @@ def everywhere():
     return found
 
 
-def wild_tokens(data):
-    """Ranks with all tokens for one expert, each for another, ranks with many or with few, and one with none."""
-    count = (21, 1, 34, 0, 8, 13, 2, 5)[data]
-    tokens = data_tokens(data, 40, seed=2)
-    return tokens[:, :1].repeat(1, count, 1) if data % 2 == 0 else tokens[:, :count]
-
-
-def wild_routing(switches, tokens_of):
+def wild_routing(switches):
     for topology in (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False)):
         for options in OPTIONS:
-            compare(topology, Plain, options, switches, tokens_of)
+            compare(topology, Plain, options, switches, wild_tokens)
 
 
 def counted():
@@ -134,11 +117,11 @@ def test_equals_stock_on_all_factorisations_of_eight():
 
 
 def test_wildly_different_routing_neither_differs_nor_hangs():
-    run_ranks(wild_routing, 8, {"dropless": True}, wild_tokens, timeout=60)
+    run_ranks(wild_routing, 8, {"dropless": True}, timeout=60)
 
 
 def test_wildly_different_routing_does_not_hang_capacities_either():
-    run_ranks(wild_routing, 8, {}, wild_tokens, timeout=60)
+    run_ranks(wild_routing, 8, {}, timeout=60)
 
 
 def test_bytes_on_the_wire():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from axonn_tp import LayerPlan
+from plugins.ted.stock import FEATURES, Gated, Plain, Residual, Single
 from ted_moe import grouped
 from ted_moe.experts import ExpertPlan, split_expert
 from ted_moe.moe import Alone
-from tests.ted_moe.stock import FEATURES, Gated, Plain, Residual, Single
 
 COUNTS = [5, 0, 9, 2]
 SPLIT = {"fc1": LayerPlan("normal"), "fc2": LayerPlan("transposed")}

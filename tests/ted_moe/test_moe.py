@@ -8,20 +8,10 @@ import torch
 
 import ted_moe
 from plugins.ledger import Ledger
+from plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, data_tokens, groups_of
 from ted_moe import Topology
 from tests.distributed import run_ranks
-from tests.ted_moe.stock import (
-    CHECKPOINTS,
-    EXPERTS,
-    FEATURES,
-    Gated,
-    Plain,
-    Residual,
-    Single,
-    compare,
-    data_tokens,
-    groups_of,
-)
+from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
 
 OPTIONS = [
     {"k": 1, "use_rts": False, "capacity_factor": 1.0, "min_capacity": 1},
@@ -58,6 +48,16 @@ def hard_routing():
     for topology in (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8)):
         for options in OPTIONS:
             compare(topology, Plain, options, {}, tokens_of)
+
+
+def uneven_batches():
+    """Another number of tokens on every data rank, down to none, so that each would choose another capacity."""
+    for topology in (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False)):
+        for options in OPTIONS:
+            if options["k"] > 1 or not options.get("drop_tokens", True):
+                options = options | {"min_capacity": 0}
+            for switches in SWITCHES if topology.tensor == 2 else SWITCHES[:1]:
+                compare(topology, Plain, options, switches, wild_tokens)
 
 
 def counted():
@@ -114,6 +114,8 @@ def test_bytes_on_the_wire():
     slots = EXPERTS * 6 * FEATURES  # 0.8 · 50 / 8 = 5 slots, and one of padding
     unpadded = EXPERTS * 5 * FEATURES
     for found in run_ranks(counted, 8):
+        for calls in found.values():
+            assert calls.pop(("all_reduce", "expert")) == (1, 1)  # the capacity
         # The last all-gather and the mirror of the drop; the gather to the experts and the mirror of the last drop.
         gathers = {("all_gather", "tensor"): (4, 4 * slots // 2)}
         assert found["plain"].pop(("all_to_all", "expert")) == (4, 4 * unpadded)
@@ -130,11 +132,12 @@ def test_a_recomputation_communicates_nothing():
         for (name, stash), (ops, kept, left) in found.items():
             recomputed = 0 if stash else 1
             assert ops["all_to_all", "expert"] == 4 + 2 * recomputed, (name, stash)
+            assert ops["all_reduce", "expert"] == 1 + recomputed, (name, stash)
             assert ops["all_gather", "tensor"] == 4 + 2 * recomputed, (name, stash)
             assert ops["reduce_scatter", "tensor"] == 2 + recomputed, (name, stash)
             if stash:
                 slots = EXPERTS * 4 * FEATURES * 4  # bytes
-                assert kept == 2 * slots + 3 * slots // 2 and left == 0, (name, stash)
+                assert kept == 2 * slots + 3 * slots // 2 + 8 and left == 0, (name, stash)
 
 
 def test_equals_stock_on_all_factorisations_of_eight():
@@ -143,6 +146,10 @@ def test_equals_stock_on_all_factorisations_of_eight():
 
 def test_hard_routing_neither_differs_nor_hangs():
     run_ranks(hard_routing, 8)
+
+
+def test_uneven_batches_neither_differ_nor_hang():
+    run_ranks(uneven_batches, 8, timeout=60)
 
 
 @pytest.mark.parametrize(

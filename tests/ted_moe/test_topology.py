@@ -8,6 +8,8 @@ from ted_moe.topology import Topology
 def test_groups_partition_the_ranks(world, split):
     for tensor in (size for size in range(1, world + 1) if world % size == 0):
         for expert in (size for size in range(1, world + 1) if world // (tensor if split else 1) % size == 0):
+            if not split and max(tensor, expert) % min(tensor, expert):
+                continue  # refused
             topology = Topology(world, tensor, expert, split)
             assert topology.expert_tensor * topology.expert * topology.expert_data == world == tensor * topology.data
             sizes = {"tensor": tensor, "data": topology.data, "expert": expert, "expert_data": topology.expert_data}
@@ -41,6 +43,7 @@ def test_the_figure():
         ((8, 3), "tensor = 3 does not divide the 8 ranks"),
         ((8, 2, 8), "expert = 8 does not divide.*tensor = 2 leaves 4 of 8.*divisor of 4"),
         ((8, 2, 3, False), "expert = 3 does not divide.*there are 8"),
+        ((12, 2, 3, False), "expert = 3 with whole experts would cut groups of tensor = 2"),
         ((0,), "world = 0"),
         ((8, True), "tensor = True"),
         ((8, 2, "2"), "expert = '2'"),
