@@ -40,7 +40,7 @@ from axonn_tp import (
 )
 from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
-from plugins.deepspeed import replicas
+from plugins.deepspeed import auto_sizes, replicas
 from plugins.deepspeed.config_hook import grid_for, needs_whole_matrices
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
@@ -104,27 +104,51 @@ def options(block: TensorParallel) -> Options:
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
-def _agree(problem: str | None, fingerprint: str) -> None:
+def _agree(problem: str | None, fingerprint: str, offer: Any = None) -> Any:
     """Go on only if all ranks can, and with the same thing.
+
+    Returns:
+        What rank 0 offers.
 
     Raises:
         ConfigError: the same on every rank.
     """
-    mine = (problem, fingerprint)
+    mine = (problem, fingerprint, offer)
     everyone: list[Any] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(everyone, mine)
     except RuntimeError:
         raise ConfigError("another rank ended before the model was split; its own message says why") from None
-    for rank, (trouble, _) in enumerate(everyone):
+    for rank, (trouble, *_) in enumerate(everyone):
         if trouble is not None:
-            alone = not all(other for other, _ in everyone)
+            alone = not all(other for other, *_ in everyone)
             raise ConfigError(f"rank {rank}: {trouble}" if alone else trouble)
-    different = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    different = [rank for rank, (_, other, _) in enumerate(everyone) if other != everyone[0][1]]
     if different:
         raise ConfigError(
             f"rank {different[0]} has another axonn block or model than rank 0; start all ranks with the same configuration and script"
         )
+    return everyone[0][2]
+
+
+def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str, Any]:
+    """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them; returns it."""
+    problem, chosen, settings, raw = None, None, block.tensor_parallel, config_class.axonn_raw
+    assert settings is not None
+    try:
+        _check_shapes(model)
+        if dist.get_rank() == 0:
+            chosen = auto_sizes.choose_sizes(
+                model, settings, raw, dist.get_world_size(), layer_plans(settings), options(settings)
+            )
+    except ValueError as error:
+        problem = str(error)
+    chosen = _agree(problem, _fingerprint(model, block, {}) if problem is None else "", chosen)
+    if dist.get_rank() == 0:
+        print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
+    raw = auto_sizes.with_sizes(raw, chosen.sizes)
+    config_class.__init__(raw)
+    return raw
 
 
 def _fingerprint(model: nn.Module, block: Axonn, plan: dict[str, LayerPlan]) -> str:
@@ -155,10 +179,13 @@ class AxonnEngine(TracedEngine):
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
     ) -> None:
-        block: Axonn = config_class.axonn
-        self._axonn = self._settings(block)
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
+        block: Axonn = config_class.axonn
+        if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
+            keywords["config"] = _choose_sizes(model, block, config_class)
+            block = config_class.axonn
+        self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)

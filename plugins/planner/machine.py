@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,12 @@ _OPTIONAL = (
 )
 _GROUPS = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})")
 _DOMAIN = re.compile(r"(.+)-nvs([0-9]{1,6})")
+
+
+def measured_file() -> Path:
+    """Where ``axonn bench network`` keeps what it measured of this machine: in ``AXONN_CACHE``, or ``axonn`` in the user's cache folder."""
+    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
+    return Path(root) / "planner" / "measured.toml"
 
 
 def names() -> list[str]:

@@ -78,6 +78,21 @@ class Settings:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="axonn bench tp", description="3D PMM and its peers, side by side in one run.")
+    add_sizes(made)
+    made.add_argument(
+        "--grids",
+        default="best",
+        help='grids gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly (default best)',
+    )
+    made.add_argument(
+        "--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)}, separated by commas (default all)"
+    )
+    add_run(made, "bench_tp")
+    return made
+
+
+def add_sizes(made: argparse.ArgumentParser) -> None:
+    """The options for the cluster and the model."""
     made.add_argument("--nodes", type=int, default=1, help="emulated nodes; 1 with no --bandwidth is plain localhost")
     made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
     made.add_argument("--latency", default="0us", help="between nodes, one way, such as 100us (default 0us)")
@@ -91,18 +106,13 @@ def parser() -> argparse.ArgumentParser:
         ("rounds", 7, "timed steps of every side; sides take turns"),
     ):
         made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    made.add_argument(
-        "--grids",
-        default="best",
-        help='grids gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly (default best)',
-    )
-    made.add_argument(
-        "--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)}, separated by commas (default all)"
-    )
+
+
+def add_run(made: argparse.ArgumentParser, folder: str) -> None:
+    """Options that every run has; `folder` is its default name."""
     made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default bench_tp, bench_tp-2, ...)")
+    made.add_argument("--name", help=f"the run's folder under runs/ (default {folder}, {folder}-2, ...)")
     made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
-    return made
 
 
 def under_torchrun() -> bool:
