@@ -84,11 +84,16 @@ def sentence(choices: Sequence[Choice]) -> str:
 
 def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
     """Of the collectives of a step on each grid."""
+    return np.sum(list(seconds_by_axis(machine, candidates).values()), axis=0)
+
+
+def seconds_by_axis(machine: Machine, candidates: Sequence[Candidate]) -> dict[str, Floats]:
+    """Of the collectives over x, y, z and data of a step on each grid."""
     at = Grids(*np.array([one.sizes for one in candidates], np.int64).T)
-    beta, total, inner = bandwidths(machine, at), np.zeros(len(at)), np.ones(len(at))
+    beta, inner, found = bandwidths(machine, at), np.ones(len(at)), {}
     for axis, size, rate in zip(("x", "y", "z", "data"), at.axes, (beta.x, beta.y, beta.z, beta.data), strict=True):
         inner = inner * size
         latency = np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
-        total += np.array([float(one.sent.get(axis, 0.0)) for one in candidates]) / rate
-        total += np.array([one.messages.get(axis, 0) for one in candidates]) * latency
-    return total
+        sent = np.array([float(one.sent.get(axis, 0.0)) for one in candidates])
+        found[axis] = sent / rate + np.array([one.messages.get(axis, 0) for one in candidates]) * latency
+    return found

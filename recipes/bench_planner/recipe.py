@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
+from axonn_tp import AXES
 from plugins.cluster import Cluster
 from plugins.config import ConfigError
 from plugins.launch import launch
@@ -15,9 +18,10 @@ from recipes.bench_network.measure import Measured
 from recipes.bench_network.measure import measure as measure_network
 from recipes.bench_network.report import described as network_described
 from recipes.bench_network.report import toml
+from recipes.bench_planner.measure import collectives as measure_collectives
 from recipes.bench_planner.measure import measure
-from recipes.bench_planner.predict import counted, formulas
-from recipes.bench_planner.report import results, table, write
+from recipes.bench_planner.predict import collectives, counted, formulas, outermost
+from recipes.bench_planner.report import errors, results, table, write
 from recipes.bench_tp.measure import Side
 from recipes.bench_tp.settings import Settings, add_run, add_sizes, name, resolve, under_torchrun
 from recipes.runs import new_folder
@@ -51,27 +55,37 @@ def main(arguments: Sequence[str]) -> int:
     if options.dry_run:
         return 0
     folder = new_folder(options.runs, options.name, "bench_planner")
-    network, sides = _run(settings)
+    network, sides, alone = _run(settings)
     folder.mkdir(parents=True)
     file = folder / "machine.toml"
-    file.write_text(toml(network, f"{RING >> 20}M", _described(settings).splitlines()[0]))
+    text = toml(network, f"{RING >> 20}M", _described(settings).splitlines()[0])
+    file.write_text(text)
     on = machine.load(str(file))
+    missed = errors([side.name for side in sides], alone, collectives(on, settings))
+    # Before the first table.
+    file.write_text(f"collective_error = {missed['collective_error']:.3g}\n{text}")
     predicted = {"formulas": formulas(on, settings).tolist(), "counted": counted(on, settings).tolist()}
-    numbers = results(asdict(settings), sides, predicted)
+    numbers = results(asdict(settings), sides, predicted) | missed
     print(f"{network_described(network)}\n\n{table(numbers)}\n")
     print(file, *write(numbers, folder), sep="\n")
     return 0
 
 
-def _run(settings: Settings) -> tuple[Measured, list[Side]]:
-    """The network, then the grids, on one cluster."""
+def _run(settings: Settings) -> tuple[Measured, list[Side], list[dict[str, float]]]:
+    """The network, then the grids, then their collectives alone, on one cluster."""
     with ExitStack() as stack:
-        ring = (RING, MATRIX, settings.rounds)
-        if not settings.emulated:
-            return launch(measure_network, settings.ranks, *ring)[0], launch(measure, settings.ranks, settings)[0]
-        cluster = stack.enter_context(Cluster(settings.nodes, settings.latency, settings.bandwidth))
-        network = cluster.launch(measure_network, settings.ranks_per_node, *ring)[0]
-        return network, cluster.launch(measure, settings.ranks_per_node, settings)[0]
+        start: Any = partial(launch, ranks=settings.ranks)
+        if settings.emulated:
+            cluster = stack.enter_context(Cluster(settings.nodes, settings.latency, settings.bandwidth))
+            start = partial(cluster.launch, ranks_per_node=settings.ranks_per_node)
+        network: Measured = start(partial(measure_network, RING, MATRIX, settings.rounds))[0]
+        sides: list[Side] = start(partial(measure, settings))[0]
+        alone: list[dict[str, float]] = start(partial(measure_collectives, settings))[0]
+    outer = [
+        {axis: sum(took for name, took in by_axis.items() if outermost(name, grid) == axis) for axis in AXES}
+        for grid, by_axis in zip(settings.grids, alone, strict=True)
+    ]
+    return network, sides, [{axis: took for axis, took in by_axis.items() if took} for by_axis in outer]
 
 
 def _described(settings: Settings) -> str:

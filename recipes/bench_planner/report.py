@@ -44,6 +44,31 @@ def results(settings: Mapping[str, Any], measured: Sequence[Side], predicted: Ma
     return {"settings": dict(settings), "judged": judged, "grids": grids}
 
 
+def errors(
+    grids: Sequence[str], measured: Sequence[Mapping[str, float]], predicted: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+    """Collectives' seconds as the ledger measured them and as predicted, and by which share the predictions miss.
+
+    Args:
+        grids: names.
+        measured: seconds by axis, of each grid.
+        predicted: likewise.
+    """
+    rows: list[dict[str, Any]] = [
+        {"grid": grid, "axis": axis, "measured": took[axis], "predicted": said[axis]}
+        for grid, took, said in zip(grids, measured, predicted, strict=True)
+        for axis in took
+    ]
+    off = lambda one: one["predicted"] / one["measured"] - 1  # noqa: E731
+    axes: list[str] = sorted({row["axis"] for row in rows})
+    whole = [abs(sum(said.values()) / sum(took.values()) - 1) for took, said in zip(measured, predicted, strict=True)]
+    return {
+        "collectives": rows,
+        "by_axis": {axis: statistics.median(off(row) for row in rows if row["axis"] == axis) for axis in axes},
+        "collective_error": statistics.median(whole),
+    }
+
+
 def table(numbers: Mapping[str, Any]) -> str:
     """Grids, the measured fastest first, and what was predicted."""
     ways = list(numbers["judged"])
@@ -57,6 +82,10 @@ def table(numbers: Mapping[str, Any]) -> str:
             f"{way}: Spearman {said['spearman']:.3f}; the measured best is number {said['place_of_the_measured_best']}; the predicted best "
             f"takes {said['slowdown_of_the_predicted_best']:.2f} of the measured best's time; error {said['median_error']:+.0%} in the median"
         )
+    by_axis = ", ".join(f"{axis} {error:+.0%}" for axis, error in numbers["by_axis"].items())
+    lines.append(
+        f"collectives alone, by the ledger: a grid's sum is {numbers['collective_error']:.0%} off in the median; by axis {by_axis}"
+    )
     return "\n".join(lines)
 
 

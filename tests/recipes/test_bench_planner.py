@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from plugins.cli import main
-from recipes.bench_planner.report import results, spearman, table
+from plugins.planner import machine
+from recipes.bench_planner.report import errors, results, spearman, table
 from recipes.bench_tp.measure import Side
 
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
@@ -20,6 +21,9 @@ def test_it_runs_on_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert {file.name for file in folder.iterdir()} == {"results.json", "table.txt", "ranks.png", "machine.toml"}
     numbers = json.loads((folder / "results.json").read_text())
     assert {one["grid"] for one in numbers["grids"]} == {"x2 y1 z1 d1", "x1 y2 z1 d1", "x1 y1 z2 d1", "x1 y1 z1 d2"}
+    assert {row["axis"] for row in numbers["collectives"]} == {"x", "y", "z", "data"}
+    loaded = machine.load(str(folder / "machine.toml"))
+    assert loaded.collective_error == pytest.approx(numbers["collective_error"], rel=1e-2)
     medians = [one["median"] for one in numbers["grids"]]
     assert medians == sorted(medians)
     for way in ("formulas", "counted"):
@@ -37,7 +41,9 @@ def test_spearman() -> None:
 
 def test_what_is_judged() -> None:
     sides = [Side(str(i), "ours", lambda: None, seconds=[time]) for i, time in enumerate((2.0, 1.0, 4.0))]  # type: ignore[arg-type,return-value]
-    numbers = results({}, sides, {"formulas": [1.0, 2.0, 3.0]})
+    missed = errors(["0", "1"], [{"x": 1.0, "z": 1.0}, {"x": 2.0}], [{"x": 1.5, "z": 2.5}, {"x": 1.0}])
+    assert missed["by_axis"] == {"x": 0.0, "z": 1.5} and missed["collective_error"] == 0.75
+    numbers = results({}, sides, {"formulas": [1.0, 2.0, 3.0]}) | missed
     assert [one["grid"] for one in numbers["grids"]] == ["1", "0", "2"]
     said = numbers["judged"]["formulas"]
     assert said["place_of_the_measured_best"] == 2 and said["slowdown_of_the_predicted_best"] == 2.0
