@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from plugins import __version__
@@ -70,7 +70,7 @@ def _layers(value: Any, either: Any) -> Any:
 _LAYERS = TypeAdapter(dict[str, Layer], config=ConfigDict(strict=True))
 Plan = Annotated[
     Literal["auto"] | dict[str, Layer],
-    WrapValidator(_layers, json_schema_input_type=Literal["auto"] | dict[str, LayerKind | Layer]),
+    WrapValidator(_layers, json_schema_input_type=Literal["auto", "planner"] | dict[str, LayerKind | Layer]),
 ]
 
 
@@ -120,7 +120,8 @@ class TensorParallel(Block):
     )
     plan: Plan = Field(
         default_factory=dict,
-        description='Layers by name pattern (* matches anything, the first match wins), or "auto" to find the pairs and print them. '
+        description='Layers by name pattern (* matches anything, the first match wins), or "auto" to find the pairs and print them; "planner" is '
+        '"auto" here and for the sizes that are not given. '
         "Linear layers that no pattern names become self_contained.",
     )
     layout: Literal["scattered", "replicated"] = Field(
@@ -172,6 +173,13 @@ class TensorParallel(Block):
         description="Where the plan names layers, run the first batch once more as the serial model and refuse to train if a layer's output "
         "differs. Turn off for a model whose forward gives other results when it is repeated.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _planner(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("plan") == "planner":
+            return dict.fromkeys(("gx", "gy", "gz"), "auto") | value | {"plan": "auto"}
+        return value
 
     @property
     def given(self) -> dict[str, int]:

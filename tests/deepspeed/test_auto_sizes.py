@@ -73,6 +73,15 @@ def test_a_large_model_on_many_ranks() -> None:
     assert few.sizes["gx"] * few.sizes["gy"] >= 8
 
 
+def test_one_word_for_all_four() -> None:
+    by_word = parse({"tensor_parallel": {"plan": "planner", "gy": 2}}).tensor_parallel
+    assert by_word == parse({"tensor_parallel": {"plan": "auto", "gx": 0, "gy": 2, "gz": "auto"}}).tensor_parallel
+    assert by_word is not None and by_word.given == {"gy": 2}
+    raw = auto_sizes.with_sizes({"axonn": {"tensor_parallel": {"plan": "planner"}}}, {"gx": 1, "gy": 2, "gz": 4})
+    settled = parse(raw["axonn"]).tensor_parallel
+    assert settled is not None and settled.given == {"gx": 1, "gy": 2, "gz": 4} and settled.plan == "auto"
+
+
 def test_tokens_of_a_sample() -> None:
     raw = {"train_batch_size": 8}
     mlp = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
