@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from plugins import __version__
@@ -70,7 +70,7 @@ def _layers(value: Any, either: Any) -> Any:
 _LAYERS = TypeAdapter(dict[str, Layer], config=ConfigDict(strict=True))
 Plan = Annotated[
     Literal["auto"] | dict[str, Layer],
-    WrapValidator(_layers, json_schema_input_type=Literal["auto"] | dict[str, LayerKind | Layer]),
+    WrapValidator(_layers, json_schema_input_type=Literal["auto", "planner"] | dict[str, LayerKind | Layer]),
 ]
 
 
@@ -80,21 +80,48 @@ def _ranks_per_node(value: Any, either: Any) -> Any:
     raise PydanticCustomError("ranks_per_node", 'an integer of at least 1, or "auto"')
 
 
+def _grid_size(value: Any, either: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value or "auto"
+    raise PydanticCustomError("grid_size", 'an integer of at least 1, or "auto"')
+
+
+GridSize = Annotated[
+    int | Literal["auto"],
+    WrapValidator(_grid_size, json_schema_input_type=Annotated[int, Field(ge=0)] | Literal["auto"]),
+]
+
+
 class TensorParallel(Block):
     """AxoNN's 3D parallel matrix multiplication (dissertation chapter 5)."""
 
     impl: Literal["axonn3d"] = Field("axonn3d", description="The implementation.")
-    gx: Size = Field(1, description="Ranks along x: splits the output features of normal layers, and attention heads.")
-    gy: Size = Field(
+    gx: GridSize = Field(
+        1,
+        description="Ranks along x: splits the output features of normal layers, and attention heads. "
+        '"auto", or 0 where a launcher refuses that word: the planner chooses when the engine starts; the same for gy and gz.',
+    )
+    gy: GridSize = Field(
         1, description="Ranks along y: splits the input features of normal layers, and the residual stream."
     )
-    gz: Size = Field(
+    gz: GridSize = Field(
         1,
         description="Ranks along z: splits every weight and the batch; alone it is FSDP (ZeRO-3). data = world/(gx*gy*gz).",
     )
+    machine: str | None = Field(
+        None,
+        description='For sizes that are "auto": a machine of axonn plan by name, or the path of its file. By default what axonn bench '
+        "network last measured on this machine, else one like this accelerator.",
+    )
+    tokens_per_sample: Size | None = Field(
+        None,
+        description='For sizes that are "auto": rows of activations that one sample has, such as its tokens. By default what the model\'s '
+        "config says, as max_position_embeddings.",
+    )
     plan: Plan = Field(
         default_factory=dict,
-        description='Layers by name pattern (* matches anything, the first match wins), or "auto" to find the pairs and print them. '
+        description='Layers by name pattern (* matches anything, the first match wins), or "auto" to find the pairs and print them; "planner" is '
+        '"auto" here and for the sizes that are not given. '
         "Linear layers that no pattern names become self_contained.",
     )
     layout: Literal["scattered", "replicated"] = Field(
@@ -146,6 +173,19 @@ class TensorParallel(Block):
         description="Where the plan names layers, run the first batch once more as the serial model and refuse to train if a layer's output "
         "differs. Turn off for a model whose forward gives other results when it is repeated.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _planner(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("plan") == "planner":
+            return dict.fromkeys(("gx", "gy", "gz"), "auto") | value | {"plan": "auto"}
+        return value
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Sizes that are not "auto", by gx, gy and gz."""
+        sizes = {"gx": self.gx, "gy": self.gy, "gz": self.gz}
+        return {axis: size for axis, size in sizes.items() if isinstance(size, int)}
 
     @field_validator("trace_steps", mode="before")
     @classmethod

@@ -15,27 +15,31 @@ from plugins.config import Axonn, ConfigError
 from plugins.deepspeed.config_hook import needs_whole_matrices
 
 
-def agree(problem: str | None, digest: str) -> None:
+def agree(problem: str | None, digest: str, offer: Any = None) -> Any:
     """Go on only if all ranks can, and with the same thing.
+
+    Returns:
+        What rank 0 offers.
 
     Raises:
         ConfigError: the same on every rank.
     """
-    mine = (problem, digest)
+    mine = (problem, digest, offer)
     everyone: list[Any] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(everyone, mine)
     except RuntimeError:
         raise ConfigError("another rank ended before the model was split; its own message says why") from None
-    for rank, (trouble, _) in enumerate(everyone):
+    for rank, (trouble, *_) in enumerate(everyone):
         if trouble is not None:
-            alone = not all(other for other, _ in everyone)
+            alone = not all(other for other, *_ in everyone)
             raise ConfigError(f"rank {rank}: {trouble}" if alone else trouble)
-    different = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    different = [rank for rank, (_, other, _) in enumerate(everyone) if other != everyone[0][1]]
     if different:
         raise ConfigError(
             f"rank {different[0]} has another axonn block or model than rank 0; start all ranks with the same configuration and script"
         )
+    return everyone[0][2]
 
 
 def fingerprint(model: nn.Module, block: Axonn, plan: dict[str, LayerPlan]) -> str:

@@ -83,7 +83,8 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
         _stock_engine()
         _communicate(block)
         return mpu
-    grid = grid_for(block.tensor_parallel, world_size())
+    automatic = len(block.tensor_parallel.given) < 3
+    grid = stand_in(raw) if automatic else grid_for(block.tensor_parallel, world_size())
     if isinstance(mpu, PipelineParallelGrid):
         _refuse_pipeline()
     if mpu is not None:
@@ -91,8 +92,10 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
             "axonn.tensor_parallel makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
         )
     check(raw, grid)
+    if automatic:
+        _check_automatic(block.tensor_parallel, raw)
     _communicate(block)
-    parsed_config.axonn = block
+    parsed_config.axonn, parsed_config.axonn_raw = block, raw
     from plugins.deepspeed.engine import AxonnEngine
 
     deepspeed.DeepSpeedEngine = AxonnEngine
@@ -147,9 +150,31 @@ def grid_for(block: config.TensorParallel, world: int) -> Grid:
         ConfigError: its sizes do not divide the ranks.
     """
     try:
-        return Grid.for_world(world, block.gx, block.gy, block.gz)
+        return Grid.for_world(world, **block.given)
     except ValueError as error:
         raise config.ConfigError(f"axonn.tensor_parallel: {error}") from None
+
+
+def _check_automatic(block: config.TensorParallel, raw: Mapping[str, Any]) -> None:
+    if raw.get("train_batch_size") is None:
+        raise config.ConfigError(
+            'axonn.tensor_parallel has sizes that are "auto", which leave open how many ranks read different data; give train_batch_size, '
+            "so that what is learned does not depend on the choice"
+        )
+    if block.machine is not None:
+        from plugins.planner import machine
+
+        machine.load(block.machine, "axonn.tensor_parallel.machine")
+
+
+def stand_in(raw: Mapping[str, Any]) -> Grid:
+    """While sizes are "auto": a grid on which DeepSpeed's batch arithmetic comes out; the engine parses again with the one chosen."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    numbers = [number for key in keys if isinstance(number := raw.get(key), int) and number > 0]
+    if len(numbers) < len(keys):
+        return Grid()
+    total, micro, steps = numbers
+    return Grid(gdata=max(total // (micro * steps), 1))
 
 
 def check(raw: Mapping[str, Any], grid: Grid) -> None:

@@ -37,7 +37,7 @@ from axonn_tp import (
 )
 from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
-from plugins.deepspeed import replicas
+from plugins.deepspeed import auto_sizes, replicas
 from plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, fingerprint, refuse_experts
 from plugins.deepspeed.config_hook import grid_for
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
@@ -67,6 +67,26 @@ def options(block: TensorParallel) -> Options:
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
+def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str, Any]:
+    """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them; returns it."""
+    problem, chosen, settings, raw = None, None, block.tensor_parallel, config_class.axonn_raw
+    assert settings is not None
+    try:
+        check_shapes(model)
+        if dist.get_rank() == 0:
+            chosen = auto_sizes.choose_sizes(
+                model, settings, raw, dist.get_world_size(), layer_plans(settings), options(settings)
+            )
+    except ValueError as error:
+        problem = str(error)
+    chosen = agree(problem, fingerprint(model, block, {}) if problem is None else "", chosen)
+    if dist.get_rank() == 0:
+        print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
+    raw = auto_sizes.with_sizes(raw, chosen.sizes)
+    config_class.__init__(raw)
+    return raw
+
+
 @dataclass
 class Split:
     """What becomes of a model.
@@ -90,10 +110,13 @@ class AxonnEngine(TracedEngine):
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
     ) -> None:
-        block: Axonn = config_class.axonn
-        self._axonn = self._settings(block)
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
+        block: Axonn = config_class.axonn
+        if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
+            keywords["config"] = _choose_sizes(model, block, config_class)
+            block = config_class.axonn
+        self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ class Machine:
         assumed: what no source gives.
         within: measured bandwidths of rings within a domain, by (G0, G1): G0 simultaneous groups of G1 GPUs, every G0th of a domain
             in one (000, section 5.1.2, case 1). Others have `bandwidth_efficiency` of `fast_bandwidth`.
+        collective_error: share by which 4D grids' collectives may miss what the formulas say; by default the error with one GPU a node
+            on Perlmutter (`uncertainty`), in a file of ``axonn bench planner`` what the ledger measured there.
         collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
             within (000, chapter 6).
     """
@@ -59,6 +62,7 @@ class Machine:
     bandwidth_efficiency: float = 0.7
     assumed: str = ""
     within: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    collective_error: float = 0.19
     collectives: Literal["native", "pccl"] = "native"
 
 
@@ -81,9 +85,16 @@ _OPTIONAL = (
     "bandwidth_efficiency",
     "assumed",
     "within",
+    "collective_error",
 )
 _GROUPS = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})")
 _DOMAIN = re.compile(r"(.+)-nvs([0-9]{1,6})")
+
+
+def measured_file() -> Path:
+    """Where ``axonn bench network`` keeps what it measured of this machine: in ``AXONN_CACHE``, or ``axonn`` in the user's cache folder."""
+    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
+    return Path(root) / "planner" / "measured.toml"
 
 
 def names() -> list[str]:
@@ -142,6 +153,8 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
             values[key] = files.number(at(key), table[key], most=1.0)
     if "interfaces" in table:
         values["interfaces"] = files.number(at("interfaces"), table["interfaces"])
+    if "collective_error" in table:
+        values["collective_error"] = files.number(at("collective_error"), table["collective_error"])
     if "assumed" in table:
         values["assumed"] = files.text(at("assumed"), table["assumed"])
     if "within" in table:

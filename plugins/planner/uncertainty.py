@@ -46,10 +46,10 @@ def collective_error(volume: float, v: int) -> tuple[float, float]:
 def step_range(machine: Machine, model: Transformer, plan: AnyPlan, mode: Mode) -> Range:
     """The range of a plan's seconds, from the errors of its collectives; hidden ones are taken to stay hidden.
 
-    Those of 4D grids, whose formulas were published with ranks alone, are taken to err as those with one GPU a node.
+    Those of 4D grids, whose formulas were published with ranks alone, are taken to err as the machine's file says, else as those with one GPU a node.
     """
     if not isinstance(plan, Plan):
-        error = 0.19 * (plan.parts["tensor"] + plan.parts["data"])
+        error = machine.collective_error * (plan.parts["tensor"] + plan.parts["data"])
         return Range(plan.seconds - error, plan.seconds + error)
     floats = [np.float64(value) for value in (plan.n1, plan.n2, plan.bm, plan.panels)]
     size = local(model, plan.strategy, mode, *floats)

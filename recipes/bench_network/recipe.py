@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from plugins.cluster.units import bits_per_second, nanoseconds
 from plugins.config import ConfigError
+from plugins.planner.machine import measured_file
 from recipes.bench_network.measure import Measured, measure
 from recipes.bench_network.report import described, toml
 from recipes.bench_pccl.places import on_each
@@ -41,6 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         file = folder / "machine.toml"
         file.write_text(toml(measured, options.size, where(places)))
         print(f"{described(measured)}\n\n{file}: axonn plan --machine {file}")
+        if not places.emulated or places.layouts[0][0] == 1:
+            kept = measured_file()
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(file.read_text())
+            print(f'{kept}: what sizes that are "auto" in an "axonn" block go by on this machine')
     return 0
 
 

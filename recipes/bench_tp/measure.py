@@ -64,22 +64,22 @@ def measure(settings: Settings) -> list[Side]:
     Raises:
         ConfigError: the sides do not compute the same losses.
     """
-    _prepare()
+    prepare()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     chosen = [Side(peer, "peer", _peer(peer, settings)) for peer in settings.peers if not sides.absent(peer)]
     steps = {}
     for side in chosen:
-        steps[side.name] = _first_steps(side)
+        steps[side.name] = first_steps(side)
     grids = _fastest_grids(settings, chosen) if settings.screen else list(settings.grids)
     for grid in grids:
         for called in (name(grid), f"{name(grid)}, {RESHARD}") if grid.gz > 1 else (name(grid),):
             chosen.append(side := Side(called, "ours", _ours(grid, settings, options_of(called.partition(", ")[2]))))
-            steps[side.name] = _first_steps(side)
+            steps[side.name] = first_steps(side)
     for stage, options in STAGES:
         chosen.append(side := Side(f"{name(grids[0])}, {stage}", "stage", _ours(grids[0], settings, options)))
-        steps[side.name] = _first_steps(side)
-    _check_losses(chosen)
-    _take_turns(chosen, steps, settings.rounds)
+        steps[side.name] = first_steps(side)
+    check_losses(chosen)
+    take_turns(chosen, steps, settings.rounds)
     return chosen
 
 
@@ -90,7 +90,7 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _prepare()
+    prepare()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     # What a collective leaves unwritten may be denormal numbers, with which arithmetic is slow.
@@ -109,7 +109,8 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
     return found
 
 
-def _prepare() -> None:
+def prepare() -> None:
+    """Quiet warnings, this rank's device, and its share of the cores."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if torch.cuda.is_available():
@@ -130,7 +131,7 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _first_steps(side: Side) -> sides.Step:
+def first_steps(side: Side) -> sides.Step:
     """Build a side; its first losses, and the peak memory of a step in the steady state."""
     _say(f"building {side.name}")
     with PeakMemory() as memory:
@@ -149,7 +150,7 @@ def _fastest_grids(settings: Settings, peers: list[Side]) -> list[Grid]:
     seconds, memory = {}, {}
     for grid in settings.grids:
         side = Side(name(grid), "ours", _ours(grid, settings, {}))
-        step = _first_steps(side)
+        step = first_steps(side)
         memory[grid] = side.memory
         seconds[grid] = min(_over_ranks(_together(step), dist.ReduceOp.MAX) for _ in range(_SCREENED_STEPS))
         _say(f"{side.name}: {seconds[grid]:.3f} s")
@@ -161,7 +162,12 @@ def _fastest_grids(settings: Settings, peers: list[Side]) -> list[Grid]:
     return list(dict.fromkeys(chosen))
 
 
-def _check_losses(measured: list[Side]) -> None:
+def check_losses(measured: list[Side]) -> None:
+    """Refuse sides that do not learn alike.
+
+    Raises:
+        ConfigError: the first such pair.
+    """
     reference = measured[0]
     for side in measured:
         apart = max(abs(a - b) for a, b in zip(side.losses, reference.losses, strict=True))
@@ -172,7 +178,7 @@ def _check_losses(measured: list[Side]) -> None:
             )
 
 
-def _take_turns(measured: list[Side], steps: dict[str, sides.Step], rounds: int) -> None:
+def take_turns(measured: list[Side], steps: dict[str, sides.Step], rounds: int) -> None:
     """Time a step of every side in each round, so that what drifts hits all; each round begins with another side."""
     _, *nothing = _timed(lambda: None)
     for number in range(rounds):

@@ -78,6 +78,21 @@ class Settings:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="axonn bench tp", description="3D PMM and its peers, side by side in one run.")
+    add_sizes(made)
+    made.add_argument(
+        "--grids",
+        default="best",
+        help='grids gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly (default best)',
+    )
+    made.add_argument(
+        "--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)}, separated by commas (default all)"
+    )
+    add_run(made, "bench_tp")
+    return made
+
+
+def add_sizes(made: argparse.ArgumentParser) -> None:
+    """The options for the cluster and the model."""
     made.add_argument("--nodes", type=int, default=1, help="emulated nodes; 1 with no --bandwidth is plain localhost")
     made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
     made.add_argument("--latency", default="0us", help="between nodes, one way, such as 100us (default 0us)")
@@ -93,16 +108,6 @@ def parser() -> argparse.ArgumentParser:
             ("rounds", 7, "timed steps of every side; sides take turns"),
         ),
     )
-    made.add_argument(
-        "--grids",
-        default="best",
-        help='grids gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly (default best)',
-    )
-    made.add_argument(
-        "--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)}, separated by commas (default all)"
-    )
-    add_run(made, "bench_tp")
-    return made
 
 
 def under_torchrun() -> bool:

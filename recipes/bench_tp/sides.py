@@ -51,26 +51,31 @@ def build(peer: str, settings: Settings) -> Step:
     }[peer](settings)
 
 
-def ours(settings: Settings, grid: Grid, options: Mapping[str, object]) -> Step:
+def ours(settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Mesh | None = None) -> Step:
     """The training step of 3D PMM on a grid.
 
     Args:
         settings: the run.
         grid: the grid.
         options: of `axonn_tp.Options`, for the overlap stages.
+        mesh: of this grid, where there is one already.
     """
     model, batch = _model(settings), _batch(settings)
-    mesh = Mesh(grid, device().type)
-    plan = {
+    mesh = mesh or Mesh(grid, device().type)
+    axonn_tp.parallelize(model, mesh, plan(settings), axonn_tp.Options(**options))  # type: ignore[arg-type]
+    share = [mesh.shard_batch(tensor) for tensor in batch]
+    return _step(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
+
+
+def plan(settings: Settings) -> dict[str, LayerPlan]:
+    """What every layer of the model becomes in 3D PMM."""
+    return {
         **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
         **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
         **{"*.qkv": LayerPlan("normal", parts=3, heads=settings.heads), "*.proj": LayerPlan("transposed")},
         **{"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")},
         **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
     }
-    axonn_tp.parallelize(model, mesh, plan, axonn_tp.Options(**options))  # type: ignore[arg-type]
-    share = [mesh.shard_batch(tensor) for tensor in batch]
-    return _step(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
 
 
 def _model(settings: Settings) -> GPT:

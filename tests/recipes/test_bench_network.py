@@ -21,11 +21,15 @@ def test_pairs_of_groups_in_a_node() -> None:
     assert pairs(1) == []
 
 
-def test_a_file_that_the_planner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_the_planner_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AXONN_CACHE", str(tmp_path / "cache"))
     words = ["--layouts", "1x4", "--size", "64K", "--matrix", "64", "--rounds", "2", "--runs", str(tmp_path)]
     assert main(["bench", "network", *words]) == 0
     file = tmp_path / "bench_network" / "machine.toml"
     assert f"axonn plan --machine {file}" in capsys.readouterr().out
+    assert machine.measured_file().read_text() == file.read_text()
     loaded = machine.load(str(file))
     assert loaded.domain == 4 and loaded.interfaces == 0.25 and loaded.bandwidth_efficiency == 1
     assert set(loaded.within) == {(1, 2), (1, 4), (2, 2)} and all(rate > 0 for rate in loaded.within.values())

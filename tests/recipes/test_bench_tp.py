@@ -10,7 +10,7 @@ import torch
 
 from plugins.cli import main
 from plugins.config import ConfigError
-from recipes.bench_tp.measure import Side, _check_losses
+from recipes.bench_tp.measure import Side, check_losses
 from recipes.bench_tp.memory import PeakMemory
 from recipes.bench_tp.report import comparisons
 from recipes.bench_tp.settings import PEERS, STAGES
@@ -90,7 +90,7 @@ def test_a_peer_is_compared_with_our_fastest_grid_of_at_most_its_memory() -> Non
 @pytest.mark.parametrize("loss", [1.01, float("nan")])
 def test_sides_that_compute_something_else_are_not_reported(loss: float) -> None:
     with pytest.raises(ConfigError, match="b and a do not compute the same"):
-        _check_losses([side("a", "peer", 1, [1.0]), side("b", "ours", 1, [1.0], loss)])
+        check_losses([side("a", "peer", 1, [1.0]), side("b", "ours", 1, [1.0], loss)])
 
 
 def test_peak_memory_is_exact() -> None:
