@@ -53,6 +53,8 @@ class Row(nn.Linear):
 
     def leave(self, product: Tensor, bias: Tensor | None) -> Tensor:
         """What is made of the product with the weight; the bias may be one for each row."""
+        # As a linear under autocast; the sums need the same type on the rank that adds the bias and on the others.
+        bias = None if bias is None else bias.to(product.dtype)
         if self.sums:
             product = reduce_from(product, self.groups, "tensor")
             return product if bias is None else product + bias
