@@ -116,6 +116,8 @@ class _Finder:
     def _traced(self, name: str) -> Iterator[Traced]:
         """The whole model's run, or those of the largest modules that can be run on a guess."""
         assert self.shadow is not None
+        if name not in self.shadow.modules:  # another name of a module
+            return
         module = self.shadow.modules[name]
         inside = [linear for linear in self.shadow.linears if linear.startswith(f"{name}." if name else "")]
         if len(inside) < 2:

@@ -8,7 +8,8 @@ received, padded to the longest: a few rows, at most one for each expert rank, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +147,8 @@ def through_experts(
     rows = exchange(rows, groups, sending.splits, receiving.splits)
     if gathered:
         rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
-    outputs = run(experts, rows.index_select(0, receiving.order), receiving.counts)
+    with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
+        outputs = run(experts, rows.index_select(0, receiving.order), receiving.counts)
     shape = arriving.shape[1] * receiving.length, outputs.shape[1]
     rows = outputs.new_zeros(shape).index_copy(0, receiving.order, outputs)
     if gathered:
@@ -155,6 +157,18 @@ def through_experts(
     if drop:
         rows = gather_from(_pad(rows, sending.length), groups, "tensor", 0)
     return combine(rows, sending.slots, routes.weights)
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device, groups: Axes) -> Iterator[None]:
+    """Tensor ranks whose experts draw for unequally many rows go on, behind these, with the same random numbers."""
+    if groups.size("tensor") == 1:
+        yield
+        return
+    seed = int(torch.randint(2**62, ())) + groups.rank("tensor")
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _pad(rows: Tensor, length: int) -> Tensor:

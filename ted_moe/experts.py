@@ -53,6 +53,8 @@ class Row(nn.Linear):
 
     def leave(self, product: Tensor, bias: Tensor | None) -> Tensor:
         """What is made of the product with the weight; the bias may be one for each row."""
+        # As a linear under autocast; the sums need the same type on the rank that adds the bias and on the others.
+        bias = None if bias is None else bias.to(product.dtype)
         if self.sums:
             product = reduce_from(product, self.groups, "tensor")
             return product if bias is None else product + bias
@@ -95,9 +97,10 @@ def plan_expert(expert: nn.Module, features: int, groups: Axes, fuse: bool) -> E
         fuse: whether to leave the sums to the layer around the expert, where the expert allows it.
     """
     size = groups.size("tensor")
-    if size == 1:
+    weight = next(expert.parameters(), None)
+    if size == 1 or weight is None:
         return ExpertPlan({})
-    example = torch.zeros(1, 1, 3, features, dtype=next(expert.parameters()).dtype)
+    example = torch.zeros(1, 1, 3, features, dtype=weight.dtype)
     plan, _ = auto_plan(expert, Grid(gx=size), (example,))
     linears = {
         name
@@ -108,7 +111,7 @@ def plan_expert(expert: nn.Module, features: int, groups: Axes, fuse: bool) -> E
     kinds = {layer.kind for layer in layers.values()}
     if len(kinds) < 2:
         return ExpertPlan({})
-    return ExpertPlan(layers, fuse and _direct(expert, example, layers))
+    return ExpertPlan(layers, fuse and _direct(expert, example.to(weight.device), layers))
 
 
 def split_expert(expert: nn.Module, plan: ExpertPlan, groups: Axes) -> None:

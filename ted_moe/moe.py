@@ -208,7 +208,9 @@ class MoE(nn.Module):
             )
             for axis in axes:
                 if groups.size(axis) > 1:
-                    dist.broadcast(parameter.data, group=groups.group(axis), group_src=0)
+                    whole = parameter.data.to(groups.sender(axis, parameter.device)).contiguous()
+                    dist.broadcast(whole, group=groups.group(axis), group_src=0)
+                    parameter.data.copy_(whole)
 
 
 class Alone:

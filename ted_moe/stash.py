@@ -69,7 +69,7 @@ class Stash:
     def __init__(self, place: Place = "device") -> None:
         if place not in ("device", "cpu"):
             raise ValueError(f"stash = {place!r} is no place; use 'device' or 'cpu'")
-        self.place = place
+        self.place, self.spent = place, False
         self._kept: list[_Kept] = []
 
     @property
@@ -79,11 +79,25 @@ class Stash:
 
     def record(self) -> TorchDispatchMode:
         """The context in which results are kept; those of an earlier call are forgotten."""
+        self._kept, self.spent = [], False
         return _Record(self._kept, self.place)
 
     def replay(self) -> TorchDispatchMode:
-        """The context in which they are given back."""
-        return _Replay(self._kept)
+        """The context in which they are given back, once; a further recomputation communicates."""
+        return _Replay(self)
+
+    def take(self, operator: Any) -> Tensor:
+        """The next result, which is let go."""
+        if not self._kept:
+            raise RuntimeError(
+                f"the recomputed forward calls {operator} once more than the first; let it do the same each time"
+            )
+        return self._kept.pop(0).take(operator)
+
+    def spend(self) -> None:
+        """From now on there is nothing to give back."""
+        self._kept.clear()
+        self.spent = True
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """Those of the first forward and of the recomputation."""
@@ -121,7 +135,6 @@ class _Kept:
 class _Record(TorchDispatchMode):
     def __init__(self, kept: list[_Kept], stash: str) -> None:
         super().__init__()
-        kept.clear()
         self.kept, self.stash = kept, stash
         self.under_way: dict[int, _Kept] = {}
 
@@ -138,18 +151,19 @@ class _Record(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, stash: Stash) -> None:
         super().__init__()
-        # In the order of the calls; each is let go when it is taken.
-        self.kept = kept
+        self.stash = stash
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # A recomputation may end before the last of them. Where backward runs again, the graph being retained, none is left.
+        self.stash.spend()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _COLLECTIVES:
-            if not self.kept:
-                raise RuntimeError(
-                    f"the recomputed forward calls {function} once more than the first; let it do the same each time"
-                )
-            return self.kept.pop(0).take(function)
-        if function is _ops.wait_tensor.default:
-            return args[0]
+        if not self.stash.spent:
+            if function in _COLLECTIVES:
+                return self.stash.take(function)
+            if function is _ops.wait_tensor.default:
+                return args[0]
         return function(*args, **(kwargs or {}))

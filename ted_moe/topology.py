@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 AXES = ("tensor", "data", "expert", "expert_data")
@@ -157,6 +158,15 @@ class Groups:
     def rank(self, axis: str) -> int:
         """This rank's place along an axis."""
         return getattr(self.topology, f"{axis}_group")(dist.get_rank()).index(dist.get_rank())
+
+    def sender(self, axis: str, device: torch.device) -> torch.device:
+        """Where a tensor of `device` must be to be sent along an axis: NCCL sends nothing from the CPU."""
+        kinds = [entry.partition(":")[0] for entry in dist.get_backend_config(self._groups[axis]).split(",")]
+        return (
+            device
+            if device.type in kinds
+            else torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+        )
 
     def axis_names(self) -> dict[str, str]:
         """Axis by torch's name of its group, for a ledger of what went over which axis."""

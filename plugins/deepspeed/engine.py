@@ -50,6 +50,8 @@ _EXPERT_TABLES = (
     (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
     (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
 )
+_named: Counter[str] = Counter()
+"""Engines that use a name in these tables."""
 
 
 def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
@@ -134,7 +136,7 @@ class AxonnEngine(TracedEngine):
         self._apply_split(model, split)
         self._trace(self._axonn, self.mesh)
         replicas.share_samplers(self.mesh)
-        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        self._names: set[str] = set()
         self._apart = self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
@@ -202,9 +204,10 @@ class AxonnEngine(TracedEngine):
             for (table, ranks), group in zip(_EXPERT_TABLES, (beside, axis), strict=True):
                 table[name] = self.mesh.group(group)
                 ranks[name] = dist.get_process_group_ranks(self.mesh.group(group))
-                self._entries += [(table, name, table[name]), (ranks, name, ranks[name])]
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
+            self._names.add(name)
             found |= parameter.requires_grad
+        _named.update(self._names)
         return found
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -309,9 +312,12 @@ class AxonnEngine(TracedEngine):
         """DeepSpeed's clean-up, and ours."""
         super().destroy()
         replicas.stop_sharing_samplers(self.mesh)
-        # A stock engine that comes later looks for the largest of the names.
-        for table, name, entry in self._entries:
-            if table.get(name) is entry:
-                del table[name]
+        # A stock engine that comes later looks for the largest of the names; another engine of ours may have the same.
+        _named.subtract(self._names)
+        for name in (name for name in self._names if not _named[name]):
+            for tables in _EXPERT_TABLES:
+                for table in tables:
+                    table.pop(name, None)
+        self._names = set()
         if groups.mpu is self.mpu:
             groups.mpu = None

@@ -48,9 +48,9 @@ class ExpertNames:
         if found is None:
             return name, 0, "", 0
         before, number, after = found.groups()
-        # Names of tensors in a checkpoint have a word before the model's.
-        local = next((n for prefix, n in self._local.items() if before == prefix or before.endswith(f".{prefix}")), 0)
-        return before, int(number), after, local
+        # Names of tensors in a checkpoint have a word before the model's; one layer's name may end another's.
+        fitting = [prefix for prefix in self._local if before == prefix or before.endswith(f".{prefix}")]
+        return before, int(number), after, self._local[max(fitting, key=len)] if fitting else 0
 
     def notes(self, notes: Notes, translate: Callable[[str], str | None]) -> Notes:
         """Notes of a checkpoint with the names translated, without what has no name then."""

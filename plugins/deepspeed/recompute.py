@@ -91,16 +91,24 @@ def _stashing_generator(original: Callable[..., Any]) -> Callable[..., Any]:
             stashes = _active[-1]
 
             def contexts() -> tuple[Any, Any]:
-                return tuple(_both(*pair) for pair in zip(context_fn(), stashes.contexts(), strict=True))  # type: ignore[return-value]
+                return tuple(_Both(*pair) for pair in zip(context_fn(), stashes.contexts(), strict=True))  # type: ignore[return-value]
 
         return original(fn, preserve_rng_state, contexts, *rest, **keywords)
 
     return generator
 
 
-@contextmanager
-def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer)
-        stack.enter_context(inner)
-        yield
+class _Both:
+    """Two contexts in one that, as each of them, can be entered again: backward may run twice."""
+
+    def __init__(self, outer: AbstractContextManager, inner: AbstractContextManager) -> None:
+        self._pair, self._entered = (outer, inner), ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for context in self._pair:
+                entered.enter_context(context)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)

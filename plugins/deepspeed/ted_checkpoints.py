@@ -126,10 +126,9 @@ class TedCheckpoints(GridCheckpoints):
         layers = [name for name, layer in self.module.named_modules() if isinstance(layer, TedMoE)]
         for name, value in module.items():
             before, _, after = names.outward(name).partition(".deepspeed_experts.")
-            if after:
-                layer = next(
-                    n for n, prefix in enumerate(layers) if before.removesuffix(".deepspeed_moe.experts") == prefix
-                )
+            layer_name = before.removesuffix("deepspeed_moe.experts").removesuffix(".")
+            if after and layer_name in layers:  # else it is another name of a layer
+                layer = layers.index(layer_name)
                 number = after.partition(".")[0]
                 files[f"layer_{layer}_expert_{number}_mp_rank_00_{_STATES}"][names.outward(name)] = value
         for file, tensors in files.items():

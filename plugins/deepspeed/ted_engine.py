@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
@@ -64,9 +65,9 @@ class TedEngine(TedCheckpoints, AxonnEngine):
                 dist.get_world_size(), block.tensor, expert_ranks(layers), block.expert_tensor_parallel
             )
             grid_of(self._topology)
-            if block.tensor == 1:
+            if block.tensor == 1 or isinstance(model, StockMoE):
                 return Split({"*": LayerPlan("replicated")})
-            with stand_ins(model, layers):
+            with stand_ins(model):
                 split = self._dense_split(model)
         except ValueError as error:
             raise ValueError(f"axonn.ted: {error}") from None

@@ -26,7 +26,11 @@ class TedMoE(MoE, StockMoE):
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
         if self.passed_by:
-            return hidden_states, hidden_states.new_zeros(()), torch.zeros(self.num_experts, dtype=torch.int64)
+            return (
+                hidden_states,
+                hidden_states.new_zeros(()),
+                hidden_states.new_zeros(self.num_experts, dtype=torch.int64),
+            )
         return super().forward(hidden_states, used_token)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
@@ -128,23 +132,29 @@ def forget_z(model: nn.Module) -> None:
             parameter.axonn_layout = replace(layout, over_z=False)  # type: ignore[attr-defined]
 
 
-class _StandIn(nn.Module):
-    """Needs all features of a token, as a mixture does, and is run without a process group."""
+class _StandIn(StockMoE):
+    """Needs all features of a token, as a mixture does, and is run without a process group.
 
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.experts = experts
+    It has the layer's kind and attributes, which models ask for; parameters it has none.
+    """
+
+    def __init__(self, layer: StockMoE) -> None:
+        nn.Module.__init__(self)
+        self.__dict__ |= {key: value for key, value in vars(layer).items() if key not in self.__dict__}
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         mixed = torch.tanh(hidden_states + hidden_states.mean(-1, keepdim=True))
-        return mixed, mixed.mean(), torch.zeros(self.experts, dtype=torch.int64)
+        return mixed, mixed.mean(), torch.zeros(self.num_experts, dtype=torch.int64)
 
 
 @contextmanager
-def stand_ins(model: nn.Module, layers: dict[str, StockMoE]) -> Iterator[None]:
-    """While a plan for the dense layers is looked for, experts are not there."""
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """While a plan for the dense layers is looked for, experts are not there; a layer may have several names."""
+    named = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in named if isinstance(module, StockMoE)}
+    put = {id(layer): _StandIn(layer) for layer in layers.values()}
     for name, layer in layers.items():
-        _put(model, name, _StandIn(layer.num_experts))
+        _put(model, name, put[id(layer)])
     try:
         yield
     finally:

@@ -1,0 +1,213 @@
+"""Models and loops that scripts have: layers with several names, experts without weights, two engines, backward run twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from deepspeed.moe.layer import MoE
+from torch import Tensor, nn
+
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+
+HIDDEN = 8
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.dropout = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.fc2(F.gelu(self.fc1(x))), self.dropout, self.training)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def moe(experts: int, ep_size: int, expert: nn.Module | None = None) -> MoE:
+    sizes = {"k": 2, "min_capacity": 1, "top2_2nd_expert_sampling": False}
+    return MoE(HIDDEN, FeedForward() if expert is None else expert, experts, ep_size, **sizes)
+
+
+class Model(nn.Module):
+    """The name of one layer ends that of another one with another number of experts; one layer has two names."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.moe = moe(2, ep_size)
+        self.inner = nn.ModuleDict({"moe": moe(4, ep_size), "idle": moe(2, ep_size, Doubling())})
+        self.blocks = nn.ModuleList([FeedForward(), self.inner["moe"], self.inner["idle"], self.moe, self.moe])
+        self.checkpoint: Any = None
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            if isinstance(block, MoE):
+                assert block.num_experts > 1
+                x = x + (self.checkpoint(block, x) if self.checkpoint else block(x))[0]
+            else:
+                x = x + block(x)
+        return (x - target).square().mean()
+
+
+def build(ep_size: int, first: int) -> Model:
+    """A part of the model that one process has whole."""
+    torch.manual_seed(1)
+    deepspeed.utils.groups.mpu = None
+    model, whole = Model(ep_size).double(), Model(1).double()
+    state = {name: 0.1 * torch.randn(value.shape, dtype=value.dtype) for name, value in whole.state_dict().items()}
+    state = {name: state[name.replace("blocks.1.", "inner.moe.").replace("blocks.2.", "inner.idle.")] for name in state}
+    for name in state:
+        if name.startswith(("blocks.3.", "blocks.4.")):
+            state[name] = state[f"moe.{name.split('.', 2)[2]}"]
+    mine = {}
+    for name in model.state_dict():
+        before, experts, after = name.partition(".deepspeed_experts.")
+        number, _, rest = after.partition(".")
+        local = model.get_submodule(f"{before}.deepspeed_experts") if experts else []
+        mine[name] = state[f"{before}{experts}{int(number) + first * len(local)}.{rest}" if experts else name]  # type: ignore[arg-type]
+    model.load_state_dict(mine)
+    return model
+
+
+def batches(data: int) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(3, data, 2, 12 // data, 5, HIDDEN, dtype=torch.float64)
+
+
+def start(ted: dict[str, Any], ep_size: int) -> Any:
+    import plugins
+
+    plugins.activate()
+    tensor = ted.get("tensor", 1)
+    model = build(ep_size, dist.get_rank() // tensor % ep_size)
+    config = {
+        "train_micro_batch_size_per_gpu": 12 * tensor // dist.get_world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "axonn": {"ted": ted},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def step(engine: Any, number: int) -> float:
+    unit = engine.mpu
+    inputs, targets = batches(unit.get_data_parallel_world_size())[number][unit.get_data_parallel_rank()]
+    loss = engine(inputs, targets)
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def serial() -> list[float]:
+    model = build(1, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for parts in batches(2):
+        optimizer.zero_grad()
+        loss = torch.stack([model(*part) for part in parts]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(folder: str) -> Any:
+    """A run with a neighbour that has the same groups and ends, and that is saved, spoilt and loaded."""
+    engine, other = start({"tensor": 2}, 2), start({"tensor": 2}, 2)
+    losses = [step(engine, 0), step(other, 0)]
+    other.destroy()
+    losses.append(step(engine, 1))
+    engine.save_checkpoint(folder)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.fill_(3.0)
+    engine.load_checkpoint(folder)
+    losses.append(step(engine, 2))
+    engine.destroy()
+    return losses
+
+
+def gradients(form: str) -> Any:
+    """Of one graph on which backward runs twice, which DeepSpeed's own checkpoint does not allow."""
+    engine = start({"tensor": 2}, 2)
+    checkpoint: Any = torch.utils.checkpoint.checkpoint
+    engine.module.checkpoint = {
+        "none": None,
+        "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+        "torch": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    }[form]
+    inputs, targets = batches(2)[0][engine.mpu.get_data_parallel_rank()]
+    with engine._stashes.recording():
+        loss = engine.module(inputs, targets)
+    kept = engine.stashed_bytes
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found = [p.grad.abs().sum().item() for p in engine.module.parameters() if p.grad is not None]
+    left = engine.stashed_bytes
+    engine.destroy()
+    return kept > 0, left, found
+
+
+def dice(dropless: bool) -> Any:
+    """What tensor ranks draw after whole experts with dropout."""
+    import plugins
+
+    plugins.activate()
+    torch.manual_seed(dist.get_rank())
+    model = nn.ModuleDict({"moe": moe(4, 2, FeedForward(dropout=0.5))})
+    model.forward = lambda x: model["moe"](x)[0].sum()  # type: ignore[method-assign]
+    ted = {"tensor": 2, "expert_tensor_parallel": False, "dropless": dropless}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "axonn": {"ted": ted},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine(torch.randn(7, HIDDEN))
+    drawn = torch.rand(()), torch.tensor(float(torch.initial_seed()))
+    everyone = [torch.empty(2) for _ in range(4)]
+    dist.all_gather(everyone, torch.stack(drawn))
+    engine.destroy()
+    return torch.stack(everyone).tolist()
+
+
+FORMS = ["none", "reentrant", "torch"]
+
+
+def everything(folder: str) -> dict[str, Any]:
+    found = {"trained": attempt(trained, folder)}
+    found |= {form: attempt(gradients, form) for form in FORMS}
+    return found | {f"dropless {dropless}": attempt(dice, dropless) for dropless in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(everything, 4, str(tmp_path_factory.mktemp("checkpoints")))[0]
+
+
+def test_trains_beside_another_engine_and_goes_on_from_a_checkpoint(found: Any) -> None:
+    first, second, third = serial()
+    assert found["trained"] == pytest.approx([first, first, second, third], rel=1e-4)  # gates are float32
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_backward_runs_twice(found: Any, form: str) -> None:
+    stashed, left, gradients = found[form]
+    assert stashed and left == 0
+    assert gradients == pytest.approx(found["none"][2], rel=1e-10)
+
+
+@pytest.mark.parametrize("dropless", [True, False])
+def test_tensor_ranks_draw_the_same_behind_whole_experts(found: Any, dropless: bool) -> None:
+    drawn = found[f"dropless {dropless}"]
+    assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
