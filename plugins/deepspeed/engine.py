@@ -6,8 +6,6 @@ A weight split over z takes the path DeepSpeed keeps for experts: reduced over d
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections import Counter
@@ -20,7 +18,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.utils import groups
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from axonn_tp import (
@@ -41,52 +38,18 @@ from axonn_tp import (
 from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
 from plugins.deepspeed import auto_sizes, replicas
-from plugins.deepspeed.config_hook import grid_for, needs_whole_matrices
+from plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, fingerprint, refuse_experts
+from plugins.deepspeed.config_hook import grid_for
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
 from plugins.deepspeed.tracing import TracedEngine
+from plugins.deepspeed.unit import GridUnit
 
 _WATCHED_STEPS = 3
 _EXPERT_TABLES = (
     (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
     (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
 )
-
-
-class GridUnit:
-    """The mesh as the model parallel unit (mpu) that DeepSpeed asks."""
-
-    axonn = True
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-
-    def get_model_parallel_rank(self) -> int:  # noqa: D102
-        return self.mesh.rank("model")
-
-    def get_model_parallel_world_size(self) -> int:  # noqa: D102
-        return self.mesh.size("model")
-
-    def get_model_parallel_group(self) -> Any:  # noqa: D102
-        return self.mesh.group("model")
-
-    def get_data_parallel_rank(self) -> int:
-        """Which part of the data this rank reads."""
-        return self.mesh.rank("batch")
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of ranks that read different data: gz·gdata."""
-        return self.mesh.size("batch")
-
-    def get_data_parallel_group(self) -> Any:  # noqa: D102
-        return self.mesh.group("batch")
-
-    def get_data_parallel_group_ranks(self) -> list[int]:  # noqa: D102
-        return dist.get_process_group_ranks(self.mesh.group("batch"))
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
 
 
 def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
@@ -104,56 +67,24 @@ def options(block: TensorParallel) -> Options:
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
-def _agree(problem: str | None, fingerprint: str, offer: Any = None) -> Any:
-    """Go on only if all ranks can, and with the same thing.
-
-    Returns:
-        What rank 0 offers.
-
-    Raises:
-        ConfigError: the same on every rank.
-    """
-    mine = (problem, fingerprint, offer)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(everyone, mine)
-    except RuntimeError:
-        raise ConfigError("another rank ended before the model was split; its own message says why") from None
-    for rank, (trouble, *_) in enumerate(everyone):
-        if trouble is not None:
-            alone = not all(other for other, *_ in everyone)
-            raise ConfigError(f"rank {rank}: {trouble}" if alone else trouble)
-    different = [rank for rank, (_, other, _) in enumerate(everyone) if other != everyone[0][1]]
-    if different:
-        raise ConfigError(
-            f"rank {different[0]} has another axonn block or model than rank 0; start all ranks with the same configuration and script"
-        )
-    return everyone[0][2]
-
-
 def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str, Any]:
     """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them; returns it."""
     problem, chosen, settings, raw = None, None, block.tensor_parallel, config_class.axonn_raw
     assert settings is not None
     try:
-        _check_shapes(model)
+        check_shapes(model)
         if dist.get_rank() == 0:
             chosen = auto_sizes.choose_sizes(
                 model, settings, raw, dist.get_world_size(), layer_plans(settings), options(settings)
             )
     except ValueError as error:
         problem = str(error)
-    chosen = _agree(problem, _fingerprint(model, block, {}) if problem is None else "", chosen)
+    chosen = agree(problem, fingerprint(model, block, {}) if problem is None else "", chosen)
     if dist.get_rank() == 0:
         print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
     raw = auto_sizes.with_sizes(raw, chosen.sizes)
     config_class.__init__(raw)
     return raw
-
-
-def _fingerprint(model: nn.Module, block: Axonn, plan: dict[str, LayerPlan]) -> str:
-    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return hashlib.sha256(json.dumps([block.model_dump(), repr(plan), shapes]).encode()).hexdigest()
 
 
 @dataclass
@@ -193,12 +124,12 @@ class AxonnEngine(TracedEngine):
             optimizer = optimizer(keywords["model_parameters"])
         problem, split = None, Split({})
         try:
-            _check_optimizer(optimizer)
-            _check_shapes(model)
+            check_optimizer(optimizer)
+            check_shapes(model)
             split = self._find_split(model)
         except ValueError as error:
             problem = str(error)
-        _agree(problem, "" if problem else _fingerprint(model, block, split.plan))
+        agree(problem, "" if problem else fingerprint(model, block, split.plan))
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
         self._trace(self._axonn, self.mesh)
@@ -224,7 +155,7 @@ class AxonnEngine(TracedEngine):
             ValueError: it cannot be split.
         """
         try:
-            _refuse_experts(model)
+            refuse_experts(model)
             return self._dense_split(model)
         except ValueError as error:
             raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None
@@ -384,26 +315,3 @@ class AxonnEngine(TracedEngine):
                 del table[name]
         if groups.mpu is self.mpu:
             groups.mpu = None
-
-
-def _check_shapes(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"parameter {name} has no shape yet; run the model once before deepspeed.initialize")
-
-
-def _refuse_experts(model: nn.Module) -> None:
-    from deepspeed.moe.layer import MoE
-
-    for name, module in model.named_modules():
-        if isinstance(module, MoE):
-            raise ValueError(
-                f"layer {name} is a DeepSpeed MoE, which does not go with tensor_parallel; use axonn.ted in its place"
-            )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if optimizer is not None and needs_whole_matrices(type(optimizer).__name__):
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
-        )

@@ -38,7 +38,7 @@ def check(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
         return mpu
     if mpu is not None:
         raise ConfigError(
-            "axonn.ted.tensor makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
+            "axonn.ted.tensor makes its own groups, and deepspeed.initialize was given an mpu; leave tensor out, and TED uses the mpu's"
         )
     try:
         grid = config_hook.Grid.for_world(Topology(config_hook.world_size(), block.tensor).world, gx=block.tensor)

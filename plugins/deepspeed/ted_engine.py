@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from axonn_tp import Grid, LayerPlan, parallelize
-from plugins.config import Axonn, ConfigError, Ted, TensorParallel
+from plugins.config import Axonn, Ted, TensorParallel
 from plugins.deepspeed import replicas
 from plugins.deepspeed.engine import AxonnEngine, Split, options
 from plugins.deepspeed.recompute import Stashes
@@ -31,6 +31,7 @@ from plugins.deepspeed.ted_layers import (
     stand_ins,
     stock_layers,
 )
+from plugins.deepspeed.ted_unit import TedUnitEngine
 from ted_moe import Groups, Topology
 
 
@@ -43,9 +44,8 @@ class TedEngine(TedCheckpoints, AxonnEngine):
             return super().__new__(cls)
         if stock_layers(model):
             if keywords.get("mpu") is not None:
-                raise ConfigError(
-                    "axonn.ted makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
-                )
+                deepspeed.DeepSpeedEngine = TedUnitEngine
+                return TedUnitEngine(args, model, *rest, config_class=config_class, **keywords)
             check_rest(config_class.axonn_raw, Grid(gdata=dist.get_world_size()))
             return super().__new__(cls)
         deepspeed.DeepSpeedEngine = DeepSpeedEngine

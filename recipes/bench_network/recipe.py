@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from plugins.cluster.units import bits_per_second, nanoseconds
 from plugins.config import ConfigError
@@ -16,6 +15,7 @@ from recipes.bench_network.report import described, toml
 from recipes.bench_pccl.places import on_each
 from recipes.bench_pccl.settings import Places, add_places, layouts, where
 from recipes.bench_tp.settings import under_torchrun
+from recipes.options import add_run
 from recipes.runs import new_folder
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--matrix", type=int, default=1024, help="edge of the matrices multiplied (default %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed (default %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    parser.add_argument("--name", help="the run's folder under runs/ (default bench_network, bench_network-2, ...)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_run(parser, "bench_network")
     return parser
 
 

@@ -6,13 +6,13 @@ import argparse
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from plugins.cluster.units import bits_per_second, nanoseconds
 from plugins.config import ConfigError
 from plugins.pccl.algorithms import algorithms
 from plugins.pccl.choice import Choice
 from recipes.bench_tp.settings import under_torchrun
+from recipes.options import add_run, at_least_one
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = "16K,64K,256K,1M,4M,16M,64M"
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         help="measured besides what PCCL takes of itself; chunks behind a slash as in ring/2 (default %(default)s)",
     )
     made.add_argument("--rounds", type=int, default=5, help="timed turns of every side (default 5)")
-    add_run(made, "bench_pccl")
+    add_tuned_run(made, "bench_pccl")
     return made
 
 
@@ -88,12 +88,10 @@ def add_places(made: argparse.ArgumentParser, layouts: str) -> None:
     )
 
 
-def add_run(made: argparse.ArgumentParser, folder: str) -> None:
+def add_tuned_run(made: argparse.ArgumentParser, folder: str) -> None:
     """Options that every run has; `folder` is its default name."""
     made.add_argument("--tune", action="store_true", help="tune PCCL first, if it never was on such nodes")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help=f"the run's folder under runs/ (default {folder}, {folder}-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_run(made, folder)
 
 
 def resolve(options: argparse.Namespace) -> Settings:
@@ -102,8 +100,7 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds {options.rounds} is not at least 1; give a positive number")
+    at_least_one(options, "rounds")
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     collectives = tuple(options.collectives.split(","))
     for collective in collectives:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.cluster.units import bits_per_second, nanoseconds
-from plugins.config import ConfigError
-from recipes.bench_pccl.settings import Places, add_places, add_run, layouts, where
+from recipes.bench_pccl.settings import Places, add_places, add_tuned_run, layouts, where
 from recipes.bench_tp.settings import under_torchrun
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_numbers, at_least_one, heads_fit
 
 SIDES = ("gloo", "pccl")
 WARM_UP = 2  # steps of a turn before the timed ones; in the first ZeRO-3 learns what to prefetch
@@ -79,10 +79,9 @@ def parser() -> argparse.ArgumentParser:
         description="DeepSpeed ZeRO-3 with gloo's collectives and with PCCL's, on the CPU: one script, with the block and without.",
     )
     add_places(made, "8x2")
-    for name, default, text in _SIZES:
-        made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+    add_numbers(made, _SIZES)
     made.add_argument("--precision", choices=TOLERANCE, default="fp32", help="(default %(default)s)")
-    add_run(made, "bench_pccl_train")
+    add_tuned_run(made, "bench_pccl_train")
     return made
 
 
@@ -92,13 +91,8 @@ def resolve(options: argparse.Namespace) -> Training:
     Raises:
         ConfigError: the first mistake.
     """
-    for name, *_ in _SIZES:
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)} is not at least 1; give a positive number")
-    if options.hidden % options.heads:
-        raise ConfigError(
-            f"--hidden {options.hidden} does not divide into --heads {options.heads}; choose a multiple of it"
-        )
+    at_least_one(options, *(name for name, *_ in _SIZES))
+    heads_fit(options.hidden, options.heads)
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     return Training(
         *(layouts(options.layouts), not under_torchrun(), options.latency, options.bandwidth),

@@ -23,7 +23,8 @@ from recipes.bench_planner.measure import measure
 from recipes.bench_planner.predict import collectives, counted, formulas, outermost
 from recipes.bench_planner.report import errors, results, table, write
 from recipes.bench_tp.measure import Side
-from recipes.bench_tp.settings import Settings, add_run, add_sizes, name, resolve, under_torchrun
+from recipes.bench_tp.settings import Settings, add_sizes, name, resolve, under_torchrun
+from recipes.options import add_run
 from recipes.runs import new_folder
 
 RING, MATRIX = 2**24, 512

@@ -6,12 +6,12 @@ import argparse
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_numbers, add_run, at_least_one
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -64,18 +64,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sparsity", type=float, default=0.9, help="share that is pruned (default %(default)s)")
     made.add_argument("--dtype", default="bf16", help=f"one of {', '.join(DTYPES)} (default %(default)s)")
     made.add_argument("--device", help="cpu or cuda (default cuda where there is one)")
-    for name, default, text in (
-        ("hidden", 512, f"features of the residual stream, a multiple of {_HEAD}"),
-        ("batch", 8, "sequences of a forward and backward pass"),
-        ("context", 256, "tokens a sequence"),
-        ("rounds", 15, "timed turns of every side"),
-        ("passes", 5, "timed turns of forward and backward; 0 measures steps only"),
-        ("copy-mib", 512, "size of the vector whose copy says what the memory can do"),
-    ):
-        made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default bench_samo, bench_samo-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_numbers(
+        made,
+        (
+            ("hidden", 512, f"features of the residual stream, a multiple of {_HEAD}"),
+            ("batch", 8, "sequences of a forward and backward pass"),
+            ("context", 256, "tokens a sequence"),
+            ("rounds", 15, "timed turns of every side"),
+            ("passes", 5, "timed turns of forward and backward; 0 measures steps only"),
+            ("copy-mib", 512, "size of the vector whose copy says what the memory can do"),
+        ),
+    )
+    add_run(made, "bench_samo")
     return made
 
 
@@ -85,11 +85,7 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    for name in ("hidden", "batch", "context", "rounds", "copy_mib"):
-        if getattr(options, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} is not at least 1; give a positive number"
-            )
+    at_least_one(options, "hidden", "batch", "context", "rounds", "copy_mib")
     if options.passes < 0:
         raise ConfigError(f"--passes {options.passes} is negative; give 0 or more")
     if options.hidden % _HEAD:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_numbers, add_run, at_least_one, heads_fit
 from recipes.pruned.plan import DTYPES
 
 HALF = "half"
@@ -59,18 +59,18 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--sparsity", type=float, default=0.9, help="(default 0.9)")
     made.add_argument("--dtype", choices=DTYPES, default="fp32", help="that the model computes with (default fp32)")
-    for name, default, text in (
-        ("layers", 4, "transformer blocks"),
-        ("hidden", 256, "features of the residual stream"),
-        ("heads", 8, "attention heads"),
-        ("context", 64, "tokens a sequence"),
-        ("batch", 32, "sequences a step, over all ranks"),
-        ("rounds", 21, "timed steps of every side; sides take turns"),
-    ):
-        made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default bench_samo_cluster, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_numbers(
+        made,
+        (
+            ("layers", 4, "transformer blocks"),
+            ("hidden", 256, "features of the residual stream"),
+            ("heads", 8, "attention heads"),
+            ("context", 64, "tokens a sequence"),
+            ("batch", 32, "sequences a step, over all ranks"),
+            ("rounds", 21, "timed steps of every side; sides take turns"),
+        ),
+    )
+    add_run(made, "bench_samo_cluster")
     return made
 
 
@@ -80,17 +80,13 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    for name in ("ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds"):
-        if getattr(options, name) < 1:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {getattr(options, name)} is not at least 1; give a positive number")
+    at_least_one(options, "ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds")
     node_count(options.nodes), nanoseconds(options.latency)
     if options.bandwidth != HALF:
         bits_per_second(options.bandwidth)
     if not 0 <= options.sparsity <= 1:
         raise ConfigError(f"--sparsity {options.sparsity} is not a share; give a number from 0 to 1, such as 0.9")
-    if options.hidden % options.heads:
-        raise ConfigError(f"--hidden {options.hidden} does not divide into --heads {options.heads}; choose a multiple")
+    heads_fit(options.hidden, options.heads)
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__ if name != "seed"})
     if settings.ranks < 2:
         raise ConfigError(f"--nodes {settings.nodes} of one rank each have nothing to communicate; give 2 or more")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_numbers, add_run, at_least_one, heads_fit
 from ted_moe import Topology
 
 WEAK, STRONG = "weak", "strong"
@@ -91,22 +91,22 @@ def parser() -> argparse.ArgumentParser:
         help="with several --nodes, strong: all have the same batch; weak: --batch is that of the most nodes, and others "
         "have their share of it (default strong)",
     )
-    for name, default, text in (
-        ("tensor", 2, "ranks that split a layer; the others split the batch and the experts"),
-        ("layers", 4, "transformer blocks"),
-        ("every", 2, "each so many-th block has experts"),
-        ("hidden", 128, "features of the residual stream"),
-        ("heads", 8, "attention heads"),
-        ("context", 128, "tokens a sequence"),
-        ("batch", 64, "sequences a step, over all ranks"),
-        ("experts", 8, "experts in a layer"),
-        ("k", 1, "experts a token"),
-        ("rounds", 7, "timed steps of every side; sides take turns"),
-    ):
-        made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default bench_ted, bench_ted-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_numbers(
+        made,
+        (
+            ("tensor", 2, "ranks that split a layer; the others split the batch and the experts"),
+            ("layers", 4, "transformer blocks"),
+            ("every", 2, "each so many-th block has experts"),
+            ("hidden", 128, "features of the residual stream"),
+            ("heads", 8, "attention heads"),
+            ("context", 128, "tokens a sequence"),
+            ("batch", 64, "sequences a step, over all ranks"),
+            ("experts", 8, "experts in a layer"),
+            ("k", 1, "experts a token"),
+            ("rounds", 7, "timed steps of every side; sides take turns"),
+        ),
+    )
+    add_run(made, "bench_ted")
     return made
 
 
@@ -119,10 +119,7 @@ def resolve(options: argparse.Namespace) -> list[Settings]:
     numbers = [
         name for name, kind in Settings.__annotations__.items() if kind == "int" and name not in ("nodes", "seed")
     ]
-    for name in numbers:
-        if getattr(options, name) < 1:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {getattr(options, name)} is not at least 1; give a positive number")
+    at_least_one(options, *numbers)
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     nodes = _nodes(options.nodes)
     chosen = {name: getattr(options, name) for name in (*numbers, "local", "latency", "bandwidth")}
@@ -158,10 +155,7 @@ def _check(settings: Settings) -> None:
     ranks, tensor, data = settings.ranks, settings.tensor, settings.data
     if ranks % tensor:
         raise ConfigError(f"--tensor {tensor} does not divide the {ranks} ranks; choose a divisor")
-    if settings.hidden % settings.heads:
-        raise ConfigError(
-            f"--hidden {settings.hidden} does not divide into --heads {settings.heads}; choose a multiple"
-        )
+    heads_fit(settings.hidden, settings.heads)
     if settings.heads % tensor:
         raise ConfigError(f"--heads {settings.heads} do not divide by --tensor {tensor}; use a multiple")
     if settings.layers < settings.every:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from axonn_tp import Grid, factorisations
 from plugins.cluster.units import bits_per_second, nanoseconds
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_numbers, add_run, at_least_one, heads_fit
 
 PEERS = {
     "ddp": "DistributedDataParallel",
@@ -97,22 +97,17 @@ def add_sizes(made: argparse.ArgumentParser) -> None:
     made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
     made.add_argument("--latency", default="0us", help="between nodes, one way, such as 100us (default 0us)")
     made.add_argument("--bandwidth", help="of a node in each direction, such as 500Mbit (default no limit)")
-    for name, default, text in (
-        ("layers", 4, "transformer blocks"),
-        ("hidden", 256, "features of the residual stream"),
-        ("heads", 8, "attention heads"),
-        ("context", 128, "tokens a sequence"),
-        ("batch", 16, "sequences a step, over all ranks"),
-        ("rounds", 7, "timed steps of every side; sides take turns"),
-    ):
-        made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-
-
-def add_run(made: argparse.ArgumentParser, folder: str) -> None:
-    """Options that every run has; `folder` is its default name."""
-    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument("--name", help=f"the run's folder under runs/ (default {folder}, {folder}-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_numbers(
+        made,
+        (
+            ("layers", 4, "transformer blocks"),
+            ("hidden", 256, "features of the residual stream"),
+            ("heads", 8, "attention heads"),
+            ("context", 128, "tokens a sequence"),
+            ("batch", 16, "sequences a step, over all ranks"),
+            ("rounds", 7, "timed steps of every side; sides take turns"),
+        ),
+    )
 
 
 def under_torchrun() -> bool:
@@ -126,20 +121,14 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    for name in ("nodes", "ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds"):
-        if getattr(options, name) < 1:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {getattr(options, name)} is not at least 1; give a positive number")
+    at_least_one(options, "nodes", "ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds")
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     nodes, local = options.nodes, options.ranks_per_node
     if under_torchrun():
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // local
     emulated = not under_torchrun() and (nodes > 1 or options.bandwidth is not None)
-    if options.hidden % options.heads:
-        raise ConfigError(
-            f"--hidden {options.hidden} does not divide into --heads {options.heads}; choose a multiple of it"
-        )
+    heads_fit(options.hidden, options.heads)
     peers = tuple(options.peers.split(",")) if options.peers else ()
     for peer in peers:
         if peer not in PEERS:

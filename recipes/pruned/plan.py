@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from plugins.config import ConfigError
+from recipes.options import at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRUNERS = ("early_bird", "magnitude")
@@ -82,10 +83,7 @@ class Plan:
         Raises:
             ConfigError: the first mistake.
         """
-        for name in ("ranks", "steps", "every", "window", "validate_every"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {getattr(self, name)} is not at least 1; give a positive number")
+        at_least_one(self, "ranks", "steps", "every", "window", "validate_every")
         for name, low, high in (("sparsity", 0, 1), ("latest", 0, 1), ("epsilon", 1e-9, 1)):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(

@@ -20,6 +20,7 @@ from plugins.deepspeed.config_hook import check, grid_for
 from plugins.deepspeed.engine import layer_plans
 from plugins.launch import launch
 from recipes.data import Corpus, load
+from recipes.options import at_least_one
 from recipes.quickstart import report
 from recipes.quickstart.loop import Outcome, train
 from recipes.quickstart.settings import Settings, add_arguments, find_run, resolve, store, stored_settings
@@ -41,10 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     run = find_run(options.runs, options.name, options.resume)
     stored = stored_settings(run) if options.resume else None
     settings = resolve(options, stored[0] if stored else None)
-    for name in ("save_every", "keep_last"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(options, name)} is not at least 1; give a positive number")
+    at_least_one(options, "save_every", "keep_last")
     if options.trace_steps is not None:
         if settings.serial:
             raise ConfigError("--trace-steps is for runs on ranks; leave it or --serial out")

@@ -12,6 +12,7 @@ from typing import Any
 
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import at_least_one, heads_fit
 
 PRECISIONS = ("bf16", "fp32", "fp64")
 
@@ -52,11 +53,8 @@ class Settings:
         Raises:
             ConfigError: the first.
         """
-        for name in ("ranks", "steps", "batch", "context", "layers", "heads", "hidden", "gx", "gy", "gz"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)} is not at least 1; give a positive number")
-        if self.hidden % self.heads:
-            raise ConfigError(f"--hidden {self.hidden} does not divide into --heads {self.heads}; choose a multiple")
+        at_least_one(self, "ranks", "steps", "batch", "context", "layers", "heads", "hidden", "gx", "gy", "gz")
+        heads_fit(self.hidden, self.heads)
 
     def ds_config(self) -> dict[str, Any]:
         """The recipe's ds_config.json with these settings put in."""

@@ -6,12 +6,12 @@ import argparse
 import json
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from plugins.config import ConfigError
 from recipes.models.vgg import VGGConfig
 from recipes.models.wide_resnet import WideResNetConfig
+from recipes.options import add_run
 from recipes.pruned.plan import Plan, add_arguments, given
 
 MODELS = {"vgg19": "VGG-19", "wide_resnet": "WideResnet"}
@@ -48,9 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--data", help="a folder with CIFAR-10 or CIFAR-100, Python or binary version (default: scikit-learn's digits)"
     )
     made.add_argument("--side", choices=("both", "dense", "pruned"), default="both", help="(default both)")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run and what it needs, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default samo_cnn, samo_cnn-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_run(made, "samo_cnn", "say what would be run and what it needs, and stop")
     return made
 
 

@@ -6,11 +6,11 @@ import argparse
 import json
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_run, heads_fit
 from recipes.pruned.plan import Plan, add_arguments, given
 
 SIZES = ("layers", "heads", "hidden", "context")
@@ -50,9 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "standard library)",
     )
     made.add_argument("--side", choices=("both", "dense", "pruned"), default="both", help="(default both)")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run and what it needs, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default samo_gpt, samo_gpt-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_run(made, "samo_gpt", "say what would be run and what it needs, and stop")
     return made
 
 
@@ -77,8 +75,7 @@ def resolve(options: argparse.Namespace) -> Settings:
         if value < 1:
             raise ConfigError(f"--{name} {value} is not at least 1; give a positive number")
     model = replace(GPTConfig(**scale["model"]), **sizes)
-    if model.hidden % model.heads:
-        raise ConfigError(f"--hidden {model.hidden} does not divide into --heads {model.heads}; choose a multiple")
+    heads_fit(model.hidden, model.heads)
     if batch % plan.ranks:
         raise ConfigError(f"--batch {batch} does not divide by the {plan.ranks} ranks; use a multiple")
     share = batch // plan.ranks

@@ -7,11 +7,11 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
+from recipes.options import add_run
 from ted_moe import memory
 from ted_moe.memory import Degrees, Transformer
 
@@ -189,9 +189,7 @@ def parser() -> argparse.ArgumentParser:
         help="processes of DeepSpeed-MoE alone (default: --ranks); with --ranks / --tensor of them gradients are summed in TED's order",
     )
     made.add_argument("--side", choices=("both", *SIDES), default="both", help="(default both)")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run and what it needs, and stop")
-    made.add_argument("--name", help="the run's folder under runs/ (default ted_moe, ted_moe-2, ...)")
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    add_run(made, "ted_moe", "say what would be run and what it needs, and stop")
     return made
 
 

@@ -11,6 +11,7 @@ import torch
 from axonn_tp import Grid, Options
 from axonn_tp.options import LAYOUTS
 from plugins.config import ConfigError
+from recipes.options import at_least_one
 
 # What people call a model, and the unit of its loss.
 MODELS = {"gpt": ("GPT", "nats a byte"), "unet": ("U-Net", "mean squared error")}
@@ -74,8 +75,7 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps} is not at least 1; give a positive number")
+    at_least_one(options, "steps")
     return Settings(_grid(options.grid), options.layout, options.steps, options.seed)
 
 

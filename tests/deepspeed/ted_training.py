@@ -70,10 +70,6 @@ class Case:
     def tensor(self) -> int:
         return (self.ted or {}).get("tensor", 1)
 
-    @property
-    def wide_experts(self) -> int:
-        return self.tensor if (self.ted or {}).get("expert_tensor_parallel", True) else 1
-
 
 def serial_run(case: Case, data_ranks: list[int]) -> tuple[list[float], list[float]]:
     """Losses and norms of a plain loop over the data ranks' parts, so many at each step; half precision has float32 masters."""
@@ -103,7 +99,7 @@ def serial_run(case: Case, data_ranks: list[int]) -> tuple[list[float], list[flo
     return losses, norms
 
 
-def start(case: Case) -> Any:
+def start(case: Case, mpu: Any = None) -> Any:
     import plugins
 
     type(get_accelerator()).is_fp16_supported = lambda self: True
@@ -111,7 +107,9 @@ def start(case: Case) -> Any:
     full = case.serial().state_dict()
     model = case.model(case.ep_size)
     local = EXPERTS // case.ep_size
-    first = dist.get_rank() // case.wide_experts % case.ep_size * local
+    tensor = mpu.get_model_parallel_world_size() if mpu is not None else case.tensor
+    wide = tensor if (case.ted or {}).get("expert_tensor_parallel", True) else 1
+    first = dist.get_rank() // wide % case.ep_size * local
     mine = {}
     for name in model.state_dict():
         before, experts, after = name.partition(".deepspeed_experts.")
@@ -119,7 +117,7 @@ def start(case: Case) -> Any:
         mine[name] = full[f"{before}{experts}{int(number) + first}.{rest}" if experts else name]
     model.load_state_dict(mine)
     config = {
-        "train_micro_batch_size_per_gpu": DATA * case.tensor // dist.get_world_size(),
+        "train_micro_batch_size_per_gpu": DATA * tensor // dist.get_world_size(),
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": case.clip,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
@@ -131,7 +129,9 @@ def start(case: Case) -> Any:
         config[case.dtype] = {"enabled": True} | ({"loss_scale": 1.0} if case.dtype == "fp16" else {})
     if case.dtype == "fp64":
         model = model.double()
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | case.extra)[0]
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | case.extra, mpu=mpu)[
+        0
+    ]
 
 
 def train(engine: Any, case: Case, steps: slice = slice(None)) -> tuple[list[float], list[float]]:

@@ -130,5 +130,7 @@ def test_what_fails_in_the_engine_is_raised_to_the_caller() -> None:
         texts = launch(_without_memory, 3, timeout=90)
     finally:
         del os.environ["AXONN_PCCL_ALGORITHM"]
+    assert "rank 1: the engine failed: std::bad_alloc" in texts[1], texts
     for text in texts:
-        assert "rank 1: the engine failed: std::bad_alloc" in text, texts
+        # A rank that is writing to rank 1 just then may find the link closed before it reads why.
+        assert "rank 1: the engine failed: std::bad_alloc" in text or "needs rank 1, but its link" in text, texts

@@ -1,0 +1,105 @@
+"""Mistakes around ``axonn.ted``: one sentence on every rank, nothing left waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from tests.distributed import run_ranks
+
+
+class Model(nn.Module):
+    def __init__(self, ep_size: int = 2, other: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self.first = MoE(8, nn.Linear(8, 8), 4, ep_size, **options)
+        self.second = MoE(8, nn.Linear(8, 8), 4, ep_size if other is None else other)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)[0])[0].sum()
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "tensor": ({"tensor": 3}, {}, {}, "axonn.ted.tensor = 3 does not divide the 4 ranks of this run"),
+    "expert": ({"tensor": 2}, {"ep_size": 4}, {}, "expert = 4 does not divide"),
+    "two sizes": ({}, {"other": 4}, {}, "layer first has ep_size = 2 and layer second has ep_size = 4"),
+    "whole experts": (
+        {"tensor": 4, "expert_tensor_parallel": False},
+        {},
+        {},
+        "ep_size = 2 is no multiple of axonn.ted.tensor = 4",
+    ),
+    "ZeRO-3": ({}, {}, {"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3 does not go with axonn.ted"),
+    "offload": (
+        {"tensor": 2, "tile_size": None},
+        {},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        "offload_optimizer is not supported with axonn.ted",
+    ),
+    "optimizer": ({}, {}, {"optimizer": {"type": "Lamb", "params": {}}}, "optimizer.type = Lamb needs whole weight"),
+    "samo": ({}, {}, {"axonn": {"ted": {}, "samo": {"sparsity": 0.5}}}, "axonn.ted does not go with axonn.samo"),
+    "key": ({"tensors": 2}, {}, {}, "axonn.ted.tensors is not a key"),
+    "value": ({"stash": "disk"}, {}, {}, 'axonn.ted.stash = "disk" is not known'),
+}
+
+
+class Unit:
+    """Somebody's mpu, whose tensor ranks are no neighbours."""
+
+    def __init__(self) -> None:
+        rank = dist.get_rank()
+        tensor = {first: dist.new_group([first, first + 2]) for first in (0, 1)}
+        data = {first: dist.new_group([first, first + 1]) for first in (0, 2)}
+        self.tensor, self.data = tensor[rank % 2], data[rank - rank % 2]
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_data_parallel_world_size(self) -> int:
+        return 2
+
+
+def start(ted: dict[str, Any], model: dict[str, Any], more: dict[str, Any], mpu: Any = None) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "axonn": {"ted": ted},
+    }
+    try:
+        built = Model(**model)
+        deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config | more, mpu=mpu)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def everything() -> dict[str, str]:
+    import plugins
+
+    plugins.activate()
+    found = {name: start(*case) for name, (*case, _) in CASES.items()}
+    found["mpu"] = start({}, {}, {}, Unit())
+    found["mpu and tensor"] = start({"tensor": 2}, {}, {}, Unit())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    return run_ranks(everything, 4)
+
+
+@pytest.mark.parametrize("name", [*CASES, "mpu", "mpu and tensor"])
+def test_one_sentence_on_every_rank(found: list[dict[str, str]], name: str) -> None:
+    units = {"mpu": "tensor group in the mpu is", "mpu and tensor": "deepspeed.initialize was given an mpu"}
+    expected = units[name] if name in units else CASES[name][3]
+    for rank in found:
+        assert expected in rank[name]
+        assert "\n" not in rank[name]

@@ -1,0 +1,95 @@
+"""TED in a script that gives DeepSpeed an mpu: on the mpu's groups, by stock DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch.distributed as dist
+
+from tests.deepspeed.ted_training import STEPS, Case, serial_run, start, train
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+
+
+class Unit:
+    """Megatron's order of ranks: the tensor ones are neighbours."""
+
+    def __init__(self, tensor: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        across = [dist.new_group(list(range(first, first + tensor))) for first in range(0, world, tensor)]
+        along = [dist.new_group(list(range(first, world, tensor))) for first in range(tensor)]
+        self.tensor, self.data = across[rank // tensor], along[rank % tensor]
+
+    def get_model_parallel_rank(self) -> int:
+        return self.tensor.rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor.size()
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data.rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data.size()
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+
+# Stock DeepSpeed's norm is not that of all experts, so nothing is clipped.
+WHOLE = {"expert_tensor_parallel": False}
+CASES = {
+    "ZeRO-0": (2, Case({}, 2, clip=0.0)),
+    "ZeRO-1, checkpointed": (2, Case({}, 4, stage=1, checkpoint="deepspeed", clip=0.0)),
+    "ZeRO-2, bf16": (2, Case({}, 2, stage=2, dtype="bf16", clip=0.0)),
+    "tensor 4": (4, Case({}, 2, stage=1, clip=0.0)),
+    "whole experts": (2, Case(WHOLE, 4, stage=1, clip=0.0)),
+    "resumed": (2, Case({}, 2, stage=1, clip=0.0)),
+}
+
+
+def run(tensor: int, case: Case, folder: str) -> Any:
+    engine = start(case, mpu=Unit(tensor))
+    kind = type(engine).__name__
+    if not folder:
+        found = train(engine, case)[0]
+    else:
+        found = train(engine, case, slice(0, 1))[0]
+        engine.save_checkpoint(folder)
+        engine.destroy()
+        engine = start(replace(case, seed=9), mpu=Unit(tensor))
+        engine.load_checkpoint(folder)
+        found += train(engine, case, slice(1, None))[0]
+    engine.destroy()
+    deepspeed.utils.groups.mpu = None
+    return kind, found
+
+
+def all_cases(folder: str) -> Any:
+    return {name: attempt(run, *case, str(Path(folder)) if name == "resumed" else "") for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(all_cases, 8, str(tmp_path_factory.mktemp("checkpoint")))[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_what_one_process_trains(found: Any, name: str) -> None:
+    assert not isinstance(found[name], str), found[name]
+    kind, losses = found[name]
+    tensor, case = CASES[name]
+    assert kind == "TedUnitEngine"
+    expected, _ = serial_run(case, [8 // tensor] * STEPS)
+    assert losses == pytest.approx(expected, rel=2e-2 if case.dtype == "bf16" else 2e-5)
