@@ -178,7 +178,7 @@ class TensorParallel(Block):
     @classmethod
     def _planner(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("plan") == "planner":
-            return {**dict.fromkeys(("gx", "gy", "gz"), "auto"), **value, "plan": "auto"}
+            return {"gx": "auto", "gy": "auto", "gz": "auto", **value, "plan": "auto"}
         return value
 
     @property
