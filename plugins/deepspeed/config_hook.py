@@ -71,7 +71,9 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
         parsed_config.axonn = block
         deepspeed.DeepSpeedEngine = samo_config.engine()
         return mpu
-    if block.ted is not None and block.tensor_parallel is None and not isinstance(mpu, PipelineParallelGrid):
+    if block.ted is not None and block.tensor_parallel is None:
+        if isinstance(mpu, PipelineParallelGrid):
+            _refuse_pipeline("axonn.ted")
         from plugins.deepspeed import ted_config
 
         mpu = ted_config.check(block.ted, raw, mpu)
@@ -86,7 +88,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     automatic = len(block.tensor_parallel.given) < 3
     grid = stand_in(raw) if automatic else grid_for(block.tensor_parallel, world_size())
     if isinstance(mpu, PipelineParallelGrid):
-        _refuse_pipeline()
+        _refuse_pipeline("axonn.tensor_parallel")
     if mpu is not None:
         raise config.ConfigError(
             "axonn.tensor_parallel makes its own groups, and deepspeed.initialize was given an mpu; leave one of them out"
@@ -323,9 +325,9 @@ def _check_batch(raw: Mapping[str, Any], grid: Grid) -> None:
         )
 
 
-def _refuse_pipeline() -> None:
+def _refuse_pipeline(key: str) -> None:
     raise config.ConfigError(
-        "axonn.tensor_parallel does not go with a PipelineModule yet; leave the block out, or pass a plain torch.nn.Module"
+        f"{key} does not go with a PipelineModule yet; leave the block out, or pass a plain torch.nn.Module"
     )
 
 
