@@ -55,7 +55,6 @@ class Stashes:
         """Those of a checkpoint that is not reentrant; torch keeps them as long as the recomputation may come."""
         stash = Stash(self.place)
         first, again = stash.contexts()
-        again.stash = stash  # type: ignore[attr-defined]
         self._live.add(stash)
         return first, again
 

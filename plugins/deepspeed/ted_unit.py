@@ -6,6 +6,7 @@ DeepSpeed's, which keeps a file for each tensor rank.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class TedUnitEngine(DeepSpeedEngine):
                 # DeepSpeed's norm counts what is not marked on the first tensor rank only.
                 parameter.tensor_model_parallel = bool(layout_of(parameter).split)
         if dist.get_rank() == 0:
-            print(f"axonn: TED on the mpu's groups\n{topology}", flush=True)
+            print(f"axonn: TED on the mpu's groups\n{topology}", file=sys.stderr, flush=True)
         self._stashes = Stashes(block.stash) if block.communication_aware_checkpointing else None
         super().__init__(args, model, *rest, config_class=config_class, **keywords)
 
