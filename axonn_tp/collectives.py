@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from axonn_tp.layout import Layout
 from axonn_tp.mesh import Axes, Mesh
+from axonn_tp.shares import fewer_in_parts, start_parts, sum_parts
 
 _ops = torch.ops._c10d_functional
 
@@ -51,10 +53,11 @@ class Pending:
 
     Attributes:
         tensor: what it writes to; not to be read before `wait`.
+        whole: that holds every rank's part of the result, several times its size.
     """
 
-    def __init__(self, tensor: Tensor, arrange: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.tensor, self._arrange = tensor, arrange
+    def __init__(self, tensor: Tensor, arrange: Callable[[Tensor], Tensor] | None = None, whole: bool = False) -> None:
+        self.tensor, self._arrange, self.whole = tensor, arrange, whole
 
     def wait(self) -> Tensor:
         """The result."""
@@ -144,6 +147,15 @@ def start_reduce_scatter(tensor: Tensor, mesh: Axes, axis: str, dim: int = 0, pa
             return scattered
 
     return Pending(_ops.reduce_scatter_tensor(joined, "sum", size, mesh.group(axis).group_name), arrange)
+
+
+def start_sum_of_shares(tensor: Tensor, mesh: Axes, axis: str) -> Pending:
+    """`start_reduce_scatter` of a flat tensor over an axis of more than one rank, with the bytes of one on gloo too."""
+    group = mesh.group(axis)
+    if not fewer_in_parts(group, tensor):
+        return start_reduce_scatter(tensor, mesh, axis)
+    padded = F.pad(tensor, (0, missing)) if (missing := -len(tensor) % group.size()) else tensor.contiguous()
+    return Pending(start_parts(padded, group), partial(sum_parts, group=group), whole=True)
 
 
 def all_reduce(tensor: Tensor, mesh: Axes, axis: str, op: str = "sum") -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from axonn_tp.collectives import all_reduce, start_all_reduce_
 from axonn_tp.layout import layout_of
-from axonn_tp.mesh import Mesh
+from axonn_tp.mesh import Axes, Mesh
 
 _BUCKET_BYTES = 2**25
 
@@ -28,25 +28,44 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
     """
+    sum_gradients(parameters, mesh, _sum_axis, mesh.grid.batch if average else 1)
+
+
+@torch.no_grad()
+def sum_gradients(
+    parameters: Iterable[nn.Parameter], axes: Axes, axis_of: Callable[[nn.Parameter], str], divisor: int
+) -> None:
+    """Sum gradients over an axis each, in buckets, and divide them all by a number.
+
+    Args:
+        parameters: the same in the same order on every rank; those that are not trained are left out.
+        axes: the axes.
+        axis_of: over which a parameter's gradient is summed.
+        divisor: what all are divided by.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     pending = []
-    for axis, members in buckets(trained, mesh, _BUCKET_BYTES):
-        if mesh.size(axis) == 1:
-            if average and mesh.grid.batch > 1:
-                torch._foreach_div_([p.grad for p in members if p.grad is not None], mesh.grid.batch)
+    for axis, members in buckets(trained, axes, _BUCKET_BYTES, axis_of):
+        if axes.size(axis) == 1:
+            if divisor > 1:
+                torch._foreach_div_([p.grad for p in members if p.grad is not None], divisor)
             continue
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in members])  # type: ignore[union-attr]
         # The gradients live in the bucket from here on, so that nothing is copied back.
         for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
             parameter.grad = part.view_as(parameter)
-        pending.append(start_all_reduce_(flat, mesh, axis))
+        pending.append(start_all_reduce_(flat, axes, axis))
     for under_way in pending:
         flat = under_way.wait()
-        if average and mesh.grid.batch > 1:
-            flat.div_(mesh.grid.batch)
+        if divisor > 1:
+            flat.div_(divisor)
+
+
+def _sum_axis(parameter: nn.Parameter) -> str:
+    return layout_of(parameter).sum_axis
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -55,15 +74,19 @@ def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def buckets(
-    parameters: Iterable[nn.Parameter], mesh: Mesh, most_bytes: int
+    parameters: Iterable[nn.Parameter],
+    axes: Axes,
+    most_bytes: int,
+    axis_of: Callable[[nn.Parameter], str] = _sum_axis,
 ) -> Iterator[tuple[str, list[nn.Parameter]]]:
     """Parameters, in their order, by the group that sums their gradients; a bucket is full at `most_bytes`."""
     filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     sizes: dict[tuple[str, torch.dtype], int] = defaultdict(int)
     # Where some axes have size 1, two names may mean one group: one call is enough.
-    axes: dict[dist.ProcessGroup, str] = {}
+    names: dict[dist.ProcessGroup | None, str] = {}
     for parameter in parameters:
-        axis = axes.setdefault(mesh.group(layout_of(parameter).sum_axis), layout_of(parameter).sum_axis)
+        axis = axis_of(parameter)
+        axis = names.setdefault(axes.group(axis) if axes.size(axis) > 1 else None, axis)
         key = (axis, gradient_dtype(parameter))
         filling[key].append(parameter)
         sizes[key] += parameter.numel() * key[1].itemsize

@@ -90,9 +90,13 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, k or its share) → (…, n or its share), as `self.split` says."""
+        return self.multiply(input, self.bias)
+
+    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`forward` with a bias of the caller's, or none."""
         mesh, split = self.mesh, self.split
         route = split.route(self._check_width(input))
-        block, bias = self.block(), self.bias
+        block = self.block()
         bias = bias if bias is None else bias.to(block.dtype)
         resharded = self.reshard_after_forward and mesh.size("z") > 1
         if mesh.size("model") == 1 and not resharded and type(self.operation) is Matmul:

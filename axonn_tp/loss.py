@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -91,6 +92,23 @@ class _SplitCrossEntropy(torch.autograd.Function):
         if soft:
             result[..., : len(mine)] -= soft * mine
         return result.mul_(grad[..., None]).to(ctx.dtype), None, None, None, None, None
+
+
+def split_cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh, axes: tuple[str, ...] = ("x",)) -> Tensor:
+    """The loss of every row, in float32 at least: logits (…, classes/g) and targets (…) → (…).
+
+    Args:
+        logits: this rank's share of the classes.
+        targets: class numbers, all of them in range.
+        mesh: the mesh.
+        axes: see `CrossEntropyLoss.convert`.
+    """
+    share = share_of(mesh.grid, mesh.coordinates, axes)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if share.count == 1:
+        return F.cross_entropy(logits.to(dtype).movedim(-1, 1), targets, reduction="none")
+    weight = logits.new_ones(logits.shape[-1] * share.count, dtype=dtype)
+    return _SplitCrossEntropy.apply(logits, targets, weight, 0.0, mesh, share)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

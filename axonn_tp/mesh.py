@@ -15,6 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 AXES = ("x", "y", "z", "data")
+_SEVERAL = {
+    "batch": ("data", "z"),
+    "model": ("y", "x"),
+    "tokens": ("data", "z", "x"),
+    "grid": ("data", "z", "y", "x"),
+}
+"""Groups that span several axes, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,8 @@ class Mesh:
     """A grid bound to the running process group.
 
     Besides the four axes it has groups that span several: ``"model"`` (x and y: ranks that read the same tokens),
-    ``"batch"`` (z and data: ranks that read different ones) and ``"tokens"`` (x, z and data: ranks that hold different
-    tokens of a scattered residual stream).
+    ``"batch"`` (z and data: ranks that read different ones), ``"tokens"`` (x, z and data: ranks that hold different
+    tokens of a scattered residual stream) and ``"grid"``: all ranks of the stage.
 
     Attributes:
         grid: the sizes.
@@ -138,25 +145,32 @@ class Mesh:
     Args:
         grid: sizes of the axes.
         device_type: ``"cpu"`` or ``"cuda"``.
+        stages: that many grids, one after the other, each a pipeline stage; the mesh is that of this rank's stage.
 
     Raises:
-        ValueError: the grid does not have as many ranks as the process group.
+        ValueError: the grids do not have as many ranks as the process group.
     """
 
-    def __init__(self, grid: Grid, device_type: str = "cpu") -> None:
-        if grid.world != dist.get_world_size():
+    def __init__(self, grid: Grid, device_type: str = "cpu", stages: int = 1) -> None:
+        if grid.world * stages != dist.get_world_size():
             raise ValueError(
-                f"the grid {grid} has {grid.world} ranks, but {dist.get_world_size()} run; make them equal"
+                f"{stages} stages of the grid {grid} have {grid.world * stages} ranks, but {dist.get_world_size()} run; "
+                "make them equal"
             )
         self.grid = grid
         self.device = torch.device(device_type)
         if device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.coordinates = grid.coordinates(dist.get_rank())
-        shape = (grid.gdata, grid.gz, grid.gy, grid.gx)
-        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(reversed(AXES)))
+        self.coordinates = grid.coordinates(dist.get_rank() % grid.world)
+        shape = (stages, grid.gdata, grid.gz, grid.gy, grid.gx)
+        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("stage", *reversed(AXES)))
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
-        for name, axes in (("batch", ("data", "z")), ("model", ("y", "x")), ("tokens", ("data", "z", "x"))):
+        if stages == 1:
+            assert dist.group.WORLD is not None  # made above, if it was not there
+            self._groups["grid"] = dist.group.WORLD
+        for name, axes in _SEVERAL.items():
+            if name in self._groups:
+                continue
             self._groups[name] = self._joined(name, [axis for axis in axes if grid.size(axis) > 1] or [axes[0]])
         self._forwards = 0
         self.split_over: tuple[str, ...] = ()
@@ -164,8 +178,8 @@ class Mesh:
 
     def _joined(self, name: str, axes: list[str]) -> dist.ProcessGroup:
         """The group over several axes; that of one of them where the others have size 1."""
-        for known, members in (("batch", ["data", "z"]), *((axis, [axis]) for axis in AXES)):
-            if members == axes and known in self._groups:
+        for known, members in (*_SEVERAL.items(), *((axis, (axis,)) for axis in AXES)):
+            if members == tuple(axes) and known in self._groups:
                 return self._groups[known]
         return self.device_mesh[tuple(axes)]._flatten(name).get_group()
 
@@ -179,7 +193,7 @@ class Mesh:
         return self
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group along an axis, or of ``"model"``, ``"batch"`` or ``"tokens"``."""
+        """Process group along an axis, or of ``"model"``, ``"batch"``, ``"tokens"`` or ``"grid"``."""
         return self._groups[axis]
 
     def size(self, axis: str) -> int:

@@ -1,7 +1,7 @@
 """Weights gathered over z ahead of time, and their gradients waited for at the end (dissertation §5.2: OAG, ORS).
 
-The order of gathers is learned from the last pass: when a layer asks for its weight, the gather of the layer that
-followed it last time is started. A weight's gradient is reduce-scattered when it is there and waited for as late as
+The order of gathers is learned from the last pass: when a layer asks for its weight, the gathers of the layers that
+followed it last time are started. A weight's gradient is reduce-scattered when it is there and waited for as late as
 autograd allows: by a node that was made before the model's forward began, which the engine therefore runs last.
 All ranks run the same passes, so all start the same collectives in the same order.
 """
@@ -13,17 +13,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from axonn_tp.collectives import Pending, scatter_from, start_all_gather, start_reduce_scatter, wait
+from axonn_tp.collectives import Pending, scatter_from, start_all_gather, start_sum_of_shares
 from axonn_tp.mesh import Mesh
 from axonn_tp.options import Options
 
 if TYPE_CHECKING:
     from axonn_tp.weight import SplitWeight
 
+_AHEAD = 4
+"""Weights that are gathered while one is used, where they are kept until backward all the same."""
+_WHOLE_AT_ONCE = 4
+"""Reduce-scatters under way that hold more than the share they will give."""
+
 
 def in_backward() -> bool:
     """Whether autograd is running: a forward seen now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Sums:
+    """Reduce-scatters of weight gradients that are under way, by the node of the graph that will wait for each."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._started: dict[Any, Pending | Tensor] = {}
+
+    def start(self, node: Any, grad: Tensor) -> None:
+        """Begin that of a block's gradient, flat."""
+        whole = [(one, sum_) for one, sum_ in self._started.items() if isinstance(sum_, Pending) and sum_.whole]
+        if len(whole) == _WHOLE_AT_ONCE:
+            oldest, sum_ = whole[0]
+            self._started[oldest] = sum_.wait()
+        self._started[node] = start_sum_of_shares(grad, self.mesh, "z")
+
+    def share(self, node: Any) -> Tensor | None:
+        """The shard's gradient, waited for; None where no reduce-scatter was begun for the node."""
+        found = self._started.pop(node, None)
+        return found.wait() if isinstance(found, Pending) else found
+
+    def clear(self) -> None:
+        """Forget those of a backward that was broken off."""
+        for node in list(self._started):
+            self.share(node)
 
 
 class _Deferred(torch.autograd.Function):
@@ -33,12 +64,14 @@ class _Deferred(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, sums: Sums) -> Tensor:
+        ctx.sums = sums
         return shard.new_empty((), dtype=dtype).expand(shard.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if torch.is_grad_enabled() else wait(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        share = ctx.sums.share(ctx)
+        return grad if share is None else share, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -49,7 +82,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, values: Tensor, layer: SplitWeight, late: bool) -> Tensor:
-        ctx.layer, ctx.late = layer, late
+        # The node that made a stand-in is what waits for its gradient.
+        ctx.layer, ctx.waits, ctx.shape = layer, shard.grad_fn if late else None, shard.shape
         return layer.gathers.take(layer, values)
 
     @staticmethod
@@ -59,8 +93,10 @@ class _Gathered(torch.autograd.Function):
         grad = grad.to(gathers.options.summed_in(grad.dtype))
         if torch.is_grad_enabled():
             return scatter_from(grad, mesh, "z", 0), None, None, None
-        pending = start_reduce_scatter(grad, mesh, "z")
-        return pending.tensor if ctx.late else pending.wait(), None, None, None
+        if ctx.waits is None:
+            return start_sum_of_shares(grad, mesh, "z").wait(), None, None, None
+        gathers.sums.start(ctx.waits, grad)
+        return grad.new_empty(()).expand(ctx.shape), None, None, None
 
 
 class Gathers:
@@ -80,6 +116,7 @@ class Gathers:
         self._views: dict[SplitWeight, tuple[Tensor, Tensor]] = {}
         self._kept: dict[SplitWeight, Tensor] = {}
         self._sources: dict[SplitWeight, Tensor] = {}
+        self.sums = Sums(mesh)
 
     def __deepcopy__(self, memo: dict) -> Gathers:
         """A copied model learns its own order."""
@@ -89,6 +126,8 @@ class Gathers:
         """The model's forward begins: forget what the last step left, and make the nodes that backward runs last."""
         for _, _, pending in self._pending.values():
             pending.wait()
+        if not in_backward():
+            self.sums.clear()
         for store in (self._pending, self._views, self._kept, self._sources, self._last):
             store.clear()
         if self.mesh.size("z") == 1:
@@ -98,9 +137,9 @@ class Gathers:
                 shard = layer._shard()
                 if shard.requires_grad:
                     dtype = layer.compute_dtype(shard)
-                    stand_in = _Deferred.apply(shard, self.options.summed_in(dtype))
+                    stand_in = _Deferred.apply(shard, self.options.summed_in(dtype), self.sums)
                     self._views[layer] = stand_in, shard.detach().to(dtype)
-        self._start_successor(_phase(), None)
+        self._start_successors(_phase(), None)
 
     def block(self, layer: SplitWeight) -> Tensor:
         """The block of this (x, y), flat and padded as its shards are; differentiable, the gradient goes to the shard."""
@@ -131,7 +170,7 @@ class Gathers:
         if self.options.overlap_all_gather and (phase == "backward" or self.mesh.in_forward):
             self._successor[phase, self._last.get(phase)] = layer
             self._last[phase] = layer
-            self._start_successor(phase, layer)
+            self._start_successors(phase, layer)
         flat = pending.wait()
         if phase == "forward" and layer.training:
             self._keep(layer, flat)
@@ -141,14 +180,23 @@ class Gathers:
         """The layer's backward is done: what was kept for its recomputation may go."""
         self._kept.pop(layer, None)
 
-    def _start_successor(self, phase: str, after: SplitWeight | None) -> None:
-        layer = self._successor.get((phase, after))
-        if layer is None or layer in self._pending or layer in self._kept:
-            return
+    def _start_successors(self, phase: str, after: SplitWeight | None) -> None:
+        """Start the gathers of the layers that followed last time; where weights stay until backward, of several."""
+        stay = phase == "forward" and torch.is_grad_enabled() and not self.options.reshard_after_forward
+        for _ in range(_AHEAD if stay else 1):
+            after = self._successor.get((phase, after))
+            if after is None or not self._start(phase, after):
+                return
+
+    def _start(self, phase: str, layer: SplitWeight) -> bool:
+        """Start a layer's gather unless it is there; whether it could be."""
+        if layer in self._pending or layer in self._kept:
+            return True
         shard = self._views[layer][1] if layer in self._views else self._sources.get(layer, layer._shard().detach())
         if phase == "forward" and shard.dtype != layer.compute_dtype(shard):
-            return
+            return False
         self._pending[layer] = (shard, shard._version, start_all_gather(shard, self.mesh, "z"))
+        return True
 
     def _keep(self, layer: SplitWeight, flat: Tensor) -> None:
         held = sum(kept.nbytes for kept in self._kept.values())

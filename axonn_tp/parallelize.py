@@ -144,10 +144,10 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
 
 
 def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
-    """Rank 0's values, on the mesh's device: NCCL sends nothing from the CPU, where a model is often built."""
-    if dist.get_world_size() > 1 and parameter.numel():
+    """The first rank's values, on the mesh's device: NCCL sends nothing from the CPU, where a model is often built."""
+    if mesh.size("grid") > 1 and parameter.numel():
         whole = parameter.data.to(mesh.device).contiguous()
-        dist.broadcast(whole, src=0)
+        dist.broadcast(whole, group=mesh.group("grid"), group_src=0)
         parameter.data = whole
 
 

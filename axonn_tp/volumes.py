@@ -25,13 +25,15 @@ class Volume:
     Attributes:
         sent: bytes that a rank sends under the ring algorithms (000, equations 5.1 to 5.5).
         messages: that a rank sends one after another.
+        scattered: bytes among `sent` that go in reduce-scatters, which some libraries do at an all-reduce's cost.
     """
 
     sent: Fraction = Fraction(0)
     messages: int = 0
+    scattered: Fraction = Fraction(0)
 
     def __add__(self, other: Volume) -> Volume:
-        return Volume(self.sent + other.sent, self.messages + other.messages)
+        return Volume(self.sent + other.sent, self.messages + other.messages, self.scattered + other.scattered)
 
 
 def step_volumes(
@@ -53,7 +55,9 @@ def step_volumes(
         dtype = next(placement.module.parameters(), torch.empty(0)).dtype
         for collective in placement.collectives(tokens, grid):
             size = placement.options.itemsize(collective, dtype)
-            found[collective.axis] += Volume(times * collective.sent * size, times * _messages(collective))
+            sent = times * collective.sent * size
+            scattered = sent if collective.op == "reduce_scatter" else Fraction(0)
+            found[collective.axis] += Volume(sent, times * _messages(collective), scattered)
     for axis, (elements, size) in _gradients(model, placements, grid).items():
         members = [name for name in _ACROSS[axis] if grid.size(name) > 1]
         if members:

@@ -21,12 +21,13 @@ from plugins.block import Block as Block
 from plugins.block import ConfigError as ConfigError
 from plugins.block import Size as Size
 from plugins.pccl.options import Options
+from plugins.pipeline.block import Pipeline
+from plugins.pipeline.offload_block import OffloadOptimizer
 from plugins.samo.block import EarlyBird, Pruner, Samo
 
 LayerKind = Literal[
     "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
 ]
-LATER_SYSTEMS = {"pipeline": "the message-driven pipeline"}
 
 
 class Layer(Block):
@@ -296,6 +297,10 @@ class Axonn(Block):
     ted: Ted | None = Field(
         None, description="Mixtures of experts by tensor, expert and data parallelism, and the tiled optimizer."
     )
+    offload_optimizer: OffloadOptimizer | None = Field(
+        None, description="Float32 weights and optimizer state in host memory."
+    )
+    pipeline: Pipeline | None = Field(None, description="The message-driven pipeline under a PipelineModule.")
 
 
 def parse(block: Any) -> Axonn:
@@ -306,12 +311,6 @@ def parse(block: Any) -> Axonn:
     """
     if isinstance(block, Mapping):
         _check_version(block)
-        for key, system in LATER_SYSTEMS.items():
-            if key in block:
-                raise ConfigError(
-                    f"axonn.{key}: this version of axonn-plugins ({__version__}) is too old for {system}; "
-                    "remove the key, or install a newer axonn-plugins"
-                )
     try:
         found = Axonn.model_validate(block)
     except ValidationError as error:
@@ -350,6 +349,8 @@ _CLASSES: dict[str, type[Block]] = {
     "ted": Ted,
     "pruner": Pruner,
     "early_bird": EarlyBird,
+    "offload_optimizer": OffloadOptimizer,
+    "pipeline": Pipeline,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +30,19 @@ class RankFailed(RuntimeError):
     def __init__(self, rank: int, error: BaseException | None, details: str) -> None:
         super().__init__(f"rank {rank} failed:\n{details}")
         self.rank, self.error, self.details = rank, error, details
+
+
+def free_port() -> int:
+    """A TCP port that is free, and that no connection of another process is given before this one binds it."""
+    ephemeral = 32768
+    with suppress(OSError):
+        ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(10000, max(ephemeral, 20000))
+    for port in random.SystemRandom().sample(ports, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError(f"100 ports between {ports.start} and {ports.stop} are in use: free some of them")
 
 
 def launch(
@@ -58,9 +73,7 @@ def launch(
         TimeoutError: the ranks did not finish in time.
     """
     fork = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     readers: dict[Connection, int] = {}
     processes = []
     sys.stdout.flush()

@@ -29,6 +29,7 @@ _FUNCTIONAL = {
     "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "reduce_scatter_parts": "reduce_scatter",
 }
 _INPLACE = {
     "allreduce_": ("all_reduce", 0),
@@ -41,6 +42,9 @@ _INPLACE = {
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_single_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
 }
 
 
@@ -102,7 +106,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented
         name = function._schema.name.split("::")
         kwargs = kwargs or {}
-        if name[0] == "_c10d_functional":
+        if name[0] in ("_c10d_functional", "axonn"):
             return self._functional(name[1].rstrip("_"), function, args, kwargs)
         if name[0] != "c10d":
             return function(*args, **kwargs)

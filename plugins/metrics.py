@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,12 @@ def format_step(
         f"step {step:>{width}}/{steps}  loss {loss:8.4f}  grad norm {norm:>9}  lr {lr:.2e}  "
         f"{tokens_per_s:>11,.0f} tok/s  memory {memory_bytes / GIB:7.2f} GiB  MFU {utilisation:>6}"
     )
+
+
+def format_split(seconds: Mapping[str, float]) -> str:
+    """Shares of a step's time by phase, for the end of its line; empty where nothing was timed (000, Figure 4.8)."""
+    whole = sum(seconds.values())
+    return "  ".join(f"{phase} {part / whole:.0%}" for phase, part in seconds.items()) if whole > 0 else ""
 
 
 def flops_per_token(n_matmul_params: int, layers: int, hidden: int, context: int) -> float:

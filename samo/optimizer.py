@@ -225,6 +225,15 @@ class Optimizer(torch.optim.Optimizer):
             entry.arrived = False
         super().zero_grad()
 
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """The accumulated gradient of a parameter's kept elements, zeros where none has come; changed in place it is what counts."""
+        entry = next(entry for entry in self.entries if entry.parameter is parameter)
+        part = self._store_of[entry].gradient[entry.start : entry.start + entry.kept]
+        if not entry.arrived:
+            entry.arrived = True
+            part.zero_()
+        return part
+
     def release(self) -> None:
         """Take no more gradients: another optimizer may have the parameters."""
         for hook in self._hooks:

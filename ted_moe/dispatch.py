@@ -50,39 +50,37 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(sources)
         ctx.groups, ctx.drop, ctx.count = groups, drop, tokens.shape[0]
         if drop:
-            sources = sources.chunk(groups.size("tensor"), dim=1)[groups.rank("tensor")]
+            sources = sources.chunk(groups.size("tensor"))[groups.rank("tensor")]
         padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-        return padded.index_select(0, sources.reshape(-1)).view(*sources.shape, tokens.shape[1])
+        return padded.index_select(0, sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (sources,) = ctx.saved_tensors
         if ctx.drop:
-            grad = gather_from(grad, ctx.groups, "tensor", 1)
-        total = grad.new_zeros(ctx.count + 1, grad.shape[2])
-        total.index_add_(0, sources.reshape(-1), grad.reshape(-1, grad.shape[2]))
+            grad = gather_from(grad, ctx.groups, "tensor", 0)
+        total = grad.new_zeros(ctx.count + 1, grad.shape[1])
+        total.index_add_(0, sources, grad)
         return total[:-1], None, None, None
 
 
-def dispatch(tokens: Tensor, slots: Tensor, rows: int, capacity: int, groups: Axes, drop: bool) -> Tensor:
+def dispatch(tokens: Tensor, slots: Tensor, count: int, groups: Axes, drop: bool) -> Tensor:
     """Put tokens into slots.
 
     Args:
         tokens: S × M, the same on all tensor ranks.
-        slots: k × S; a token may be in several; `rows` · `capacity`: in none.
-        rows: of slots; an expert's each, E, where they have a capacity.
-        capacity: slots a row, C.
+        slots: k × S; a token may be in several; `count`: in none.
+        count: of slots, C.
         groups: the axes.
-        drop: take this tensor rank's share of each row only; the gradient is gathered over the tensor ranks.
+        drop: take this tensor rank's share of the slots only; the gradient is gathered over the tensor ranks.
 
     Returns:
-        E × C × M, or E × C/G_tensor × M; zeros in slots that nothing is routed to.
+        C × M, or C/G_tensor × M; zeros in slots that nothing is routed to.
     """
-    count = tokens.shape[0]
-    sources = torch.full((rows * capacity + 1,), count, dtype=torch.long, device=tokens.device)
-    numbers = torch.arange(count, device=tokens.device).expand_as(slots)
+    sources = torch.full((count + 1,), tokens.shape[0], dtype=torch.long, device=tokens.device)
+    numbers = torch.arange(tokens.shape[0], device=tokens.device).expand_as(slots)
     sources.scatter_(0, slots.reshape(-1), numbers.reshape(-1))
-    return _Dispatch.apply(tokens, sources[:-1].view(rows, capacity), groups, drop)
+    return _Dispatch.apply(tokens, sources[:-1], groups, drop)
 
 
 def combine(outputs: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -102,7 +100,12 @@ def combine(outputs: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     return (routed * weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
 
 
-def slots_of(routes: Routes, experts: int, capacity: int) -> Tensor:
-    """Each route's slot among all experts', k × S; one beyond the last where the expert had no room."""
-    slots = routes.experts * capacity + routes.places
+def slots_of(routes: Routes, experts: int, capacity: int, shares: int) -> Tensor:
+    """Each route's slot among all experts', k × S; one beyond the last where the expert had no room.
+
+    They are numbered share by share of the tensor ranks, and in these expert by expert: so what is gathered from the tensor
+    ranks lies in this order, and need not be rearranged.
+    """
+    each = max(capacity // shares, 1)  # there may be no tokens at all
+    slots = (routes.places // each * experts + routes.experts) * each + routes.places % each
     return torch.where(routes.experts >= 0, slots, experts * capacity)

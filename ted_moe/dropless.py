@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonn_tp.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.mesh import Axes
+from ted_moe.agreement import Agreement
 from ted_moe.dispatch import combine, dispatch, exchange
 from ted_moe.gating import Routes
 from ted_moe.grouped import run
@@ -136,14 +137,24 @@ def through_experts(
 
     Returns:
         S × M, weighted and summed over a token's experts.
+
+    Raises:
+        ValueError: tensor ranks do not route the same tokens; on all ranks that they would exchange them with.
     """
+    same = (
+        Agreement(0, len(tokens), groups, tokens.device, _number(routes.exp_counts))
+        if groups.size("tensor") > 1
+        else None
+    )
     shares, share = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
     table = share_out(routes.exp_counts, shares)
     arriving = exchange_counts(table if gathered else table[share : share + 1], groups)
+    if same is not None:
+        same.wait()
     sending = plan_sending(routes, table.cpu(), share, groups.size("expert"))
     receiving = plan_receiving(arriving.cpu(), share if gathered else 0, tokens.device)
 
-    rows = dispatch(tokens, sending.slots, 1, shares * sending.length, groups, drop)[0, : sum(sending.splits)]
+    rows = dispatch(tokens, sending.slots, shares * sending.length, groups, drop)[: sum(sending.splits)]
     rows = exchange(rows, groups, sending.splits, receiving.splits)
     if gathered:
         rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
@@ -169,6 +180,12 @@ def _own_random_numbers(device: torch.device, groups: Axes) -> Iterator[None]:
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
         yield
+
+
+def _number(counts: Tensor) -> int:
+    """One for each table of counts, as good as certainly."""
+    factors = torch.full_like(counts, 6364136223846793005).cumprod(0)
+    return int((counts * factors).sum() % 2**62)
 
 
 def _pad(rows: Tensor, length: int) -> Tensor:

@@ -84,7 +84,7 @@ class Gate:
         logits: Tensor,
         training: bool,
         used_token: Tensor | None = None,
-        largest: Callable[[Tensor], Tensor] = lambda count: count,
+        largest: Callable[[Tensor], int] = int,
         generator: Callable[[Tensor], torch.Generator] | None = None,
     ) -> Routes:
         """Route S tokens among E experts.
@@ -112,7 +112,7 @@ class Gate:
         l_aux = self._balance(gates, asked)
         capacity = self.capacity(tokens, experts, training)
         if capacity is None:
-            capacity = int(exp_counts.max() if self.dropless else largest(exp_counts.max()))
+            capacity = (int if self.dropless else largest)(exp_counts.max())
         kept, places = self._place(gates, asked, capacity, generator(logits) if self.k == 1 and self.use_rts else None)
         weights = (gates * kept).sum(2)
         if self.k > 1:

@@ -16,19 +16,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def run(experts: Sequence[nn.Module], rows: Tensor, counts: list[int]) -> Tensor:
-    """Each expert on its rows; on none, too, so that its gradients are zeros.
+    """Each expert on its rows, N × M; see `run_each`."""
+    return torch.cat(list(run_each(experts, rows, counts)))
+
+
+def run_each(experts: Sequence[nn.Module], rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """What each expert makes of its rows; also of none, so that its gradients are zeros.
 
     Args:
         experts: alike.
         rows: N × M, one expert's after another's.
         counts: rows of each.
-
-    Returns:
-        N × M.
     """
+    # Under DeepSpeed experts see four dims, and some unpack them.
     if _fast(rows) and groupable(experts, alignment=16):
-        return _first(together(experts, counts, rows.device)(rows))
-    return torch.cat([_first(expert(part)) for expert, part in zip(experts, rows.split(counts), strict=True)])
+        return _first(together(experts, counts, rows.device)(rows[None, None])).flatten(0, -2).split(counts)
+    parts = zip(experts, rows.split(counts), strict=True)
+    return [_first(expert(part[None, None])).flatten(0, -2) for expert, part in parts]
 
 
 def _first(output: Any) -> Tensor:
@@ -90,6 +94,9 @@ class _Linears(nn.Module):
         self.layers, self.sizes, self.ends = tuple(layers), sizes, ends
 
     def forward(self, rows: Tensor) -> Tensor:
+        return self._flat(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
+
+    def _flat(self, rows: Tensor) -> Tensor:
         first: Any = self.layers[0]
         rows = first.enter(rows) if isinstance(first, Column) else rows
         product = _Product.apply(rows.contiguous(), self.ends, *(layer.weight for layer in self.layers))

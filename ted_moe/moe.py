@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import Pending, all_reduce, gather_from, gather_to, scatter_from, split_to, start_all_reduce
+from axonn_tp.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.mesh import Axes
+from ted_moe.agreement import Agreement
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, same_on_replicas
-from ted_moe.grouped import run
+from ted_moe.grouped import run_each
 from ted_moe.topology import Groups
 
 
@@ -131,12 +134,18 @@ class MoE(nn.Module):
 
         Returns:
             The output, of the input's shape; l_aux, a scalar; exp_counts, how many of this rank's tokens asked for each expert.
+            The last two are in `deepspeed_moe.l_aux` and `deepspeed_moe.exp_counts` until the next forward, too.
+
+        Raises:
+            ValueError: tensor ranks were not given the same tokens; on all ranks that they would exchange them with.
         """
         features = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, features)
         room = self._start_agreeing(tokens)
         logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), self.gate.weight.float())
-        routes = self.routing(logits, self.training, used_token, self._largest)
+        routes = self.routing(logits, self.training, used_token, partial(self._largest, len(tokens)))
+        layer: Any = self.deepspeed_moe
+        layer.l_aux, layer.exp_counts = routes.l_aux, routes.exp_counts
         output = self._through_experts(tokens, routes, room).reshape(hidden_states.shape)
         if self.use_residual:
             dense = self.mlp(hidden_states)
@@ -155,20 +164,12 @@ class MoE(nn.Module):
         """This rank's experts."""
         return self.get_submodule("deepspeed_moe.experts.deepspeed_experts")  # type: ignore[return-value]
 
-    def _start_agreeing(self, tokens: Tensor) -> Pending | None:
-        """Begin to ask the expert ranks, which may have other numbers of tokens, for the largest capacity.
-
-        No rank can know that the others' batches are like its own, so all ask each time, for one integer, while tokens
-        are routed. Where the group has a backend for the CPU no accelerator waits for the answer.
-        """
+    def _start_agreeing(self, tokens: Tensor) -> Agreement | None:
+        """Begin to ask the block's ranks, which may have other numbers of tokens, for the largest capacity, where it is known."""
         capacity = self.routing.capacity(len(tokens), self.num_experts, self.training)
-        if capacity is None or self.groups.size("expert") == 1:
-            return None
-        on_host = torch.device("cpu") in self.groups.group("expert")._device_types
-        slots = torch.tensor([capacity], device="cpu" if on_host else tokens.device)
-        return start_all_reduce(slots, self.groups, "expert", "max")
+        return None if capacity is None else Agreement(capacity, len(tokens), self.groups, tokens.device)
 
-    def _through_experts(self, tokens: Tensor, routes: Routes, room: Pending | None) -> Tensor:
+    def _through_experts(self, tokens: Tensor, routes: Routes, room: Agreement | None) -> Tensor:
         """What the experts make of the tokens, S × M."""
         groups, experts = self.groups, list(self.local)
         ranks = groups.size("tensor")
@@ -178,24 +179,25 @@ class MoE(nn.Module):
         if self.routing.dropless:
             return through_experts(tokens, routes, experts, groups, drop, gathered, self.fused)
         # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
-        capacity = routes.capacity if room is None else int(room.wait())
+        capacity = routes.capacity if room is None else room.wait()
         capacity = -(-capacity // ranks) * ranks if drop else capacity
-        slots = slots_of(routes, self.num_experts, capacity)
-        there = exchange(dispatch(tokens, slots, self.num_experts, capacity, groups, drop), groups)
-        there = there.view(self.ep_size, len(experts), *there.shape[1:])
+        slots = slots_of(routes, self.num_experts, capacity, ranks if drop else 1)
+        rows = dispatch(tokens, slots, self.num_experts * capacity, groups, drop)
+        there = exchange(rows.view(self.num_experts, -1, rows.shape[1]), groups)
+        there = there.unflatten(0, (self.ep_size, len(experts)))
         if gathered:
-            there = (gather_to if self.fused else gather_from)(there, groups, "tensor", 2)
+            there = (gather_to if self.fused else gather_from)(there, groups, "tensor", 0)
         by_expert = there.transpose(0, 1)
-        count = by_expert.shape[1] * by_expert.shape[2]
-        outputs = run(experts, by_expert.flatten(0, 2), [count] * len(experts))
-        output = outputs.view(*by_expert.shape[:3], outputs.shape[1]).transpose(0, 1)
+        shape = by_expert.shape[1:3]
+        parts = run_each(experts, by_expert.flatten(0, 2), [shape.numel()] * len(experts))
+        output = torch.stack([part.unflatten(0, shape) for part in parts], dim=1)
         if gathered:
-            output = (scatter_from if self.fused else split_to)(output, groups, "tensor", 2)
+            output = (scatter_from if self.fused else split_to)(output, groups, "tensor", 0)
         back = exchange(output.flatten(0, 1), groups)
-        return combine(gather_from(back, groups, "tensor", 1) if drop else back, slots, routes.weights)
+        return combine(gather_from(back, groups, "tensor", 0) if drop else back, slots, routes.weights)
 
-    def _largest(self, count: Tensor) -> Tensor:
-        return all_reduce(count, self.groups, "expert", "max")
+    def _largest(self, tokens: int, count: Tensor) -> int:
+        return Agreement(int(count), tokens, self.groups, count.device).wait()
 
     def _agree(self, groups: Groups) -> None:
         """Give replicas the weights of the first of them."""

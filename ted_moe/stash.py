@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _ops = torch.ops._c10d_functional
 _COLLECTIVES = {
@@ -22,8 +23,8 @@ Place = Literal["device", "cpu"]
 class Stashing:
     """A function to be checkpointed, whose collectives happen in the first call only.
 
-    ``checkpoint(Stashing(block), x)`` in the place of ``checkpoint(block, x)``, whichever checkpoint: torch's, reentrant or
-    not, or DeepSpeed's. Each checkpointed call needs an object of its own. What all-to-alls, all-reduces, all-gathers and
+    ``checkpoint(Stashing(block), x)`` in the place of ``checkpoint(block, x)``, whichever checkpoint: torch's or DeepSpeed's,
+    reentrant or not, one in another. Each checkpointed call needs an object of its own. What all-to-alls, all-reduces, all-gathers and
     reduce-scatters (torch's functional ones, as `ted_moe` and `axonn_tp` use them) returned is kept until the
     recomputation asks for it.
 
@@ -40,17 +41,51 @@ class Stashing:
 
     def __init__(self, function: Callable[..., Any], stash: Place = "device") -> None:
         self.function, self._stash = function, Stash(stash)
+        self._autocast = Autocast()
 
     @property
     def nbytes(self) -> int:  # noqa: D102
         return self._stash.nbytes
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is kept now."""
+        return self._stash.kept
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The function's result."""
-        # In a recomputation autograd is running, whichever way it was started.
+        # In a recomputation autograd is running, whichever way it was started; so it is when a checkpoint around this one is
+        # recomputed, and this one is called as if for the first time.
         again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        with self._stash.replay() if again else self._stash.record():
+        if again and self._stash.recorded and not _replaying():
+            # DeepSpeed's checkpoints leave the first call's autocast out, whose types the kept results have.
+            with self._autocast.again(), self._stash.replay():
+                return self.function(*arguments, **keywords)
+        self._autocast = Autocast()
+        with self._stash.record():
             return self.function(*arguments, **keywords)
+
+
+class Autocast:
+    """The present state of autocast, of the CPU and of the accelerator."""
+
+    def __init__(self) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
+        self._states = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore it for a while."""
+        with ExitStack() as entered:
+            for state in self._states:
+                entered.enter_context(torch.autocast(*state, cache_enabled=self._cached))
+            yield
 
 
 class Stash:
@@ -69,17 +104,22 @@ class Stash:
     def __init__(self, place: Place = "device") -> None:
         if place not in ("device", "cpu"):
             raise ValueError(f"stash = {place!r} is no place; use 'device' or 'cpu'")
-        self.place, self.spent = place, False
+        self.place, self.spent, self.recorded = place, False, False
         self._kept: list[_Kept] = []
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is kept now."""
+        return [kept.tensor for kept in self._kept]
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept now."""
-        return sum(kept.tensor.nbytes for kept in self._kept)
+        return sum(tensor.nbytes for tensor in self.kept)
 
     def record(self) -> TorchDispatchMode:
         """The context in which results are kept; those of an earlier call are forgotten."""
-        self._kept, self.spent = [], False
+        self._kept, self.spent, self.recorded = [], False, True
         return _Record(self._kept, self.place)
 
     def replay(self) -> TorchDispatchMode:
@@ -141,13 +181,18 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in _COLLECTIVES:
-            self.kept.append(_Kept(function, result))
+            # The result itself will have the graph's next node, which holds, in the end, this list.
+            self.kept.append(_Kept(function, result.detach()))
             self.under_way[id(result)] = self.kept[-1]
         elif function is _ops.wait_tensor.default and self.stash == "cpu":
             arrived = self.under_way.pop(id(args[0]), None)
             if arrived is not None:
                 arrived.move()
         return result
+
+
+def _replaying() -> bool:
+    return any(isinstance(mode, _Replay) for mode in _get_current_dispatch_mode_stack())
 
 
 class _Replay(TorchDispatchMode):

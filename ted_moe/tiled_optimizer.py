@@ -78,7 +78,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             )
         self.inner = inner
         self.defaults, self.state = inner.defaults, inner.state
-        _share_options(inner.param_groups, self.param_groups)
+        share_options(inner.param_groups, self.param_groups)
         self._room = Room(1, 1)
         for group in inner.param_groups:
             self._examine(group)
@@ -108,7 +108,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "inner"):
             self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
-            _share_options(self.inner.param_groups, self.param_groups)
+            share_options(self.inner.param_groups, self.param_groups)
             self._examine(self.inner.param_groups[-1])
 
     @torch.no_grad()
@@ -131,7 +131,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, factor: Tensor | None) -> None:
-        _share_options(self.param_groups, self.inner.param_groups)
+        share_options(self.param_groups, self.inner.param_groups)
         step = TiledStep(self.inner)
         buffers: Buffers = {}
         size = self._room.elements(self.tile_size, first=not all(self.state.get(master) for master in self._live))
@@ -146,7 +146,7 @@ class TiledOptimizer(torch.optim.Optimizer):
                 if parameter is not piece.weights:
                     piece.of(parameter).copy_(piece.of(piece.weights))
         step.finish()
-        _share_options(self.inner.param_groups, self.param_groups)
+        share_options(self.inner.param_groups, self.param_groups)
 
     def _tiles(self, size: int) -> Iterator[list[Piece]]:
         """Pieces of all parameters that have gradients, at most `size` elements together."""
@@ -208,7 +208,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         """Take the masters of parameters that were changed from outside from these; masters that round to theirs stay."""
         with torch.no_grad():
             for master, parameter in self._live.items():
-                if parameter is not master and not torch.equal(master.to(parameter.dtype), parameter):
+                if parameter is not master and not torch.equal(master.to(parameter), parameter):
                     master.copy_(parameter)
 
     def _masters(self) -> dict[int, Tensor]:
@@ -217,7 +217,7 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of the untiled optimizer over the masters, and "masters", which torch's optimizers ignore, by number."""
-        _share_options(self.param_groups, self.inner.param_groups)
+        share_options(self.param_groups, self.inner.param_groups)
         return {**self.inner.state_dict(), "masters": self._masters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class TiledOptimizer(torch.optim.Optimizer):
                 if along(value, master) and value.stride() != master.stride():
                     state[key] = torch.empty_like(master, dtype=value.dtype, requires_grad=False).copy_(value)
         self.state = self.inner.state
-        _share_options(self.inner.param_groups, self.param_groups)
+        share_options(self.inner.param_groups, self.param_groups)
         if "masters" not in state_dict:
             self.refresh_masters()
             return
@@ -265,6 +265,7 @@ def flat_gradient(parameter: nn.Parameter) -> Tensor:
     return flat(gradient if same else torch.empty_like(parameter).copy_(gradient))
 
 
-def _share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:
+def share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:
+    """Have parameter groups take over the hyperparameters of others."""
     for source, target in zip(from_groups, to_groups, strict=True):
         target.update({key: value for key, value in source.items() if key != "params"})

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-AXES = ("tensor", "data", "expert", "expert_data")
+AXES = ("tensor", "data", "expert", "expert_data", "block")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class Topology:
         """G_data^exp: ranks with the same part of the same experts."""
         return self.world // (self.expert_tensor * self.expert)
 
+    @property
+    def block(self) -> int:
+        """Ranks that one rank's tokens can come to: whole tensor and expert groups, neighbours."""
+        return self.tensor * self.expert if self.expert_tensor_parallel else max(self.tensor, self.expert)
+
     def tensor_group(self, rank: int) -> list[int]:
         """The ranks that split layers with `rank`."""
         first = rank - rank % self.tensor
@@ -101,6 +106,11 @@ class Topology:
         stride = self.expert_tensor * self.expert
         return list(range(rank % stride, self.world, stride))
 
+    def block_group(self, rank: int) -> list[int]:
+        """The ranks that must agree with `rank` before any of them sends tokens."""
+        first = rank - rank % self.block
+        return list(range(first, first + self.block))
+
     def __str__(self) -> str:
         sizes = f"{self.world} ranks: tensor {self.tensor}, data {self.data}; experts over {self.expert}"
         lines = [
@@ -114,7 +124,7 @@ class Topology:
 
 
 class Groups:
-    """A topology's process groups; every rank makes them. Its axes are "tensor", "data", "expert" and "expert_data".
+    """A topology's process groups; every rank makes them. Its axes are "tensor", "data", "expert", "expert_data" and "block".
 
     Args:
         topology: sizes.
@@ -134,7 +144,10 @@ class Groups:
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if dist.group.WORLD is not None:
             made[tuple(range(topology.world))] = dist.group.WORLD
-        for axis in (axis for axis in AXES if axis not in self._groups):
+        # A block that is one tensor or expert group needs none of its own.
+        alike = next((axis for axis in ("tensor", "expert") if self.size(axis) == topology.block), "block")
+        wanted = [axis for axis in AXES if axis not in self._groups and (axis != "block" or alike == "block")]
+        for axis in wanted:
             find = getattr(topology, f"{axis}_group")
             for group in sorted({tuple(find(rank)) for rank in range(topology.world)}):
                 if group not in made and len(group) > 1:
@@ -142,6 +155,8 @@ class Groups:
             mine = made.get(tuple(find(dist.get_rank())))
             if mine is not None:
                 self._groups[axis] = mine
+        if alike in self._groups:
+            self._groups["block"] = self._groups[alike]
 
     def __deepcopy__(self, memo: dict) -> Groups:
         """Copies of a model share the groups: these cannot be copied."""
@@ -171,5 +186,5 @@ class Groups:
     def axis_names(self) -> dict[str, str]:
         """Axis by torch's name of its group, for a ledger of what went over which axis."""
         # One group may be that of two axes: what goes over it most names it.
-        named = ("expert_data", "data", "expert", "tensor")
+        named = ("block", "expert_data", "data", "expert", "tensor")
         return {self._groups[axis].group_name: axis for axis in named if axis in self._groups}

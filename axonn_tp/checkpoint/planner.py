@@ -60,6 +60,14 @@ class Shard:
         stop = self.start + self.tensor.numel()
         return regions(self.layout, place.grid, place.coordinates, self.start, stop)
 
+    def fill(self, whole: Any, place: Place) -> None:
+        """Copy this rank's part of the serial tensor, or of anything that gives a tensor's slices."""
+        flat = self.tensor.detach().contiguous().view(-1)
+        for region in self.regions(place):
+            cut = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
+            region.view(flat).copy_(whole[cut] if cut else whole)
+        self.tensor.copy_(flat.view(self.tensor.shape))
+
 
 class SavePlanner(DefaultSavePlanner):
     """Writes each rectangle once: of ranks that hold the same, torch picks the one with the least to write.

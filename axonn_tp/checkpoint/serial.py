@@ -180,8 +180,4 @@ def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -
         for name, shard in shards.items():
             # A tensor without dims cannot be sliced.
             whole = stored.get_slice(source[name]) if shard.layout.serial_shape else stored.get_tensor(source[name])
-            flat = shard.tensor.detach().contiguous().view(-1)
-            for region in shard.regions(place):
-                cut = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
-                region.view(flat).copy_(whole[cut] if cut else whole)
-            shard.tensor.copy_(flat.view(shard.tensor.shape))
+            shard.fill(whole, place)

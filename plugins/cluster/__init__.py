@@ -31,19 +31,30 @@ class Cluster:
         latency: from node to node, one way, such as ``"0.1ms"``.
         bandwidth: of each node in each direction, such as ``"500Mbit"``; None for no limit.
         name: shown by ``axonn cluster status``; no two clusters have the same.
+        jitter: the share of the latency, 0 to 1, by which a packet's differs at most, either way.
 
     Raises:
         ConfigError: an argument is wrong, or, at entry, the machine lacks something.
     """
 
-    def __init__(self, nodes: int, latency: str = "0us", bandwidth: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        latency: str = "0us",
+        bandwidth: str | None = None,
+        name: str | None = None,
+        jitter: float = 0.0,
+    ) -> None:
+        if not 0 <= jitter <= 1:
+            raise ConfigError(f"jitter = {jitter!r} is not a share; give a number from 0 to 1, such as 0.5")
+        self._jitter = round(1000 * jitter)
         self.nodes = node_count(nodes)
         self._latency, self._bandwidth = nanoseconds(latency), bits_per_second(bandwidth)
         self.name = cluster_name(name if name is not None else f"of-{os.getpid()}-{next(_numbers)}")
         self._running: Switch | None = None
 
     def __enter__(self) -> Cluster:
-        self._process = start(self.name, self.nodes, self._latency, self._bandwidth, owner=os.getpid())
+        self._process = start(self.name, self.nodes, self._latency, self._bandwidth, os.getpid(), self._jitter)
         self._running = read(self._process.pid)
         self._counters = self.switch.counters()
         return self

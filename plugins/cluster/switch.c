@@ -1,13 +1,14 @@
 /* The emulated cluster's network: nodes, which are network namespaces, and the switch between them.
  *
- *   axonn-switch NAME NODES LATENCY_NS BITS_PER_SECOND OWNER
+ *   axonn-switch NAME NODES LATENCY_NS BITS_PER_SECOND OWNER JITTER_PERMILLE
  *
  * Everything a cluster is belongs to this process and to nothing else: the namespaces have no name in the file system,
  * they are its file descriptors (other processes enter them through /proc/PID/fd). However it ends, the kernel takes
  * them away. It ends when the process OWNER does; OWNER 0 is nobody.
  *
  * A node has one full-duplex link. A packet leaves when the sender's link is free, its first bit reaches the receiver
- * LATENCY_NS later, and it is there when the receiver's link has taken it in; both links serve in order of arrival and
+ * LATENCY_NS later, give or take as much as JITTER_PERMILLE of it (evenly spread, no packet before an earlier one of its
+ * sender), and it is there when the receiver's link has taken it in; both links serve in order of arrival and
  * take the packet's length over BITS_PER_SECOND (0: no time). Segmentation offload is passed through, so that up to
  * 64 KiB cross the switch in one read and one write.
  *
@@ -70,7 +71,7 @@ struct counters {
 
 static node nodes[MAX_NODES];
 static int node_count;
-static uint64_t latency, bits_per_second;
+static uint64_t latency, bits_per_second, jitter;
 static struct counters *counters;
 
 static void fail(const char *what) {
@@ -112,12 +113,18 @@ static uint64_t transmission(const packet *p) {
 
 static uint64_t later(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
+static uint64_t flight(void) {
+    uint64_t most = latency * jitter / 1000;
+    return latency - most + (most ? (uint64_t)(drand48() * 2 * (double)most) : 0);
+}
+
 static void leave(packet *p) {
     node *source = &nodes[p->source];
     uint64_t start = later(now(), source->out_free);
     source->out_free = start + transmission(p);
     source->held += p->length;
-    p->due = start + latency;
+    p->due = start + flight();
+    if (source->flying.head) p->due = later(p->due, source->flying.tail->due);
     append(&source->flying, p);
 }
 
@@ -296,11 +303,13 @@ static void run(int poll, int timer) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 6) return 2;
+    if (argc != 7) return 2;
     node_count = atoi(argv[2]);
     if (node_count < 1 || node_count > MAX_NODES) return 2;
     latency = strtoull(argv[3], NULL, 10);
     bits_per_second = strtoull(argv[4], NULL, 10);
+    jitter = strtoull(argv[6], NULL, 10);
+    if (jitter > 1000) return 2;
     share_counters();
     claim(argv[1]);
     int poll = checked(epoll_create1(0), "no epoll");

@@ -46,6 +46,7 @@ class Switch:
         owner: the process whose end is the cluster's end; 0 for none.
         pid: the switch's process.
         started: when that started, in the kernel's ticks; with `pid` this names it for ever.
+        jitter: by how many thousandths of it a packet's latency differs at most.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Switch:
     owner: int
     pid: int
     started: int
+    jitter: int = 0
 
     @property
     def token(self) -> str:
@@ -104,11 +106,11 @@ def read(pid: int) -> Switch | None:
         if not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(f"{_PROGRAM}-"):
             return None
         _, name, *numbers = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        nodes, latency, bandwidth, owner = (int(number) for number in numbers)
+        nodes, latency, bandwidth, owner, jitter = (int(number) for number in numbers)
         started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError):
         return None
-    return Switch(name.decode(), nodes, latency, bandwidth, owner, pid, started)
+    return Switch(name.decode(), nodes, latency, bandwidth, owner, pid, started, jitter)
 
 
 def lacking() -> str | None:
@@ -127,7 +129,7 @@ def lacking() -> str | None:
     return None
 
 
-def start(name: str, nodes: int, latency: int, bandwidth: int, owner: int) -> subprocess.Popen:
+def start(name: str, nodes: int, latency: int, bandwidth: int, owner: int, jitter: int = 0) -> subprocess.Popen:
     """Start a switch and wait until its nodes stand.
 
     Args:
@@ -136,13 +138,14 @@ def start(name: str, nodes: int, latency: int, bandwidth: int, owner: int) -> su
         latency: ns.
         bandwidth: bits a second, 0 for no limit.
         owner: the process it shall not outlive, which must be this one; 0 for none.
+        jitter: thousandths of the latency by which a packet's may differ.
 
     Raises:
         ConfigError: something is lacking, the name is taken, or the kernel refused.
     """
     if problem := lacking():
         raise ConfigError(problem)
-    command = [str(_compiled()), name, *map(str, (nodes, latency, bandwidth, owner))]
+    command = [str(_compiled()), name, *map(str, (nodes, latency, bandwidth, owner, jitter))]
     # In a session of its own a terminal's Ctrl-C does not reach it before the ranks have ended.
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(

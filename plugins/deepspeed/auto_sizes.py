@@ -6,20 +6,18 @@ the model is known with the sizes chosen.
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from axonn_tp import AXES, Grid, LayerPlan, Options, auto_plan, place
+from axonn_tp import Grid, LayerPlan, Options, auto_plan, place
 from axonn_tp.volumes import local_parameters, step_volumes
 from plugins.config import ConfigError, TensorParallel
 from plugins.deepspeed.config_hook import check, enabled, section
-from plugins.planner import choose, machine
+from plugins.planner import choose, here, machine
 from plugins.planner.space import factorizations
 
 _LENGTHS = (
@@ -27,8 +25,6 @@ _LENGTHS = (
     *("context", "context_length", "block_size"),
 )
 """What models' configurations call the tokens of a sample."""
-_LIKE = {"GH200": "alps", "H100": "h200", "H200": "h200", "B200": "b200", "MI250": "frontier", "V100": "summit"}
-"""Machines of the planner by what is in an accelerator's name, the first that is; of others, a100."""
 _REFERENCE = Grid(gx=2, gy=2)
 
 
@@ -89,30 +85,15 @@ def with_sizes(raw: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, An
 
 
 def this_machine(name: str | None) -> machine.Machine:
-    """The machine that the block names; else what `axonn bench network` measured here; else one like this accelerator.
-
-    Of the last, a node has as many ranks as this run's, and the interfaces of the machine's own nodes.
+    """The machine that the block names; else the one that `here` finds.
 
     Raises:
         ConfigError: there is no such machine, or its file is wrong.
     """
-    if name is not None:
-        return machine.load(name, "axonn.tensor_parallel.machine")
-    if machine.measured_file().is_file():
-        return machine.load(str(machine.measured_file()))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        like, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
-    else:
-        import torch
-
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        like = next((found for word, found in _LIKE.items() if word in device), "a100")
-        memory = float(accelerator.total_memory())
-    found = machine.load(like)
-    interfaces = found.interfaces * found.domain / local
-    return replace(found, domain=local, interfaces=interfaces, memory=memory)
+    cpu = accelerator.device_name() == "cpu"
+    memory = None if cpu else float(accelerator.total_memory())
+    return here.this_machine(name, "axonn.tensor_parallel.machine", cpu, memory)
 
 
 def _candidates(
@@ -139,15 +120,8 @@ def _candidates(
         samples, micro = raw["train_batch_size"] // grid.batch, raw.get("train_micro_batch_size_per_gpu")
         steps = raw.get("gradient_accumulation_steps") or (samples // micro if micro else 1)
         volumes = step_volumes(model, placements, grid, samples // steps * tokens, steps)
-        sent: dict[str, float] = defaultdict(float)
-        messages: dict[str, int] = defaultdict(int)
-        for name, volume in volumes.items():
-            # What goes over several axes goes as fast as over the outermost.
-            axis = name if name in AXES else "data" if grid.gdata > 1 else "z"
-            sent[axis] += float(volume.sent)
-            messages[axis] += volume.messages
         state = _state_bytes(raw, grid) * local_parameters(model, placements, grid)
-        yield choose.Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state)
+        yield choose.candidate(grid, volumes, state)
 
 
 def _state_bytes(raw: Mapping[str, Any], grid: Grid) -> float:

@@ -16,11 +16,14 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_tp import Grid
 from plugins import config
 
+# Not in older versions of DeepSpeed.
+_DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
 # Words in the names of optimizers that look at a whole weight matrix or layer at once.
 NOT_ELEMENTWISE = (
     *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
@@ -63,6 +66,23 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     if block.ted is not None and block.samo is not None:
         raise config.ConfigError("axonn.ted does not go with axonn.samo yet; leave one of them out")
     _tile(block, raw)
+    _stock_pipelines()
+    if block.offload_optimizer is not None:
+        from plugins.deepspeed import offload_config
+
+        offload_config.check(block, raw, mpu)
+    if block.pipeline is not None:
+        from plugins.deepspeed import pipeline_config
+
+        mpu = pipeline_config.use(block, raw, mpu)
+        _communicate(block)
+        parsed_config.axonn = block
+        return mpu
+    if block.offload_optimizer is not None:
+        _communicate(block)
+        parsed_config.axonn = block
+        deepspeed.DeepSpeedEngine = offload_config.engine()
+        return mpu
     if block.samo is not None:
         from plugins.deepspeed import samo_config
 
@@ -129,7 +149,14 @@ def _communicate(block: config.Axonn) -> None:
 
 def _stock_engine() -> None:
     deepspeed.DeepSpeedEngine = DeepSpeedEngine
+    _stock_pipelines()
     forget_unit()
+
+
+def _stock_pipelines() -> None:
+    deepspeed.PipelineEngine = PipelineEngine
+    if _DUAL_PIPE is not None:
+        deepspeed.DualPipeVEngine = _DUAL_PIPE
 
 
 def forget_unit() -> None:
@@ -222,7 +249,7 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
             "zero_optimization.reduce_scatter = false cannot keep weights split over z apart; remove it",
         ),
         (
-            zero.get("contiguous_gradients") is False and stage == 2 and grid.gz > 1,
+            zero.get("contiguous_gradients") is False and stage in (1, 2) and grid.gz > 1,
             "zero_optimization.contiguous_gradients = false cannot keep weights split over z apart; remove it",
         ),
         (
@@ -279,7 +306,7 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
     for refused, reason in refusals:
         if refused:
             raise config.ConfigError(reason)
-    _check_batch(raw, grid)
+    check_batch(raw, grid)
 
 
 def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -298,7 +325,7 @@ def on(zero: Mapping[str, Any], key: str) -> bool:
     return section(zero, key).get("device", "none") != "none"
 
 
-def _check_batch(raw: Mapping[str, Any], grid: Grid) -> None:
+def check_batch(raw: Mapping[str, Any], grid: Grid) -> None:
     """DeepSpeed's batch arithmetic over the ranks that read different data, as sentences instead of assertions."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (raw.get(key) for key in keys)

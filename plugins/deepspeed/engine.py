@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.utils import groups
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -44,6 +43,7 @@ from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOpti
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
 from plugins.deepspeed.tracing import TracedEngine
 from plugins.deepspeed.unit import GridUnit
+from plugins.deepspeed.wrapped_optimizer import loss_scaler
 
 _WATCHED_STEPS = 3
 _EXPERT_TABLES = (
@@ -244,12 +244,7 @@ class AxonnEngine(TracedEngine):
         return LayoutZeroOptimizer.adopt(super()._configure_zero_optimizer(optimizer), self.mesh)
 
     def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> MixedPrecisionOptimizer:
-        scaler = CreateLossScaler(
-            dtype=low_precision_dtype,
-            static_loss_scale=self.loss_scale(),
-            dynamic_scaling=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args(),
-        )
+        scaler = loss_scaler(self, low_precision_dtype)
         return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping())
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -272,6 +267,7 @@ class AxonnEngine(TracedEngine):
         if self._axonn.broadcast_inputs:
             inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
         half = self.fp16_enabled() or self.bfloat16_enabled() or self.torch_autocast_enabled()
+        half = half or torch.is_autocast_enabled(self.mesh.device.type)
         # The module itself: DeepSpeed's forward counts passes and hooks the outputs.
         found = first_difference(
             self.module, lambda: self.module(*inputs, **keywords), self.mesh, 0.1 if half else 1e-3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +57,19 @@ class MixedPrecisionOptimizer(ZeROOptimizer):
         mesh: the mesh.
         loss_scaler: DeepSpeed's static or dynamic scaler.
         clip_grad: largest global norm, 0 for no clipping.
+        norm: of the whole model's gradient, from this rank's parameters; by default `grad_norm` on the mesh.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, loss_scaler: Any, clip_grad: float) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        loss_scaler: Any,
+        clip_grad: float,
+        norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self._norm = norm or partial(grad_norm, mesh=mesh)
         self.optimizer, self.mesh, self.loss_scaler, self.clip_grad = optimizer, mesh, loss_scaler, clip_grad
         self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
         self.overflow = False
@@ -108,8 +119,8 @@ class MixedPrecisionOptimizer(ZeROOptimizer):
     def step(self, closure: Any = None) -> None:
         """Unscale, clip, update the masters and copy them back; skip the step when a gradient is not finite."""
         scale = self.loss_scaler.loss_scale
-        norm = grad_norm(self._parameters(), self.mesh).item() / scale
-        self.overflow = not math.isfinite(norm)
+        norm = self._norm(self._parameters()).item() / scale
+        self.overflow = self._any_overflow()
         self.loss_scaler.update_scale(self.overflow)
         self._global_grad_norm = float("inf") if self.overflow else norm
         if self.overflow:
@@ -127,6 +138,16 @@ class MixedPrecisionOptimizer(ZeROOptimizer):
         for parameter, master in self._pairs:
             parameter.copy_(master)
             master.grad = None
+
+    def _any_overflow(self) -> bool:
+        """Whether a gradient is not finite on any rank, also one of which the norm counts another rank's replica."""
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        largest = torch.zeros((), device=self.mesh.device)
+        if gradients:
+            largest = torch.stack([most.float() for most in torch._foreach_norm(gradients, math.inf)]).max()
+        overflow = (~largest.isfinite()).int()
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        return bool(overflow)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, **keywords: Any) -> None:
         """Backward of the scaled loss; older engines of DeepSpeed call this, newer ones scale the loss themselves."""

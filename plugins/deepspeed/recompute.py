@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch.utils.checkpoint as of_torch
@@ -33,7 +34,7 @@ class Stashes:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While a model's forward runs."""
+        """While a model's forward runs, or a part of it again."""
         _active.append(self)
         try:
             yield
@@ -42,14 +43,23 @@ class Stashes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept now."""
-        return sum(stash.nbytes for stash in self._live)
+        """Bytes kept now; what checkpoints in each other keep is the same tensors."""
+        return sum({tensor.data_ptr(): tensor.nbytes for stash in self._live for tensor in stash.kept}.values())
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of a reentrant checkpoint."""
+        """The function of a checkpoint."""
         stashing = Stashing(function, self.place)
         self._live.add(stashing)
         return stashing
+
+    def wrap_reentrant(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a reentrant checkpoint: those in it are new ones when it is called again, and recomputed later."""
+
+        def recorded(*arguments: Any) -> Any:
+            with self.recording():
+                return function(*arguments)
+
+        return self.wrap(recorded)
 
     def contexts(self) -> tuple[Any, Any]:
         """Those of a checkpoint that is not reentrant; torch keeps them as long as the recomputation may come."""
@@ -65,6 +75,7 @@ def _exchange() -> None:
     of_torch.axonn = True  # type: ignore[attr-defined]
     for function in (of_torch.CheckpointFunction, of_deepspeed.CheckpointFunction):
         function.forward = staticmethod(_stashing_forward(function.forward))  # type: ignore[method-assign]
+    _exchange_code(of_deepspeed.non_reentrant_checkpoint)
     of_torch._checkpoint_without_reentrant_generator = _stashing_generator(
         of_torch._checkpoint_without_reentrant_generator
     )
@@ -72,9 +83,23 @@ def _exchange() -> None:
 
 def _stashing_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(ctx: Any, run_function: Callable[..., Any], *rest: Any) -> Any:
-        return original(ctx, _active[-1].wrap(run_function) if _active else run_function, *rest)
+        return original(ctx, _active[-1].wrap_reentrant(run_function) if _active else run_function, *rest)
 
     return forward
+
+
+def _exchange_code(checkpoint: Any) -> None:
+    """Have a function, which scripts may hold under any name, wrap the function that it is given."""
+    original = FunctionType(checkpoint.__code__, checkpoint.__globals__, checkpoint.__name__)
+
+    def stashing(function: Callable[..., Any], *rest: Any) -> Any:
+        return original(_active[-1].wrap(function) if _active else function, *rest)
+
+    def code(function, *args):  # type: ignore[no-untyped-def]
+        return axonn_stashing(function, *args)  # type: ignore[name-defined]  # noqa: F821  among DeepSpeed's globals
+
+    checkpoint.__globals__["axonn_stashing"] = stashing
+    checkpoint.__code__ = code.__code__
 
 
 def _stashing_generator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,6 @@ from plugins.deepspeed.samo_optimizer import SamoOptimizer
 from plugins.deepspeed.samo_pruning import Pruning
 from plugins.samo.block import Samo
 
-_MASKS = "axonn_samo.pt"
-
 
 class SamoCheckpoints(DeepSpeedEngine):
     """The part of `SamoEngine` that saves and loads."""
@@ -29,6 +27,10 @@ class SamoCheckpoints(DeepSpeedEngine):
 
     def _prune(self, masks: dict[str, Tensor]) -> None:
         raise NotImplementedError
+
+    def _masks_file(self) -> tuple[str, bool]:
+        """Its name, and whether this rank writes it."""
+        return "axonn_samo.pt", dist.get_rank() == 0
 
     def save_checkpoint(
         self,
@@ -42,8 +44,9 @@ class SamoCheckpoints(DeepSpeedEngine):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         aside = begin(save_dir, tag)
         super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
-        if dist.get_rank() == 0:
-            torch.save(self._pruning.state_dict(self.optimizer.samo), Path(save_dir) / aside / _MASKS)
+        name, writes = self._masks_file()
+        if writes:
+            torch.save(self._pruning.state_dict(self.optimizer.samo), Path(save_dir) / aside / name)
         publish(save_dir, tag, save_latest)
         return True
 
@@ -69,7 +72,7 @@ class SamoCheckpoints(DeepSpeedEngine):
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         if tag is None or not (Path(load_dir) / tag).is_dir():
             return super().load_checkpoint(load_dir, tag, *rest)
-        masks = self._pruning.load_state_dict(_read(Path(load_dir) / tag / _MASKS))
+        masks = self._pruning.load_state_dict(_read(Path(load_dir) / tag / self._masks_file()[0]))
         self.optimizer.prune(masks)
         loaded = super().load_checkpoint(load_dir, tag, *rest)
         if load_module_only or not load_optimizer_states:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor, nn
 
 import samo
@@ -19,6 +18,7 @@ from plugins.config import ConfigError
 from plugins.deepspeed.samo_checkpoints import SamoCheckpoints
 from plugins.deepspeed.samo_optimizer import SamoOptimizer, torch_adam
 from plugins.deepspeed.samo_pruning import Pruning
+from plugins.deepspeed.wrapped_optimizer import loss_scaler
 
 
 class SamoEngine(SamoCheckpoints):
@@ -53,26 +53,34 @@ class SamoEngine(SamoCheckpoints):
         self.basic_optimizer = self.optimizer.samo
 
     def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> SamoOptimizer:
-        scaler = CreateLossScaler(
-            dtype=low_precision_dtype,
-            static_loss_scale=self.loss_scale(),
-            dynamic_scaling=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args(),
-        )
+        scaler = loss_scaler(self, low_precision_dtype)
         return self._compressed(optimizer, scaler)
 
     def _compressed(self, basic: torch.optim.Optimizer, scaler: Any) -> SamoOptimizer:
         trained = {parameter for group in basic.param_groups for parameter in group["params"]}
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        self._pruning = Pruning(self._samo, self.module, trained, self.device)
+        self._pruning = self._make_pruning(trained)
         masks = self._pruning.first()
         made = SamoOptimizer(
-            basic, names, masks, self.data_parallel_group, self._samo.shard, scaler, self.gradient_clipping()
+            basic,
+            names,
+            masks,
+            self.data_parallel_group,
+            self._samo.shard,
+            scaler,
+            self.gradient_clipping(),
+            self._norm_of_all,
         )
         if masks is not None:
             self._pruning.take(masks)
             self._report(masks, made.samo)
         return made
+
+    # How the squared norms of gradients, by name, become that of all; None: their sum.
+    _norm_of_all: Any = None
+
+    def _make_pruning(self, trained: set[nn.Parameter]) -> Pruning:
+        return Pruning(self._samo, self.module, trained, self.device)
 
     def _scheduler_from_config(self, optimizer: Any) -> Any:
         return super()._scheduler_from_config(self.optimizer.samo)

@@ -9,31 +9,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 import samo
 from plugins.config import ConfigError
 from plugins.deepspeed.config_hook import needs_whole_matrices
+from plugins.deepspeed.wrapped_optimizer import Groups, WrappedOptimizer
 
-Groups = list[dict[str, Any]]
 # What DeepSpeed's Adams know and torch's do not.
 _DEEPSPEED_ONLY = ("bias_correction", "adam_w_mode", "set_grad_none", "fp32_optimizer_states", "torch_adam", "step")
 
 
-def torch_adam(parameters: Any, decoupled: bool, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Torch's AdamW, or Adam where weight decay is not decoupled, with what DeepSpeed's configuration says of its own."""
+def torch_adam(
+    parameters: Any, decoupled: bool, settings: Mapping[str, Any], key: str = "axonn.samo"
+) -> torch.optim.Optimizer:
+    """Torch's AdamW, or Adam where weight decay is not decoupled, with what DeepSpeed's configuration says of its own.
+
+    Raises:
+        ConfigError: it says what torch's do not know; `key` is who runs it.
+    """
     known = {key: value for key, value in settings.items() if key not in _DEEPSPEED_ONLY}
     try:
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **known)
     except TypeError as error:
         raise ConfigError(
-            f"optimizer.params does not fit torch's Adam, which axonn.samo runs: {error}; remove what it does not know"
+            f"optimizer.params does not fit torch's Adam, which {key} runs: {error}; remove what it does not know"
         ) from None
 
 
-def factory_of(optimizer: torch.optim.Optimizer) -> Callable[[Groups], torch.optim.Optimizer]:
-    """A function that makes the same optimizer over other parameter groups; fused where torch's Adam may choose.
+def factory_of(
+    optimizer: torch.optim.Optimizer, key: str = "axonn.samo", fused: bool = True
+) -> Callable[[Groups], torch.optim.Optimizer]:
+    """A function that makes the same optimizer over other parameter groups.
+
+    Args:
+        optimizer: torch's or DeepSpeed's.
+        key: who runs the copy, for messages.
+        fused: whether torch's Adam is fused where it may choose.
 
     Raises:
         ConfigError: it is one of DeepSpeed's own kernels, other than Adam, or needs whole matrices.
@@ -41,26 +53,26 @@ def factory_of(optimizer: torch.optim.Optimizer) -> Callable[[Groups], torch.opt
     kind = type(optimizer)
     if needs_whole_matrices(kind.__name__):
         raise ConfigError(
-            f"the optimizer {kind.__name__} looks at more than one weight at a time, and axonn.samo keeps the state of some of them; "
+            f"the optimizer {kind.__name__} looks at more than one weight at a time, and {key} has a part of them at a time; "
             "use an element-wise one such as AdamW"
         )
     settings = dict(optimizer.defaults)
     if kind.__module__.startswith("deepspeed."):
         if "Adam" not in kind.__name__:
             raise ConfigError(
-                f"the optimizer {kind.__name__} is DeepSpeed's own kernel, which axonn.samo cannot run in tiles; use Adam, AdamW, SGD or "
+                f"the optimizer {kind.__name__} is DeepSpeed's own kernel, which {key} cannot run in parts; use Adam, AdamW, SGD or "
                 "another of torch's"
             )
         kind = torch.optim.AdamW if getattr(optimizer, "adam_w_mode", True) else torch.optim.Adam
         if not settings.get("bias_correction", True):
             raise ConfigError(
-                "the optimizer's bias_correction = False is unknown to torch's Adam, which axonn.samo runs; leave it out"
+                f"the optimizer's bias_correction = False is unknown to torch's Adam, which {key} runs; leave it out"
             )
         settings = {key: value for key, value in settings.items() if key not in _DEEPSPEED_ONLY}
         for group in optimizer.param_groups:
             for key in _DEEPSPEED_ONLY:
                 group.pop(key, None)
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
+    if fused and kind in (torch.optim.Adam, torch.optim.AdamW):
         for group in [settings, *optimizer.param_groups]:
             if _may_fuse(group):
                 group["fused"] = True
@@ -101,7 +113,7 @@ class Scale(samo.LossScale):
             self.scale = self.scaler.loss_scale
 
 
-class SamoOptimizer(ZeROOptimizer):
+class SamoOptimizer(WrappedOptimizer):
     """What the engine holds as its optimizer.
 
     Args:
@@ -113,6 +125,7 @@ class SamoOptimizer(ZeROOptimizer):
         shard: whether they share the state.
         scaler: DeepSpeed's loss scaler; None in float32.
         clip_grad: largest norm of the gradient, 0 for no clipping.
+        norm: of `samo.Optimizer`.
 
     Attributes:
         samo: does the work.
@@ -130,11 +143,9 @@ class SamoOptimizer(ZeROOptimizer):
         shard: bool,
         scaler: Any,
         clip_grad: float,
+        norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
     ) -> None:
-        super().__init__()
-        self.loss_scaler = scaler
-        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
-        self._global_grad_norm: float | None = None
+        super().__init__(scaler)
         self._ranks = dist.get_world_size(group)
         factory, number = factory_of(basic), count()
         groups = [
@@ -142,7 +153,6 @@ class SamoOptimizer(ZeROOptimizer):
             | {"params": [(names.get(p) or f"outside.{next(number)}", p) for p in given["params"]]}
             for given in basic.param_groups
         ]
-        before = basic.state_dict() if basic.state else None
         try:
             self.samo = samo.Optimizer(
                 factory,
@@ -152,35 +162,11 @@ class SamoOptimizer(ZeROOptimizer):
                 loss_scale=None if scaler is None else Scale(scaler),
                 group=group if self._ranks > 1 or shard else None,
                 shard=shard,
+                norm=norm,
             )
         except ValueError as error:
             raise ConfigError(f"axonn.samo: {error}") from None
-        if before is not None:
-            self.samo.load_state_dict(before)
-            basic.state.clear()
-        basic.param_groups = self.samo.param_groups
-        # Torch's schedulers warn when the optimizer that they know has not stepped.
-        basic._opt_called = True  # type: ignore[attr-defined]
-
-    @property
-    def param_groups(self) -> Groups:
-        """Parameters and hyperparameters."""
-        return self.samo.param_groups
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped."""
-        return self.samo.overflow
-
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale in use."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
-        return self.loss_scaler is not None and self.loss_scaler.dynamic
+        self._take_over(basic, self.samo)
 
     def reduce_in_backward(self, active: bool) -> None:
         """Whether the backward passes that follow reduce gradients, or accumulate them only."""

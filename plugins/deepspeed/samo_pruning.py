@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import samo
 from plugins.config import ConfigError
-from plugins.samo.block import Samo
+from plugins.samo.block import EarlyBird, Samo
 from samo.mask_file import pack, unpack
 from samo.targets import targets
 
@@ -58,10 +58,13 @@ class Pruning:
     def _begin_search(self) -> None:
         settings = self.block.search
         if settings is not None:
-            assert self.block.sparsity is not None
-            self._search = samo.EarlyBird(
-                self._targets.items(), self.block.sparsity, settings.window, settings.epsilon, self.block.scope
-            )
+            self._search = self._search_for(settings)
+
+    def _search_for(self, settings: EarlyBird) -> samo.EarlyBird:
+        assert self.block.sparsity is not None
+        return samo.EarlyBird(
+            self._targets.items(), self.block.sparsity, settings.window, settings.epsilon, self.block.scope
+        )
 
     def first(self) -> Masks | None:
         """The masks, where the model is pruned before the first step."""
@@ -92,7 +95,7 @@ class Pruning:
 
     def _read(self) -> Masks:
         assert self.block.mask is not None
-        masks = samo.read_masks(self.block.mask, self.module)
+        masks, own = self._from_file(self.block.mask)
         size = sum(mask.numel() for mask in masks.values())
         found = 1 - sum(int(mask.sum()) for mask in masks.values()) / max(size, 1)
         if self.block.sparsity is not None and abs(found - self.block.sparsity) > _TOLERANCE:
@@ -100,7 +103,12 @@ class Pruning:
                 f'sparsity = {self.block.sparsity}, but "{self.block.mask}" prunes {found:.2%} of what it masks; correct sparsity, or '
                 "leave it out"
             )
-        return masks
+        return own
+
+    def _from_file(self, file: str) -> tuple[Masks, Masks]:
+        """All masks of the file, and those of this rank's parameters."""
+        masks = samo.read_masks(file, self.module)
+        return masks, masks
 
     def _from_first(self, work: Callable[..., Any], *inputs: Any) -> Any:
         """Do work on rank 0 alone.

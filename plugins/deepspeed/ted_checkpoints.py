@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp import Grid, layout_of
+from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.layout import Layout
 from plugins.config import ConfigError
 from plugins.deepspeed.checkpoints import _LAYOUTS, _PORTABLE, GridCheckpoints
 from plugins.deepspeed.complete import begin, find, publish
 from plugins.deepspeed.expert_names import ExpertNames
 from plugins.deepspeed.portable import PortableState
+from plugins.deepspeed.stock_weights import STATES, is_stock, read_weights
 from plugins.deepspeed.ted_layers import TedMoE
 from ted_moe import Groups
-
-_STATES = "model_states.pt"
 
 
 class TedCheckpoints(GridCheckpoints):
@@ -60,20 +60,47 @@ class TedCheckpoints(GridCheckpoints):
         return True
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
-        """Load what `save_checkpoint` wrote under any degrees.
+        """Load what `save_checkpoint` wrote under any degrees, or the weights that a stock engine wrote.
 
         Raises:
-            ConfigError: it was written without the block, is damaged, or does not fit the model.
+            ConfigError: it was written in another way, is damaged, or does not fit the model.
         """
         tag = find(load_dir, tag)
         if tag is None:
             return None, {}
         folder = Path(load_dir) / tag
-        if not (folder / _PORTABLE).is_dir():
+        if not folder.is_dir():
+            raise ConfigError(f"{load_dir} has no checkpoint {tag}; correct the folder, or the tag")
+        if (folder / _PORTABLE).is_dir():
+            return self._load_portable(folder, *rest, **keywords)
+        if is_stock(folder):
+            return self._load_stock(folder, *rest, **keywords)
+        raise ConfigError(
+            f"{folder} is no checkpoint that was written under axonn.ted, nor by DeepSpeed-MoE without tensor parallelism; load it "
+            "without the block, or start anew"
+        )
+
+    def _load_stock(
+        self,
+        folder: Path,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str, dict]:
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError("load_module_strict=False and custom_load_fn do not go with axonn.ted; leave them out")
+        if load_optimizer_states and not load_module_only:
             raise ConfigError(
-                f"{folder} is no checkpoint that was written under axonn.ted; load it without the block, or start anew"
+                f"{folder} was written without the block, and the optimizer's states in it belong to its degrees; pass "
+                "load_optimizer_states=False for the weights alone"
             )
-        return self._load_portable(folder, *rest, **keywords)
+        try:
+            only = load_module_only
+            return str(folder), read_weights(self, folder, load_lr_scheduler_states and not only, not only)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
 
     def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
         """Refused: DeepSpeed's has no experts of other ranks.
@@ -118,7 +145,7 @@ class TedCheckpoints(GridCheckpoints):
                 "ds_config": self.config,
                 "ds_version": _version(),
             }
-            torch.save(state, folder / f"mp_rank_00_{_STATES}")
+            torch.save(state, folder / f"mp_rank_00_{STATES}")
 
     def _save_experts(self, folder: Path, module: dict[str, Any]) -> None:
         names = ExpertNames(self.module)
@@ -130,7 +157,7 @@ class TedCheckpoints(GridCheckpoints):
             if after and layer_name in layers:  # else it is another name of a layer
                 layer = layers.index(layer_name)
                 number = after.partition(".")[0]
-                files[f"layer_{layer}_expert_{number}_mp_rank_00_{_STATES}"][names.outward(name)] = value
+                files[f"layer_{layer}_expert_{number}_mp_rank_00_{STATES}"][names.outward(name)] = value
         for file, tensors in files.items():
             torch.save(tensors, folder / file)
 

@@ -48,6 +48,20 @@ def check(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
     return config_hook.BatchRanks(grid)
 
 
+def check_experts(raw: Mapping[str, Any]) -> None:
+    """Refuse what would sum experts' gradients over the wrong ranks in ZeRO-1 and 2.
+
+    Raises:
+        ConfigError: the first.
+    """
+    zero = config_hook.section(raw, "zero_optimization")
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if zero.get("stage", 0) in (1, 2) and zero.get(key) is False:
+            raise ConfigError(
+                f"zero_optimization.{key} = false does not go with experts, whose gradients DeepSpeed would not keep apart; remove it"
+            )
+
+
 def check_rest(raw: Mapping[str, Any], grid: config_hook.Grid) -> None:
     """Refuse settings that TED's engine does not have.
 

@@ -17,12 +17,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from axonn_tp import Grid, LayerPlan, parallelize
-from plugins.config import Axonn, Ted, TensorParallel
+from plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from plugins.deepspeed import replicas
 from plugins.deepspeed.engine import AxonnEngine, Split, options
 from plugins.deepspeed.recompute import Stashes
 from plugins.deepspeed.ted_checkpoints import TedCheckpoints
-from plugins.deepspeed.ted_config import check_rest
+from plugins.deepspeed.ted_config import check_experts, check_rest
 from plugins.deepspeed.ted_layers import (
     adopt,
     expert_ranks,
@@ -40,10 +40,12 @@ class TedEngine(TedCheckpoints, AxonnEngine):
     """What `deepspeed.initialize` returns under ``axonn.ted``; DeepSpeed's own engine where the block changes no layer."""
 
     def __new__(cls, args: Any = None, model: Any = None, *rest: Any, config_class: Any = None, **keywords: Any) -> Any:  # noqa: D102
-        block = config_class.axonn.ted
+        block, layers = config_class.axonn.ted, stock_layers(model)
+        if layers:
+            check_experts(config_class.axonn_raw)
         if block.tensor > 1:
             return super().__new__(cls)
-        if stock_layers(model):
+        if layers:
             if keywords.get("mpu") is not None:
                 deepspeed.DeepSpeedEngine = TedUnitEngine
                 return TedUnitEngine(args, model, *rest, config_class=config_class, **keywords)
@@ -117,5 +119,12 @@ class TedEngine(TedCheckpoints, AxonnEngine):
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
         # Routing is not continuous: rounding in a dense layer may send a token elsewhere.
-        with passing_by(self.module):
-            super()._verify_plan(inputs, keywords)
+        try:
+            with passing_by(self.module):
+                super()._verify_plan(inputs, keywords)
+        except ConfigError as error:
+            found = str(error).removeprefix("axonn.tensor_parallel.plan: ").partition("; ")[0]
+            raise ConfigError(
+                f"axonn.ted.tensor = {self._ted.tensor}: {found}; code before it looks across features that are split: leave tensor out, or "
+                "give deepspeed.initialize an mpu and a model that is split already"
+            ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,13 +26,12 @@ class TedMoE(MoE, StockMoE):
     """Whether tokens skip the experts, as while dense layers are compared with the serial model's."""
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
-        if self.passed_by:
-            return (
-                hidden_states,
-                hidden_states.new_zeros(()),
-                hidden_states.new_zeros(self.num_experts, dtype=torch.int64),
-            )
-        return super().forward(hidden_states, used_token)
+        if not self.passed_by:
+            return super().forward(hidden_states, used_token)
+        layer: Any = self.deepspeed_moe
+        layer.l_aux = hidden_states.new_zeros(())
+        layer.exp_counts = hidden_states.new_zeros(self.num_experts, dtype=torch.int64)
+        return hidden_states, layer.l_aux, layer.exp_counts
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Nothing to do: the groups are there."""
@@ -144,7 +144,9 @@ class _StandIn(StockMoE):
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         mixed = torch.tanh(hidden_states + hidden_states.mean(-1, keepdim=True))
-        return mixed, mixed.mean(), torch.zeros(self.num_experts, dtype=torch.int64)
+        noted = SimpleNamespace(l_aux=mixed.mean(), exp_counts=torch.zeros(self.num_experts, dtype=torch.int64))
+        self.deepspeed_moe = noted
+        return mixed, noted.l_aux, noted.exp_counts
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from plugins.pccl.algorithms.flat import Nodes
 from plugins.pccl.build import BuildError, load
 from plugins.pccl.choice import NATIVE, Choice, Measured, choose, prescribed
 from plugins.pccl.interfaces import node_name
-from plugins.pccl.links import Fabric, Group, Member
+from plugins.pccl.links import Fabric, Group, LinkError, Member
 from plugins.pccl.network import Network
 from plugins.pccl.options import Options
 from plugins.pccl.program import Program, flatten
@@ -232,7 +232,10 @@ class Planner:
         options = {"root": root} if collective == "broadcast" else {}
         program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
         for peer in receivers(program):
-            self.fabric.connect(self.group, self.members[peer], self.timeout)
+            try:
+                self.fabric.connect(self.group, self.members[peer], self.timeout)
+            except LinkError as error:
+                raise LinkError(f"pccl: {collective} needs rank {peer} of the group, but {error}") from error
         flat = flatten(program)
         digest = zlib.crc32(repr((choice, root)).encode())
         sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])

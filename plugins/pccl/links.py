@@ -1,14 +1,16 @@
 """Authenticated links between processes, made when they are first needed, and handed to the C++ engine.
 
 A link goes one way: whoever has something to send connects, and the receiver's thread accepts at any time, whatever its
-program is doing, so that no order of calls can lock. Between nodes a link is a TCP connection; within one, a unix socket,
-and the receiver reads large messages from the sender's memory (process_vm_readv) where the kernel allows it. Both
-sides prove knowledge of the group's secret, which its rank 0 hands out through the store.
+program is doing, so that no order of calls can lock. Between nodes a link is a TCP connection. Within one it is a unix
+socket and nameless memory that the sender hands through it: bytes go through that memory, and the receiver reads large
+messages from the sender's own (process_vm_readv) where the kernel allows it. Both sides prove knowledge of the group's
+secret, which its rank 0 hands out through the store.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import hmac
 import json
@@ -29,7 +31,8 @@ _MAGIC = b"AXPCCL01"
 _HELLO = struct.Struct("<8s8s16s32s")  # magic, group, identity, nonce
 _ANSWER = struct.Struct("<32s32s")  # nonce, proof
 _PROOF = struct.Struct("<32sQ8s")  # proof, address of a token, the token
-_READ, _STREAM = b"R", b"S"
+_READ, _SHARE = 1, 2  # the receiver reads the sender's memory; bytes go through the memory that was handed over
+_SHARED = 4096 + 8192 + 2**17  # bytes: counts, answers, messages
 _PATIENCE = 20.0  # seconds for a handshake
 _MOST_STRANGERS = 512  # handshakes under way; beyond, the one that takes longest ends
 
@@ -126,15 +129,20 @@ class Fabric:
             if self.core.linked(number):
                 return
             connection = self._reach(member, timeout)
+            memory = _memory() if connection.family == socket.AF_UNIX else -1
             try:
-                readable = self._introduce(connection, group, member)
+                ways = self._introduce(connection, group, member, memory)
+                shared = os.dup(memory) if ways & _SHARE else -1
+                self.core.add_outgoing(number, connection.detach(), ways & _READ, shared)
             except LinkError:
                 connection.close()
                 raise
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, RuntimeError) as error:
                 connection.close()
                 raise LinkError(f"the process at {member.host} port {member.port} did not answer: {error}") from error
-            self.core.add_outgoing(number, connection.detach(), 1 if readable else 0)
+            finally:
+                if memory >= 0:
+                    os.close(memory)
 
     def _reach(self, member: Member, timeout: float) -> socket.socket:
         near = member.node == self.member.node
@@ -159,8 +167,8 @@ class Fabric:
                     ) from error
                 time.sleep(0.05)
 
-    def _introduce(self, connection: socket.socket, group: Group, member: Member) -> bool:
-        """The connecting side of the handshake; whether the other side reads this process' memory."""
+    def _introduce(self, connection: socket.socket, group: Group, member: Member, memory: int = -1) -> int:
+        """The connecting side of the handshake, which hands `memory` over; the ways in which the other side will read."""
         mine, theirs = secrets.token_bytes(32), bytes.fromhex(member.identity)
         connection.settimeout(_PATIENCE)
         connection.sendall(_HELLO.pack(_MAGIC, group.key, self.identity, mine))
@@ -170,8 +178,11 @@ class Fabric:
             raise LinkError(f"the process at {member.host} port {member.port} does not know the job's secret")
         token = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
         _let_read()
-        connection.sendall(_PROOF.pack(group.proof(b"sender", *said), ctypes.addressof(token), token.raw))
-        return _exactly(connection, 1) == _READ
+        last = _PROOF.pack(group.proof(b"sender", *said), ctypes.addressof(token), token.raw)
+        if memory >= 0:
+            last = last[socket.send_fds(connection, [last], [memory]) :]
+        connection.sendall(last)
+        return _exactly(connection, 1)[0]
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -192,6 +203,7 @@ class Fabric:
 
     def _meet(self, connection: socket.socket) -> None:
         """The accepting side of the handshake; strangers are turned away without a word."""
+        handed: list[int] = []
         try:
             with connection:
                 connection.settimeout(_PATIENCE)
@@ -203,31 +215,57 @@ class Fabric:
                 mine = secrets.token_bytes(32)
                 said = (key, identity, self.identity, theirs, mine)
                 connection.sendall(_ANSWER.pack(mine, group.proof(b"receiver", *said)))
-                proof, address, token = _PROOF.unpack(_exactly(connection, _PROOF.size))
+                proof, address, token = _PROOF.unpack(_exactly(connection, _PROOF.size, handed))
                 if not hmac.compare_digest(proof, group.proof(b"sender", *said)):
                     return
                 process = _process_of(connection)
                 readable = process > 0 and _read(process, address, len(token)) == token
+                shared = len(handed) > 0
                 # The engine listens before the other side may send.
                 self.core.add_incoming(
-                    self.number(identity.hex()), os.dup(connection.fileno()), process if readable else 0
+                    self.number(identity.hex()),
+                    os.dup(connection.fileno()),
+                    process if readable else 0,
+                    handed.pop() if handed else -1,
                 )
-                connection.sendall(_READ if readable else _STREAM)
-        except (OSError, EOFError, struct.error):
+                connection.sendall(bytes([_READ * readable + _SHARE * shared]))
+        except (OSError, EOFError, struct.error, RuntimeError):
             pass
         finally:
+            for descriptor in handed:
+                os.close(descriptor)
             with self._lock:
                 self._strangers.pop(connection, None)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, handed: list[int] | None = None) -> bytes:
+    """So many bytes; into `handed` goes a descriptor that comes with them through a unix socket."""
     got = b""
     while len(got) < size:
-        part = connection.recv(size - len(got))
+        if handed is None or connection.family != socket.AF_UNIX:
+            part = connection.recv(size - len(got))
+        else:
+            part, descriptors, _, _ = socket.recv_fds(connection, size - len(got), 1, socket.MSG_CMSG_CLOEXEC)
+            handed += descriptors
         if not part:
             raise EOFError("the connection ended")
         got += part
     return got
+
+
+def _memory() -> int:
+    """Nameless memory of this user's that cannot change its size, or -1 where there is none to be had."""
+    made = -1
+    try:
+        made = os.memfd_create("axonn-pccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(made, 0o600)
+        os.ftruncate(made, _SHARED)
+        fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        if made >= 0:
+            os.close(made)
+        return -1
+    return made
 
 
 def _process_of(connection: socket.socket) -> int:

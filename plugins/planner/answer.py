@@ -8,7 +8,7 @@ from typing import Literal
 
 from plugins.planner import fourd
 from plugins.planner.machine import Machine
-from plugins.planner.model import Transformer
+from plugins.planner.model import Model, Transformer
 from plugins.planner.search import AnyPlan, Constraints, Found, faster_but_too_large, search
 from plugins.planner.step import Setting
 from plugins.planner.transformer import STRATEGIES, Mode
@@ -37,7 +37,7 @@ class Question:
 
     Attributes:
         machine: where it shall run.
-        model: what is trained.
+        model: what is trained; a U-Net with the strategy "axonn" alone.
         gpus: how many.
         batch: samples of a step.
         strategies: which compete.
@@ -47,7 +47,7 @@ class Question:
     """
 
     machine: Machine
-    model: Transformer
+    model: Model
     gpus: int
     batch: int
     strategies: Sequence[AnyStrategy]
@@ -108,11 +108,13 @@ def _search(question: Question, machine: Machine, strategy: AnyStrategy, top: in
     q, constraints = question, _constraints(question, strategy)
     if strategy == "axonn":
         return fourd.search(machine, q.model, q.gpus, q.batch, q.mode, top, constraints, q.setting)
+    assert isinstance(q.model, Transformer)
     return search(machine, q.model, strategy, q.gpus, q.batch, q.mode, top, constraints, q.setting)
 
 
 def _too_large(q: Question, strategy: AnyStrategy, limit: float) -> AnyPlan | None:
     if strategy != "axonn":
+        assert isinstance(q.model, Transformer)
         constraints = _constraints(q, strategy)
         return faster_but_too_large(
             q.machine, q.model, strategy, q.gpus, q.batch, q.mode, limit, constraints, q.setting

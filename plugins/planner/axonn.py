@@ -8,26 +8,19 @@ Everything is a pure function of arrays of grids.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
 
+from plugins.planner.layers import Linear
 from plugins.planner.machine import Machine
-from plugins.planner.model import Transformer
+from plugins.planner.model import Model, Transformer
 from plugins.planner.space import factorizations
 from plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One linear layer: k features in, n out; a transposed one has x and y swapped."""
-
-    name: str
-    k: int
-    n: int
-    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -102,18 +95,7 @@ class Communication:
         return Communication(*(getattr(self, one.name) * count for one in fields(self)))
 
 
-def linears(model: Transformer) -> list[Linear]:
-    """The linear layers of a transformer's layer; every other one is transposed."""
-    heads, shared, e = model.heads * model.q, 2 * model.kv * model.q, model.hidden
-    return [
-        Linear("qkv", e, heads + shared, False),
-        Linear("proj", heads, e, True),
-        Linear("fc1", e, model.f, False),
-        Linear("fc2", model.f, e, True),
-    ]
-
-
-def grids(model: Transformer, gpus: int, batch: int) -> Grids:
+def grids(model: Model, gpus: int, batch: int) -> Grids:
     """Every grid of so many GPUs that divides the model's heads and features, and a step's samples.
 
     Args:
@@ -123,8 +105,9 @@ def grids(model: Transformer, gpus: int, batch: int) -> Grids:
     """
     table = np.array(factorizations(gpus, 4), np.int64).T
     gx, gy, gz, gdata = table
-    fits = (batch % (gz * gdata) == 0) & (model.heads % gx == 0)
-    for size in (model.hidden, model.f):
+    features, heads = model.divides
+    fits = (batch % (gz * gdata) == 0) & (heads % gx == 0)
+    for size in features:
         fits &= (size % gx == 0) & (size % gy == 0)
     return Grids(*table[:, fits])
 
@@ -154,21 +137,22 @@ def node_bandwidth(machine: Machine) -> float:
     return machine.slow_bandwidth * machine.interfaces * machine.domain * machine.bandwidth_efficiency
 
 
-def layer_communication(layer: Linear, m: Number, at: Grids, beta: Bandwidths, repeats: Repeats) -> Communication:
+def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwidths, repeats: Repeats) -> Communication:
     """Equations 5.1 to 5.5 of one layer.
 
     Args:
         layer: its sizes.
-        m: rows of a data-parallel group in a step.
+        samples: of a data-parallel group in a step; m, its rows, are each sample's positions.
         at: the grids.
         beta: bytes a second along the axes.
         repeats: how often each runs.
     """
     gx, gy, beta_x, beta_y = (at.gy, at.gx, beta.y, beta.x) if layer.transposed else (at.gx, at.gy, beta.x, beta.y)
     gz, gdata = at.gz, at.gdata
-    weights = 2 * layer.k * layer.n / (gx * gy)
-    outputs, inputs = 2 * m * layer.n / (gz * gx), 2 * m * layer.k / (gz * gy)
-    shared = repeats.gradient_bytes * layer.k * layer.n / (gx * gy * gz)
+    weights = 2 * layer.weights / (gx * gy)
+    outputs = 2 * samples * layer.gives * layer.n / (gz * gx)
+    inputs = 2 * samples * layer.takes * layer.k / (gz * gy)
+    shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz)
     return Communication(
         gather=repeats.gathers * repeats.accumulation * (gz - 1) * weights / gz / beta.z,
         scatter=repeats.accumulation * (gz - 1) / gz * weights / beta.z,
@@ -179,7 +163,7 @@ def layer_communication(layer: Linear, m: Number, at: Grids, beta: Bandwidths, r
 
 
 def communication(
-    machine: Machine, model: Transformer, at: Grids, tokens: int, repeats: Repeats | None = None, aware: bool = True
+    machine: Machine, model: Model, at: Grids, batch: int, repeats: Repeats | None = None, aware: bool = True
 ) -> Communication:
     """Seconds of all collectives of a step.
 
@@ -187,16 +171,20 @@ def communication(
         machine: the networks.
         model: what is trained.
         at: the grids.
-        tokens: positions of a step, over all GPUs.
+        batch: samples of a step, over all GPUs.
         repeats: how often each runs.
         aware: see `bandwidths`.
     """
-    beta, m = bandwidths(machine, at, aware), tokens / at.gdata
-    parts = [layer_communication(layer, m, at, beta, repeats or Repeats()) for layer in linears(model)]
-    return (parts[0] + parts[1] + parts[2] + parts[3]).times(model.layers)
+    beta, samples = bandwidths(machine, at, aware), batch / at.gdata
+    parts = [
+        layer_communication(layer, samples, at, beta, repeats or Repeats()).times(block.count)
+        for block in model.blocks
+        for layer in block.linears
+    ]
+    return reduce(add, parts)
 
 
-def state_bytes(model: Transformer, at: Grids, each: float = 16.0) -> Floats:
+def state_bytes(model: Model, at: Grids, each: float = 16.0) -> Floats:
     """Bytes of weights, gradients and optimizer state of a GPU, which data-parallel ranks repeat.
 
     Args:
@@ -214,14 +202,18 @@ def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
     return np.lexsort((-at.gz, -at.gy, -at.gx, axes, rounded))
 
 
-def model_flops(model: Transformer, batch: int, recompute: bool = True) -> float:
+def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     """Floating-point operations of a step by Narayanan's formula: 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation, 3/4 without.
 
+    Of a U-Net, those of its products, two for each multiplication, and twice as many in backward.
+
     Args:
-        model: what is trained; its MLP is taken to be four times as wide as its hidden size.
+        model: what is trained; a transformer's MLP is taken to be four times as wide as its hidden size.
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
+    if not isinstance(model, Transformer):
+        return (8 if recompute else 6) * batch * sum(block.count * block.products for block in model.blocks)
     s, depth, h = model.sequence, model.layers, model.hidden
     layers = 1 + s / (6 * h)
     head = model.vocabulary / (16 * depth * h)

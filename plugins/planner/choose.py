@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from axonn_tp import AXES, Grid
+from axonn_tp.volumes import Volume
 from plugins.block import ConfigError
 from plugins.planner.axonn import Floats, Grids, bandwidths, ranked
 from plugins.planner.machine import Machine
@@ -21,12 +24,14 @@ class Candidate:
         sent: bytes a step by axis, of x, y, z and data.
         messages: one after another, by axis.
         state: bytes of weights, gradients and optimizer state.
+        scattered: of the bytes sent, those in reduce-scatters, by axis.
     """
 
     sizes: tuple[int, int, int, int]
     sent: Mapping[str, float]
     messages: Mapping[str, int]
     state: float
+    scattered: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,24 @@ class Choice:
 
     def __str__(self) -> str:
         return f"gx={self.gx} gy={self.gy} gz={self.gz} gdata={self.gdata}"
+
+
+def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float) -> Candidate:
+    """A grid that sends what `axonn_tp.volumes.step_volumes` counts. What goes over several axes goes as fast as over the outermost."""
+    sent: dict[str, float] = defaultdict(float)
+    messages: dict[str, int] = defaultdict(int)
+    scattered: dict[str, float] = defaultdict(float)
+    for name, volume in volumes.items():
+        axis = outermost(name, grid)
+        sent[axis] += float(volume.sent)
+        messages[axis] += volume.messages
+        scattered[axis] += float(volume.scattered)
+    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state, scattered)
+
+
+def outermost(axis: str, grid: Grid) -> str:
+    """The axis itself, or of what goes over several the outermost."""
+    return axis if axis in AXES else "data" if grid.gdata > 1 else "z"
 
 
 def choose(machine: Machine, candidates: Sequence[Candidate]) -> list[Choice]:
@@ -88,12 +111,14 @@ def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
 
 
 def seconds_by_axis(machine: Machine, candidates: Sequence[Candidate]) -> dict[str, Floats]:
-    """Of the collectives over x, y, z and data of a step on each grid."""
+    """Of the collectives over x, y, z and data of a step on each grid; reduce-scatters take as long as they do on this machine."""
     at = Grids(*np.array([one.sizes for one in candidates], np.int64).T)
     beta, inner, found = bandwidths(machine, at), np.ones(len(at)), {}
     for axis, size, rate in zip(("x", "y", "z", "data"), at.axes, (beta.x, beta.y, beta.z, beta.data), strict=True):
         inner = inner * size
         latency = np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
         sent = np.array([float(one.sent.get(axis, 0.0)) for one in candidates])
+        scattered = np.array([float(one.scattered.get(axis, 0.0)) for one in candidates])
+        sent = sent + (machine.reduce_scatter - 1) * scattered
         found[axis] = sent / rate + np.array([one.messages.get(axis, 0) for one in candidates]) * latency
     return found

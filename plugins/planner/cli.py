@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from plugins.block import ConfigError
 from plugins.planner import files, machine, model, report
 from plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from plugins.planner.step import Setting
-from plugins.planner.transformer import MODES, Mode
+from plugins.planner.transformer import MODES, STRATEGIES, Mode
 
 _LARGEST = {"gpus": 2**20, "batch": 2**24, "top": 1000, "interleave": 1000, "sequence": 2**24}
 _PIPELINED = ("n1", "n2", "np", "nd", "bm", "panels", "v1", "v2", "vp", "vd")
@@ -31,6 +32,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     parsed = _parser().parse_args(arguments)
+    for option, name in (("json", parsed.json), ("plot", parsed.plot)):
+        if name not in (None, "-"):
+            _writable(option, name)
     questions = _questions(parsed)
     top = _number("top", parsed.top)
     tokens = None if parsed.tokens is None else _tokens(parsed.tokens)
@@ -42,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if parsed.plot is not None:
         from plugins.planner.plot import draw
 
-        draw(_writable("plot", parsed.plot), answers)
+        draw(Path(parsed.plot), answers)
     return 0
 
 
@@ -58,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--machine",
         required=True,
-        help=f"a name or the path of a TOML or JSON file, with -nvsN for domains of N GPUs; names: {', '.join(machine.names())}",
+        help="a name or the path of a TOML or JSON file, with -nvsN for domains of N GPUs; here is what axonn bench network measured, "
+        f"emulated-1ms-500Mbit an emulated cluster; names: {', '.join(machine.names())}",
     )
     parser.add_argument(
         "--gpus", required=True, metavar="N", help="how many, all used; several as 512,1024 or 512..16384"
@@ -88,6 +93,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="native: rings (default); pccl: recursive between domains",
     )
+    parser.add_argument(
+        "--whole", action="store_true", help="also output layer and loss, the optimizer's step, residual sums"
+    )
+    parser.add_argument(
+        "--attention",
+        default="fused",
+        metavar="NAME",
+        help="fused: one kernel (default); plain: scores are written to memory",
+    )
     parser.add_argument("--top", default="10", metavar="N", help="configurations to list (default 10)")
     parser.add_argument("--tokens", metavar="N", help="positions to train on, such as 2T, for the days that this takes")
     parser.add_argument(
@@ -105,21 +119,43 @@ def _parser() -> argparse.ArgumentParser:
 def _questions(parsed: argparse.Namespace) -> list[Question]:
     sequence = None if parsed.sequence is None else _number("sequence", parsed.sequence)
     trained = model.load(parsed.model, sequence=sequence)
-    if not isinstance(trained, model.Transformer):
-        raise ConfigError(
-            f'--model = "{parsed.model}" is a U-Net, which these strategies do not split; choose a transformer, such as gpt-20b'
-        )
+    strategy = parsed.strategy if isinstance(trained, model.Transformer) else _unets(parsed)
     _known("collectives", parsed.collectives, ("native", "pccl"))
     where = replace(machine.load(parsed.machine), collectives=parsed.collectives)
-    batch = _batch(parsed, trained.sequence)
+    batch = _batch(parsed, trained)
     _known("mode", parsed.mode, MODES)
     mode: Mode = parsed.mode
     fixed = _fixed(parsed.fix)
+    _known("attention", parsed.attention, ("fused", "plain"))
     setting = Setting(
-        parsed.recompute, _number("interleave", parsed.interleave), _sparsity(parsed.samo), _experts(parsed.ted)
+        recompute=parsed.recompute,
+        interleave=_number("interleave", parsed.interleave),
+        sparsity=_sparsity(parsed.samo),
+        experts=_experts(parsed.ted),
+        whole=parsed.whole,
+        fused=parsed.attention == "fused",
     )
-    strategies = _strategies(parsed.strategy, mode, fixed, setting)
+    strategies = _strategies(strategy, mode, fixed, setting)
     return [Question(where, trained, gpus, batch, strategies, mode, fixed, setting) for gpus in _gpus(parsed.gpus)]
+
+
+def _unets(parsed: argparse.Namespace) -> str:
+    """The strategy that splits U-Nets; what counts positions of a text has no meaning for them."""
+    for option, value in (
+        ("sequence", parsed.sequence),
+        ("tokens-per-batch", parsed.tokens_per_batch),
+        ("tokens", parsed.tokens),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f'--{option} = "{value}" is of texts, but --model = "{parsed.model}" is a U-Net, whose samples are images; leave it out, '
+                "and give --batch"
+            )
+    if parsed.strategy in STRATEGIES:
+        raise ConfigError(
+            f'--strategy = "{parsed.strategy}" splits layers of transformers, but --model = "{parsed.model}" is a U-Net; use axonn'
+        )
+    return "axonn" if parsed.strategy == "all" else parsed.strategy
 
 
 def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) -> tuple[AnyStrategy, ...]:
@@ -142,7 +178,13 @@ def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) 
         raise ConfigError(
             f"--interleave = {setting.interleave} needs pipeline stages, which 4D grids do not have; leave it out, or choose 1d, 2d or summa"
         )
-    apart = mode == "paper" or setting.interleave > 1 or setting.experts > 0
+    more = "--whole" if setting.whole else "" if setting.fused else "--attention plain"
+    if more and (name == "axonn" or mode == "paper"):
+        which = "--strategy axonn" if name == "axonn" else "--mode paper"
+        raise ConfigError(
+            f"{more} is modelled for 1d, 2d and summa in the default mode, not with {which}; leave one of the two out"
+        )
+    apart = bool(mode == "paper" or setting.interleave > 1 or setting.experts or more)
     return tuple(
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
@@ -165,9 +207,10 @@ def _experts(text: str | None) -> int:
     return int(found[1])
 
 
-def _batch(parsed: argparse.Namespace, sequence: int) -> int:
-    if parsed.batch is not None:
+def _batch(parsed: argparse.Namespace, trained: model.Model) -> int:
+    if parsed.batch is not None or not isinstance(trained, model.Transformer):
         return _number("batch", parsed.batch)
+    sequence = trained.sequence
     found = re.fullmatch(r"([0-9]{1,12})([KMG]?)", parsed.tokens_per_batch)
     tokens = int(found[1]) * _BINARY[found[2]] if found else 0
     if not tokens:
@@ -250,11 +293,14 @@ def _write(name: str, answers: list[dict]) -> None:
     if name == "-":
         sys.stdout.write(text + "\n")
     else:
-        _writable("json", name).write_text(text + "\n")
+        Path(name).write_text(text + "\n")
 
 
-def _writable(option: str, name: str) -> Path:
+def _writable(option: str, name: str) -> None:
+    """Said before anything is searched."""
     path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f'--{option} = "{name}" cannot be written; give a file in a folder that exists')
-    return path
+    able = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(able, os.W_OK):
+        raise ConfigError(
+            f'--{option} = "{name}" cannot be written; give a file in a folder that exists and may be written to'
+        )

@@ -65,6 +65,17 @@ def whole(where: str, value: Any, least: int = 1, most: int = 10**9) -> int:
     return value
 
 
+def wholes(where: str, value: Any, least: int) -> tuple[int, ...]:
+    """A list of whole numbers, at most 16.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, list) or len(value) > 16 or (least and not value):
+        raise ConfigError(f"{where} = {value!r} is not a short list of whole numbers; write one such as [1, 2]")
+    return tuple(whole(where, one, least, 2**10) for one in value)
+
+
 def number(where: str, value: Any, most: float = math.inf) -> float:
     """A positive number.
 

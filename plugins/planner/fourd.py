@@ -8,11 +8,11 @@ The optimizer's state is sharded over data-parallel ranks. `mode="paper"` is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
-from plugins.planner import work
 from plugins.planner.axonn import (
     Communication,
     Floats,
@@ -22,12 +22,13 @@ from plugins.planner.axonn import (
     communication,
     grids,
     layer_communication,
-    linears,
     ranked,
     state_bytes,
 )
+from plugins.planner.compute import Layer, layer_times, stored
+from plugins.planner.layers import Block
 from plugins.planner.machine import Machine
-from plugins.planner.model import Transformer
+from plugins.planner.model import Model
 from plugins.planner.search import Constraints, Found, GridPlan
 from plugins.planner.space import divisors
 from plugins.planner.step import Memory, Setting, Times
@@ -35,24 +36,9 @@ from plugins.planner.transformer import Mode
 from plugins.planner.work import Number
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Seconds of one layer and micro-batch.
-
-    Attributes:
-        forward: (compute, waiting for memory) of forward.
-        backward: the same of backward.
-        products: of each linear's weight gradient, behind which a sum hides.
-    """
-
-    forward: tuple[Floats, Floats]
-    backward: tuple[Floats, Floats]
-    products: list[Floats]
-
-
 def search(
     machine: Machine,
-    model: Transformer,
+    model: Model,
     gpus: int,
     batch: int,
     mode: Mode = "default",
@@ -92,7 +78,7 @@ def search(
 
 def times(
     machine: Machine,
-    model: Transformer,
+    model: Model,
     at: Grids,
     m: Number,
     batch: int,
@@ -111,63 +97,29 @@ def times(
         setting: how it is trained.
     """
     setting = setting or Setting()
-    tokens, none = batch * model.sequence, np.zeros(len(at))
+    none = np.zeros(len(at))
     if mode == "paper":
-        talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, tokens)
+        talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, batch)
         return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
-    beta, count = bandwidths(machine, at), model.layers * m
-    one = Repeats(gathers=2, gradient_bytes=2 * setting.kept)
-    layer = layer_times(machine, model, at, batch / (at.gz * at.gdata * m))
-    parts = [
-        _with_latency(machine, at, layer_communication(linear, tokens / at.gdata / m, at, beta, one), linear.transposed)
-        for linear in linears(model)
-    ]
-    exposed, passes = _exposed(layer, parts, setting.recompute), 2 if setting.recompute else 1
-    talked = (parts[0] + parts[1] + parts[2] + parts[3]).times(count)
+    compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
+    talked = Communication(none, none, none, none, none)
+    for block in model.blocks:
+        count = block.count * m
+        layer = layer_times(machine, block, at, batch / (at.gz * at.gdata * m))
+        parts = _communication(machine, block, at, batch / at.gdata / m, setting)
+        for part in parts:
+            talked = talked + part.times(count)
+        compute, waiting = (
+            spent + (passes * layer.forward[i] + layer.backward[i]) * count
+            for i, spent in enumerate((compute, waiting))
+        )
+        exposed = exposed + _exposed(layer, parts, setting.recompute) * count
     talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
-    compute, waiting = ((passes * layer.forward[i] + layer.backward[i]) * count for i in range(2))
-    return Times(compute, waiting, exposed * count, talked.data, none, none), talked
-
-
-def layer_times(machine: Machine, model: Transformer, at: Grids, samples: Floats) -> Layer:
-    """Compute of one layer and micro-batch, by the roofline.
-
-    Args:
-        machine: where it runs.
-        model: what is trained.
-        at: the grids.
-        samples: of a micro-batch, on one GPU's share of z and data.
-    """
-    rows = samples * model.sequence
-    products = [
-        work.matmul(rows, linear.k / over_k, linear.n / over_n)
-        for linear in linears(model)
-        for over_k, over_n in [(at.gx, at.gy) if linear.transposed else (at.gy, at.gx)]
-    ]
-    share = np.where(model.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
-    kv_heads = samples * np.maximum(model.kv / share, 1)
-    ratio = machine.tensor / machine.vector
-    attention = work.attention(samples * model.heads / share, kv_heads, model.sequence, model.sequence, model.q, ratio)
-    own, inner = rows / (at.gx * at.gy), rows * model.f / (at.gx * at.gy)
-    outer = own * model.hidden
-    vector = [work.bias(own, model.f), work.bias(own, model.hidden), work.bias(own, model.hidden)]
-    vector += [work.gelu(inner), work.dropout(inner), work.dropout(outer), work.dropout(outer)]
-    vector += [work.layer_norm(own, model.hidden), work.layer_norm(own, model.hidden)]
-    forward, backward = np.zeros((2, len(at))), np.zeros((2, len(at)))
-    for done, peak in [
-        *((one, machine.tensor) for one in [*products, attention]),
-        *((one, machine.vector) for one in vector),
-    ]:
-        forward += _roofline(machine, done.flops, done.moved, peak)
-        backward += _roofline(machine, done.backward_flops, done.backward_moved, peak)
-    gradients = [
-        _roofline(machine, one.backward_flops, one.backward_moved, machine.tensor).sum(axis=0) / 2 for one in products
-    ]
-    return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
+    return Times(compute, waiting, exposed, talked.data, none, none), talked
 
 
 def memory(
-    model: Transformer, at: Grids, m: Number, batch: int, mode: Mode = "default", setting: Setting | None = None
+    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "default", setting: Setting | None = None
 ) -> Memory:
     """Bytes of a GPU. In the published model, only state counts, and data-parallel ranks repeat it.
 
@@ -184,15 +136,14 @@ def memory(
         two = state_bytes(model, at, 2.0)
         return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
     two, kept = state_bytes(model, at, 2.0), setting.kept
-    largest = max(linear.k * linear.n for linear in linears(model))
+    largest = max(linear.weights for block in model.blocks for linear in block.linears)
     gathered = np.where(at.gz > 1, 2 * 2 * largest / (at.gx * at.gy), 0)
-    rows = batch / (at.gz * at.gdata * m) * model.sequence
-    e, f, heads = model.hidden, model.f, model.heads
-    inputs = 2 * rows * (2 * e / at.gy + (heads * model.q + f) / at.gx)
-    between = rows * (4 * e + 2 * e + 8 * e + 4 * heads + 2 * f + f) / (at.gx * at.gy)
-    activations = model.layers * (inputs + between)
+    samples = batch / (at.gz * at.gdata * m)
+    each = [stored(block, at, samples) for block in model.blocks]
+    activations = reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
     if setting.recompute:
-        activations = model.layers * 2 * rows * e / (at.gx * at.gy) + inputs + between
+        kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
+        activations = 2 * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
     index = kept * two if setting.sparsity else 0 * two
     optimizer = kept * state_bytes(model, at, 12.0) / at.gdata + index
     return Memory(two + gathered, kept * two, optimizer, activations)
@@ -215,8 +166,28 @@ def _exposed(layer: Layer, parts: list[Communication], recompute: bool) -> Float
     return exposed + np.maximum(later - (backward - hidden), 0)
 
 
-def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: bool) -> Communication:
-    """Latency besides: of a ring, a message for each further rank, twice in a sum; over data, the four linears of a layer share one."""
+def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
+    """Of each linear of a block and micro-batch, `samples` of a data-parallel group."""
+    beta, one = bandwidths(machine, at), Repeats(gathers=2, gradient_bytes=2 * setting.kept)
+    share, scatter = 1 / len(block.linears), machine.reduce_scatter
+    parts = [
+        _with_latency(machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share)
+        for linear in block.linears
+    ]
+    # In the scattered layout a sum is a reduce-scatter and an all-gather.
+    return [
+        replace(
+            part,
+            scatter=scatter * part.scatter,
+            forward=(1 + scatter) / 2 * part.forward,
+            backward=(1 + scatter) / 2 * part.backward,
+        )
+        for part in parts
+    ]
+
+
+def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: bool, share: float) -> Communication:
+    """Latency besides: of a ring, a message for each further rank, twice in a sum; over data, the linears of a block share one."""
     steps: list[Floats] = []
     inner = np.ones(len(at))
     for size in at.axes:
@@ -227,12 +198,7 @@ def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: 
         steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)
-    return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data / 4)
-
-
-def _roofline(machine: Machine, flops: Number, moved: Number, peak: float) -> Floats:
-    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
-    return np.stack(np.broadcast_arrays(compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)))
+    return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data * share)
 
 
 def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.ndarray]:

@@ -13,12 +13,12 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "sequence": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
     "feed_forward": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "kv_heads": ("num_key_value_heads",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
     "head_width": ("head_dim",),
-    "vocabulary": ("vocab_size",),
+    "vocabulary": ("vocab_size", "padded_vocab_size"),
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_PLAIN_MLP = ("gpt", "opt", "bloom", "bert", "vit", "falcon", "phi", "starcoder2", "mpt")
+_PLAIN_MLP = ("gpt", "opt", "bloom", "bert", "vit", "falcon", "starcoder2", "mpt")
 """Families, by the beginning of model_type, whose MLP has two matrices; those of others with SiLU or gated GELU have three."""
 
 
@@ -52,6 +52,8 @@ def sizes_of(where: str, table: Mapping[str, Any]) -> dict[str, Any]:
             sizes[key] = found
         elif key in ("layers", "hidden", "heads"):
             raise ConfigError(f'{where} lacks the key "{names[0]}", the {key} of the model; add it')
+    if table.get("multi_query") is True and table.get("new_decoder_architecture") is not True:
+        sizes["kv_heads"] = 1
     if isinstance(sizes.get("feed_forward"), int) and _gated(table):
         sizes["feed_forward"] = 3 * sizes["feed_forward"] // 2
     return sizes
@@ -62,4 +64,6 @@ def _gated(table: Mapping[str, Any]) -> bool:
     act = str(
         table.get("hidden_act") or table.get("hidden_activation") or table.get("activation_function") or ""
     ).lower()
-    return not family.startswith(_PLAIN_MLP) and (act in ("silu", "swiglu", "geglu") or family.startswith("gemma"))
+    return not family.startswith(_PLAIN_MLP) and (
+        act in ("silu", "swiglu", "geglu") or family.startswith(("gemma", "chatglm"))
+    )

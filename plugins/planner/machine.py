@@ -38,8 +38,10 @@ class Machine:
         assumed: what no source gives.
         within: measured bandwidths of rings within a domain, by (G0, G1): G0 simultaneous groups of G1 GPUs, every G0th of a domain
             in one (000, section 5.1.2, case 1). Others have `bandwidth_efficiency` of `fast_bandwidth`.
-        collective_error: share by which 4D grids' collectives may miss what the formulas say; by default the error with one GPU a node
-            on Perlmutter (`uncertainty`), in a file of ``axonn bench planner`` what the ledger measured there.
+        collective_error: share by which 4D grids' collectives may miss what the formulas say, which ``axonn bench planner`` writes into
+            its file as the ledger measured it; None for what was measured on Perlmutter (`uncertainty`).
+        reduce_scatter: seconds of a reduce-scatter beside an all-gather's of the same bytes: 1 of a ring's, 2 where it is done as an
+            all-reduce, as gloo does.
         collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
             within (000, chapter 6).
     """
@@ -62,7 +64,8 @@ class Machine:
     bandwidth_efficiency: float = 0.7
     assumed: str = ""
     within: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    collective_error: float = 0.19
+    collective_error: float | None = None
+    reduce_scatter: float = 1.0
     collectives: Literal["native", "pccl"] = "native"
 
 
@@ -86,8 +89,11 @@ _OPTIONAL = (
     "assumed",
     "within",
     "collective_error",
+    "reduce_scatter",
 )
 _GROUPS = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})")
+_HERE = "here"
+_EMULATED = re.compile(r"emulated(?:-([0-9.]+[mu]?s))?(?:-([0-9.]+[kMG]bit))?")
 _DOMAIN = re.compile(r"(.+)-nvs([0-9]{1,6})")
 
 
@@ -106,7 +112,8 @@ def load(name: str, option: str = "--machine") -> Machine:
     """A machine by name, or by the path of its file; either with ``-nvsN`` behind it for domains of N GPUs.
 
     Args:
-        name: such as ``perlmutter``, ``a100-nvs4``, ``mine.toml``, ``mine.toml-nvs8``.
+        name: such as ``perlmutter``, ``a100-nvs4``, ``mine.toml``, ``mine.toml-nvs8``; ``here`` for what ``axonn bench network`` measured
+            of this machine; ``emulated-100us-500Mbit-nvs2`` for an emulated cluster of that latency and bandwidth, with two ranks a node.
         option: what gave it, for errors.
 
     Raises:
@@ -115,13 +122,18 @@ def load(name: str, option: str = "--machine") -> Machine:
     known = files.ours("machines")
     resized = _DOMAIN.fullmatch(name)
     base, domain = (resized[1], int(resized[2])) if resized else (name, None)
-    if base.lower() in known:
+    emulated = _EMULATED.fullmatch(base)
+    if emulated:
+        return _emulated(f"{option} = {name!r}", emulated[1], emulated[2], domain)
+    if base == _HERE:
+        machine = _measured(option)
+    elif base.lower() in known:
         machine = _ours(base.lower())
     elif files.is_path(base):
         machine = parse(str(base), files.read(option, Path(base)), Path(base).stem)
     else:
         raise ConfigError(
-            f'{option} = "{name}" is not known; use "{_nearest(name, list(known))}", another of {", ".join(known)}, '
+            f'{option} = "{name}" is not known; use "{_nearest(name, [*names(), _HERE])}", another of {", ".join([*names(), _HERE])}, '
             "one of these with -nvsN for domains of N GPUs, or the path of a TOML or JSON file"
         )
     if domain is None:
@@ -151,10 +163,9 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
     for key in ("flop_efficiency", "bandwidth_efficiency"):
         if key in table:
             values[key] = files.number(at(key), table[key], most=1.0)
-    if "interfaces" in table:
-        values["interfaces"] = files.number(at("interfaces"), table["interfaces"])
-    if "collective_error" in table:
-        values["collective_error"] = files.number(at("collective_error"), table["collective_error"])
+    for key in ("interfaces", "collective_error", "reduce_scatter"):
+        if key in table:
+            values[key] = files.number(at(key), table[key])
     if "assumed" in table:
         values["assumed"] = files.text(at("assumed"), table["assumed"])
     if "within" in table:
@@ -184,6 +195,28 @@ def _rings(where: str, table: Any) -> dict[tuple[int, int], float]:
 def _ours(name: str) -> Machine:
     path = files.ours("machines")[name]
     return parse(path.name, files.read("--machine", path), name)
+
+
+def _measured(option: str) -> Machine:
+    path = measured_file()
+    if not path.is_file():
+        raise ConfigError(
+            f'{option} = "{_HERE}" was not measured yet; run axonn bench network --layouts 1xN, N being its ranks'
+        )
+    return parse(str(path), files.read(option, path), _HERE)
+
+
+def _emulated(where: str, latency: str | None, bandwidth: str | None, ranks: int | None) -> Machine:
+    """The emulated cluster: a node has one interface, whatever its ranks."""
+    base = _ours("emulated")
+    size = base.domain if ranks is None else files.whole(f"{where}: the number after -nvs", ranks)
+    slow, rate = base.slow_latency, base.slow_bandwidth
+    if latency is not None:
+        slow = files.quantity("time", f"{where}: the latency", re.sub(r"([0-9.]+)", r"\1 ", latency), zero=True)
+    if bandwidth is not None:
+        rate = files.quantity("bandwidth", f"{where}: the bandwidth", re.sub(r"([0-9.]+)", r"\1 ", f"{bandwidth}/s"))
+    shown = "-".join(part for part in ("emulated", latency, bandwidth, ranks and f"nvs{size}") if part)
+    return replace(base, name=shown, domain=size, interfaces=1 / size, slow_latency=slow, slow_bandwidth=rate)
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from plugins.block import ConfigError
 from plugins.planner import files
 from plugins.planner.hf import is_hf, sizes_of
+from plugins.planner.layers import Block, transformer
+from plugins.planner.unet import UNet
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,41 @@ class Transformer:
         mlp = 2 * self.hidden * self.f + self.f + self.hidden
         return self.layers * (attention + mlp + 4 * self.hidden) + self.vocabulary * self.hidden
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Its layers, as 4D grids split them."""
+        return transformer(
+            layers=self.layers,
+            sequence=self.sequence,
+            hidden=self.hidden,
+            inner=self.f,
+            heads=self.heads,
+            kv_heads=self.kv,
+            width=self.q,
+        )
 
-@dataclass(frozen=True)
-class UNet:
-    """Sizes of a diffusion U-Net in the manner of Nichol & Dhariwal.
+    @property
+    def described(self) -> str:
+        """Its sizes in words."""
+        return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads"
 
-    Attributes:
-        name: what a user calls it.
-        channels: features of the first level.
-        source: where they come from.
-    """
+    @property
+    def sample(self) -> str:
+        """What a sample is."""
+        return f"{self.sequence} positions"
 
-    name: str
-    channels: int
-    source: str = ""
+    @property
+    def divides(self) -> tuple[tuple[int, ...], int]:
+        """Features that gx and gy must divide, and heads that gx must."""
+        return (self.hidden, self.f), self.heads
 
 
 Model = Transformer | UNet
 _REQUIRED = ("layers", "hidden", "heads")
 _NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("name", "source")]
 _OPTIONAL = ("name", "source", *(key for key in _NUMBERS if key not in _REQUIRED))
+_UNET = ("image", "blocks", "heads", "in_channels")
+_UNET_LISTS = {"multipliers": 1, "attention_levels": 0}
 _PAIR = re.compile(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*")
 
 
@@ -147,12 +164,24 @@ def parse(where: str, table: dict[str, Any], name: str, source: str = "") -> Mod
     name = files.text(f"{where}: name", table.get("name", name))
     source = files.text(f"{where}: source", table["source"]) if "source" in table else source
     if "channels" in table:
-        files.keys(where, table, ("channels",), ("name", "source"))
-        return UNet(channels=files.whole(f"{where}: channels", table["channels"]), name=name, source=source)
+        return UNet(name=name, source=source, **_unet(where, table))
     files.keys(where, table, _REQUIRED, _OPTIONAL)
     least = {"vocabulary": 0, "feed_forward": 0, "kv_heads": 0, "head_width": 0}
     sizes = {key: files.whole(f"{where}: {key}", table[key], least.get(key, 1)) for key in _NUMBERS if key in table}
     return Transformer(name=name, source=source, **sizes)
+
+
+def _unet(where: str, table: dict[str, Any]) -> dict[str, Any]:
+    files.keys(where, table, ("channels",), ("name", "source", *_UNET, *_UNET_LISTS))
+    sizes: dict[str, Any] = {
+        "blocks_of_a_level" if key == "blocks" else key: files.whole(f"{where}: {key}", table[key], most=2**20)
+        for key in ("channels", *_UNET)
+        if key in table
+    }
+    for key, least in _UNET_LISTS.items():
+        if key in table:
+            sizes[key] = files.wholes(f"{where}: {key}", table[key], least)
+    return sizes
 
 
 def _from_file(path: Path, option: str) -> Model:
@@ -169,6 +198,10 @@ def _from_numbers(text: str, option: str) -> Model:
         raise ConfigError(
             f'{option} = "{text}" does not give sizes; write name=number pairs with commas, such as layers=24,hidden=2048,heads=16'
         )
+    given = [pair[1] for pair in pairs if pair]
+    twice = [key for key in given if given.count(key) > 1]
+    if twice:
+        raise ConfigError(f'{option} = "{text}" gives {twice[0]} twice; give it once')
     return parse(f'{option} = "{text}"', {pair[1]: int(pair[2]) for pair in pairs if pair}, "yours", "the command line")
 
 

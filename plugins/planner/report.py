@@ -9,6 +9,7 @@ from typing import Any
 from plugins.planner.answer import Answer, sensitivity, too_large
 from plugins.planner.axonn import model_flops
 from plugins.planner.machine import Machine
+from plugins.planner.model import Model, Transformer
 from plugins.planner.search import AnyPlan, Plan
 from plugins.planner.uncertainty import WHOLE, step_range
 
@@ -55,11 +56,11 @@ def heading(asked: Answer) -> str:
     )
     mode = f", {as_published}" if question.mode == "paper" else ""
     lines = [
-        f"{model.name}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, {model.parameters / 1e9:.4g} billion parameters"
+        f"{model.name}: {model.described}, {model.parameters / 1e9:.4g} billion parameters"
         + (f" ({model.source})" if model.source else ""),
         f"{machine.name}: {machine.memory / GB:g} GB a GPU, domains of {machine.domain} ({machine.source})",
         *([f"assumed: {machine.assumed}"] if machine.assumed else []),
-        f"{question.batch} samples of {model.sequence} positions a step{mode}",
+        f"{question.batch} samples of {model.sample} a step{mode}",
     ]
     return "\n".join(lines)
 
@@ -84,15 +85,13 @@ def verdict(asked: Answer, tokens: float | None = None) -> str:
         return none_fits(asked)
     plan, question = asked.best[0], asked.question
     parts = sorted(shares(plan).items(), key=lambda item: -item[1])
-    span = step_range(question.machine, question.model, plan, question.mode)
-    low, high = WHOLE["vit" if question.model.name.startswith("vit") else "gpt"]
+    span = step_range(question.machine, question.model, plan, question.mode, question.batch)
     lines = [
         f"best: {configuration(plan)}: {plan.seconds:.4g} s a step, {plan.bytes / GB:.1f} GB a GPU",
         "  time: " + ", ".join(f"{_words(part)} {share:.1%}" for part, share in parts if share > 0),
         "  memory: " + ", ".join(f"{part} {size / GB:.1f} GB" for part, size in plan.holds.items()),
         f"  the longest part is {_words(parts[0][0])}, then {_words(parts[1][0])}",
-        f"  {span.low:.4g} to {span.high:.4g} s if collectives err as they did on Perlmutter; the whole model's published error on 512 A100 "
-        f"is {low:.0%} to {high:.0%}",
+        f"  {span.low:.4g} to {span.high:.4g} s if collectives err as {span.source}" + _whole_error(question.model),
     ]
     rate = flops_a_gpu(asked)
     if rate is not None:
@@ -157,9 +156,10 @@ def none_fits(asked: Answer) -> str:
             f"use a multiple of {question.machine.domain} GPUs that can be split so, or -nvsN behind the machine's name"
         )
     given = " with the sizes given" if question.fixed else ""
-    if tuple(question.strategies) == ("axonn",):
+    if tuple(question.strategies) == ("axonn",) or not isinstance(model, Transformer):
+        features, heads = model.divides
         return (
-            f"{question.gpus} GPUs cannot be split{given}: gx must divide {model.heads} heads, gx and gy {model.hidden} and {model.f} "
+            f"{question.gpus} GPUs cannot be split{given}: gx must divide {heads} heads, gx and gy {' and '.join(map(str, features))} "
             f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}"
         )
     return (
@@ -176,14 +176,15 @@ def shares(plan: AnyPlan) -> dict[str, float]:
 def flops_a_gpu(asked: Answer) -> tuple[float, float] | None:
     """Model flop/s of a GPU with the best configuration, and as a share of the peak.
 
-    By Narayanan's formula, without recomputation and without the output layer, which is not modelled.
+    By Narayanan's formula, without recomputation, and without the output layer where that is not modelled.
 
     None for the published model of 4D grids, which leaves compute out.
     """
     question, plan = asked.question, asked.best[0]
     if not plan.parts["compute"]:
         return None
-    layers = replace(question.model, vocabulary=0)
+    model = question.model
+    layers = replace(model, vocabulary=0) if isinstance(model, Transformer) and not question.setting.whole else model
     rate = model_flops(layers, question.batch, recompute=False) / plan.seconds / question.gpus
     return rate, rate / question.machine.tensor
 
@@ -200,7 +201,7 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     question, machine = asked.question, asked.question.machine
     best = [_plan(plan, machine) for plan in asked.best]
     if asked.best:
-        span = step_range(machine, question.model, asked.best[0], question.mode)
+        span = step_range(machine, question.model, asked.best[0], question.mode, question.batch)
         best[0]["seconds_range"] = [span.low, span.high]
         rate = flops_a_gpu(asked)
         best[0]["model_flops_a_gpu"], best[0]["share_of_peak"] = rate or (None, None)
@@ -255,13 +256,22 @@ def _letters(plan: Plan) -> dict[str, Any]:
 
 
 def _days(asked: Answer, tokens: float) -> float:
-    return tokens / (asked.question.batch * asked.question.model.sequence) * asked.best[0].seconds / DAY
+    model = asked.question.model
+    assert isinstance(model, Transformer)
+    return tokens / (asked.question.batch * model.sequence) * asked.best[0].seconds / DAY
 
 
 def _placement(plan: Plan) -> str:
     """GPUs of a domain by group: n1, n2, np, nd."""
     groups = (plan.v1, plan.v2, plan.vp, plan.vd) if plan.strategy != "1d" else (plan.v1, plan.vp, plan.vd)
     return "·".join(map(str, groups))
+
+
+def _whole_error(model: Model) -> str:
+    if not isinstance(model, Transformer):
+        return ""
+    low, high = WHOLE["vit" if model.name.startswith("vit") else "gpt"]
+    return f"; the whole model's published error on 512 A100 is {low:.0%} to {high:.0%}"
 
 
 def _words(part: str) -> str:

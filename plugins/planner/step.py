@@ -15,6 +15,7 @@ from plugins.planner.collectives import Kind, point_to_point, seconds
 from plugins.planner.experts import exchange_seconds, share
 from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
+from plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
 from plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations
 from plugins.planner.work import Number
 
@@ -33,12 +34,16 @@ class Setting:
         sparsity: share of the parameters that is pruned, with SAMO's compressed state and gradients: 2 + (4 + 12/nd)·(1 − p)
             bytes a parameter, as `samo` keeps them.
         experts: in the place of every second layer's MLP (`experts`); 0 for none.
+        whole: also what 004 leaves out (`rest`): output layer and loss, the optimizer's step, residual sums.
+        fused: attention is one kernel; else four, whose scores backward computes again.
     """
 
     recompute: bool = False
     interleave: int = 1
     sparsity: float = 0.0
     experts: int = 0
+    whole: bool = False
+    fused: bool = True
 
     @property
     def kept(self) -> float:
@@ -190,7 +195,7 @@ def times(
     setting = setting or Setting()
     size = _local(model, strategy, mode, at)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
-    layer = _distinct_layers(machine, model, strategy, mode, at)
+    layer = _distinct_layers(machine, model, strategy, mode, at, setting)
     if setting.experts:
         layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies))
     if setting.recompute:
@@ -211,15 +216,22 @@ def times(
     data = 2 * collective + (layers - 1) * exposed
 
     compute, waiting, tensor = (microbatches * layers * (layer.forward[i] + layer.backward[i]) for i in range(3))
+    if setting.whole:
+        head = output_seconds(machine, model, size)
+        own = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
+        compute = compute + microbatches * head[0]
+        waiting = waiting + microbatches * head[1] + optimizer_seconds(machine, setting.kept * own)
     return Times(compute, waiting, tensor, data, pipeline, bubble)
 
 
-def layer_times(machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates) -> LayerTimes:
+def layer_times(
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, setting: Setting
+) -> LayerTimes:
     """Seconds of one layer and microbatch, all candidates one by one."""
     size = _local(model, strategy, mode, at)
     groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
     forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
-    for operation in operations(model, strategy, mode, size, machine.tensor / machine.vector):
+    for operation in _operations(machine, model, strategy, mode, size, setting):
         forward += _direction(machine, operation, groups, False)
         backward += _direction(machine, operation, groups, True)
     return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
@@ -241,8 +253,20 @@ def _direction(
     return np.stack(np.broadcast_arrays(compute, waiting, communicate))
 
 
+def _operations(
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, size: Local, setting: Setting
+) -> list[Operation]:
+    """Of a layer, as it is trained."""
+    found = operations(model, strategy, mode, size, machine.tensor / machine.vector)
+    if not setting.fused:
+        again = not setting.recompute
+        four = [plain_attention(one, model, size, again) if one.name == "attention" else [one] for one in found]
+        found = [operation for several in four for operation in several]
+    return [*found, *residuals(model, strategy, size)] if setting.whole else found
+
+
 def _distinct_layers(
-    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, setting: Setting
 ) -> LayerTimes:
     """As `layer_times`, each distinct layer once: stages, data-parallel ranks and their placement do not change a layer."""
     key = np.zeros(len(at), np.int64)
@@ -250,7 +274,7 @@ def _distinct_layers(
         values, index = np.unique(column, return_inverse=True)
         key = key * len(values) + index
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    few = layer_times(machine, model, strategy, mode, at.take(first))
+    few = layer_times(machine, model, strategy, mode, at.take(first), setting)
     spread = lambda three: (three[0][inverse], three[1][inverse], three[2][inverse])  # noqa: E731
     return LayerTimes(spread(few.forward), spread(few.backward))
 

@@ -30,6 +30,7 @@ class Measured:
         within_latency: of a message within a node; None with one rank a node.
         between: bandwidth of one ring over all ranks; None with one node.
         between_latency: of a message there.
+        reduce_scatter: seconds of one over all ranks beside an all-gather's of the same bytes; None with one rank.
     """
 
     device: str
@@ -44,6 +45,7 @@ class Measured:
     within_latency: float | None
     between: float | None
     between_latency: float | None
+    reduce_scatter: float | None
 
 
 def measure(size: int, edge: int, rounds: int) -> Measured:
@@ -79,6 +81,7 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
         within_latency=rings.latency(1, ranks) if ranks > 1 else None,
         between=rings.bandwidth(1, world, size) if nodes > 1 else None,
         between_latency=rings.latency(1, world) if nodes > 1 else None,
+        reduce_scatter=rings.reduce_scatter(1, world, size) if world > 1 else None,
     )
     dist.destroy_process_group()
     return found
@@ -95,17 +98,22 @@ class Clock:
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device, self.rounds = device, rounds
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """The median of several rounds, of the slowest rank."""
+    def seconds(self, call: Callable[[], object], times: int = 1) -> float:
+        """The median of several rounds, of the slowest rank; a round is a number of calls in a row, of which the mean counts.
+
+        Ranks leave the barrier before a round at different times, by as much as messages between nodes take, so that what is as short as
+        a message is to be called several times.
+        """
         call()
         spent = []
         for _ in range(self.rounds):
             self._wait()
             dist.barrier()
             begun = time.perf_counter()
-            call()
+            for _ in range(times):
+                call()
             self._wait()
-            spent.append(time.perf_counter() - begun)
+            spent.append((time.perf_counter() - begun) / times)
         slowest = torch.tensor([statistics.median(spent)], device=self.device, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
@@ -124,18 +132,27 @@ class Rings:
 
     def bandwidth(self, before: int, members: int, size: int) -> float:
         """Bytes a second of a ring: (n − 1)/n of what is gathered, by the time."""
-        spent = self._gather(before, members, max(size // 4 // members, 1))
+        spent = self._gather(before, members, max(size // 4 // members, 1), times=min(max(2**24 // size, 1), 50))
         return (members - 1) * max(size // 4 // members, 1) * 4 / spent
 
     def latency(self, before: int, members: int) -> float:
         """Seconds of a message: a gather of one element each, by the messages that one waits for."""
-        return self._gather(before, members, 1) / (members - 1)
+        return self._gather(before, members, 1, times=50) / (members - 1)
 
-    def _gather(self, before: int, members: int, elements: int) -> float:
+    def reduce_scatter(self, before: int, members: int, size: int) -> float:
+        """Seconds of a reduce-scatter beside those of an all-gather of as many bytes."""
+        elements = max(size // 4 // members, 1)
+        group = self._group(before, members)
+        whole = torch.ones(elements * members, device=self._device)
+        own = torch.empty(elements, device=self._device)
+        spent = self._clock.seconds(lambda: dist.reduce_scatter_tensor(own, whole, group=group))
+        return spent / self._gather(before, members, elements)
+
+    def _gather(self, before: int, members: int, elements: int, times: int = 1) -> float:
         group = self._group(before, members)
         own = torch.ones(elements, device=self._device)
         whole = torch.empty(elements * members, device=self._device)
-        return self._clock.seconds(lambda: dist.all_gather_into_tensor(whole, own, group))
+        return self._clock.seconds(lambda: dist.all_gather_into_tensor(whole, own, group), times)
 
     def _group(self, before: int, members: int) -> dist.ProcessGroup:
         """This rank's group; all ranks make all groups, in one order."""

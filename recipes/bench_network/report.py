@@ -24,6 +24,7 @@ def toml(found: Measured, size: str, where: str) -> str:
         f'slow_bandwidth = "{slow / 1e9:.5g} GB/s"',
         f'slow_latency = "{(slow_latency or 0.0) * 1e6:.5g} us"',
         f"interfaces = {1 / found.ranks:.6g}   # one ring has all that a node has",
+        *([f"reduce_scatter = {found.reduce_scatter:.3g}   # beside an all-gather"] if found.reduce_scatter else []),
         f'flop_latency = "{found.overhead * 1e6:.5g} us"',
         "flop_efficiency = 1.0",
         "bandwidth_efficiency = 1.0",
@@ -42,6 +43,8 @@ def described(found: Measured) -> str:
         f"{found.memory_bandwidth / 1e9:.4g} GB/s",
         *(f"within a node, {a} rings of {b}: {rate / 1e9:.4g} GB/s each" for (a, b), rate in found.within.items()),
     ]
+    if found.reduce_scatter:
+        lines.append(f"a reduce-scatter takes {found.reduce_scatter:.3g} times as long as an all-gather")
     if found.between:
         lines.append(
             f"between nodes, one ring: {found.between / 1e9:.4g} GB/s, {(found.between_latency or 0) * 1e6:.4g} us a message"

@@ -85,8 +85,9 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
     for _ in range(rounds):
         order = order[1:] + order[:1]  # nobody always comes after the same side
         for name, (calls, choice) in order:
-            dist.barrier()
             with _as(choice):
+                calls[collective](whole, own)  # what is planned but once, and what other sides have left in caches
+                dist.barrier()
                 began = time.perf_counter()
                 for _ in range(repeats):
                     calls[collective](whole, own)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from plugins.launch import free_port
+
 
 def absent() -> str | None:
     """Why MPI is not measured; None where it is."""
@@ -27,9 +29,7 @@ def adopt() -> None:
 
     world = MPI.COMM_WORLD
     near = world.Split_type(MPI.COMM_TYPE_SHARED)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        host, port = world.bcast((socket.gethostname(), probe.getsockname()[1]))
+    host, port = world.bcast((socket.gethostname(), free_port()))
     os.environ.update(
         RANK=str(world.rank),
         WORLD_SIZE=str(world.size),

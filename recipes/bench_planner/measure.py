@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def measure(settings: Settings) -> list[Side]:
 def collectives(settings: Settings) -> list[dict[str, float]]:
     """Seconds of a step's collectives by axis for every grid, each waited for at once, as the ledger has them; every rank calls it.
 
-    Of each collective, those of the rank that waits least for others to begin.
+    Of each collective, those of the rank that waits least for others to begin; what is under way together counts once.
     """
     prepare()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -56,13 +57,22 @@ def _collectives(settings: Settings, grid: Grid) -> dict[str, float]:
         dist.barrier()
         with Ledger(mesh.axis_names()) as ledger:
             step()
-    took = torch.tensor([entry.ended - entry.started for entry in ledger.entries], dtype=torch.float64)
+    took = torch.tensor(in_turn([(entry.started, entry.ended) for entry in ledger.entries]), dtype=torch.float64)
     took = took.to(sides.device())
     dist.all_reduce(took, dist.ReduceOp.MIN)
     found: dict[str, float] = defaultdict(float)
     for entry, seconds in zip(ledger.entries, took.tolist(), strict=True):
         found[entry.collective.axis] += seconds
     return dict(found)
+
+
+def in_turn(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Of every span, the part that begins when all those before it have ended."""
+    parts, last = [], -math.inf
+    for started, ended in spans:
+        parts.append(max(ended - max(started, last), 0.0))
+        last = max(last, ended)
+    return parts
 
 
 def _build(settings: Settings, grid: Grid) -> Callable[[], sides.Step]:

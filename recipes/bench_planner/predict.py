@@ -11,7 +11,7 @@ from axonn_tp import AXES, Grid, Options, place
 from axonn_tp.volumes import step_volumes
 from plugins.planner import fourd
 from plugins.planner.axonn import Floats, Grids
-from plugins.planner.choose import Candidate, seconds, seconds_by_axis
+from plugins.planner.choose import Candidate, candidate, seconds, seconds_by_axis
 from plugins.planner.machine import Machine
 from plugins.planner.model import Transformer
 from recipes.bench_planner.measure import OPTIONS
@@ -49,20 +49,11 @@ def collectives(machine: Machine, settings: Settings) -> list[dict[str, float]]:
     return [{axis: float(values[i]) for axis, values in by_axis.items()} for i in range(len(settings.grids))]
 
 
-def outermost(axis: str, grid: Grid) -> str:
-    """The axis that something over several goes over: as slow as the outermost."""
-    return axis if axis in AXES else "data" if grid.gdata > 1 else "z"
-
-
 def _candidate(settings: Settings, grid: Grid) -> Candidate:
     with torch.device("meta"):
         model = GPT(settings.model)
     placements = place(model, grid, plan(settings), Options(**OPTIONS))  # type: ignore[arg-type]
-    sent, messages = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0)
-    for axis, volume in step_volumes(model, placements, grid, settings.tokens // grid.batch).items():
-        outer = outermost(axis, grid)
-        sent[outer], messages[outer] = sent[outer] + float(volume.sent), messages[outer] + volume.messages
-    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, 0.0)
+    return candidate(grid, step_volumes(model, placements, grid, settings.tokens // grid.batch), 0.0)
 
 
 def _grids(settings: Settings) -> Grids:

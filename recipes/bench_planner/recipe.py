@@ -14,21 +14,22 @@ from plugins.cluster import Cluster
 from plugins.config import ConfigError
 from plugins.launch import launch
 from plugins.planner import machine
+from plugins.planner.choose import outermost
 from recipes.bench_network.measure import Measured
 from recipes.bench_network.measure import measure as measure_network
 from recipes.bench_network.report import described as network_described
 from recipes.bench_network.report import toml
 from recipes.bench_planner.measure import collectives as measure_collectives
 from recipes.bench_planner.measure import measure
-from recipes.bench_planner.predict import collectives, counted, formulas, outermost
+from recipes.bench_planner.predict import collectives, counted, formulas
 from recipes.bench_planner.report import errors, results, table, write
 from recipes.bench_tp.measure import Side
 from recipes.bench_tp.settings import Settings, add_sizes, name, resolve, under_torchrun
 from recipes.options import add_run
 from recipes.runs import new_folder
 
-RING, MATRIX = 2**24, 512
-"""Bytes that rings of the measured network gather, and the edge of the matrices that are multiplied."""
+RING, MATRIX, NETWORK_ROUNDS = 2**24, 512, 15
+"""Bytes that rings of the measured network gather, the edge of the matrices that are multiplied, and how often each is timed."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,7 +80,7 @@ def _run(settings: Settings) -> tuple[Measured, list[Side], list[dict[str, float
         if settings.emulated:
             cluster = stack.enter_context(Cluster(settings.nodes, settings.latency, settings.bandwidth))
             start = partial(cluster.launch, ranks_per_node=settings.ranks_per_node)
-        network: Measured = start(partial(measure_network, RING, MATRIX, settings.rounds))[0]
+        network: Measured = start(partial(measure_network, RING, MATRIX, NETWORK_ROUNDS))[0]
         sides: list[Side] = start(partial(measure, settings))[0]
         alone: list[dict[str, float]] = start(partial(measure_collectives, settings))[0]
     outer = [

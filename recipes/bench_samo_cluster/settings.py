@@ -7,40 +7,20 @@ from dataclasses import dataclass
 
 from plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from plugins.config import ConfigError
-from recipes.models.gpt import GPTConfig
-from recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from recipes.cluster_run import NUMBERS, ClusterRun, add_model
+from recipes.options import add_run, at_least_one, heads_fit
 from recipes.pruned.plan import DTYPES
 
 HALF = "half"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is measured; sizes are counts, `latency` and `bandwidth` as for a cluster, or `HALF`."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(ClusterRun):
+    """Everything that decides what is measured; `bandwidth` may be `HALF`."""
 
-    nodes: int
-    ranks_per_node: int
-    latency: str
     bandwidth: str
     sparsity: float
     dtype: str
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    batch: int
-    rounds: int
-    seed: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def model(self) -> GPTConfig:
-        """Sizes of the model."""
-        return GPTConfig(256, self.context, self.layers, self.heads, self.hidden)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,17 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--sparsity", type=float, default=0.9, help="(default 0.9)")
     made.add_argument("--dtype", choices=DTYPES, default="fp32", help="that the model computes with (default fp32)")
-    add_numbers(
-        made,
-        (
-            ("layers", 4, "transformer blocks"),
-            ("hidden", 256, "features of the residual stream"),
-            ("heads", 8, "attention heads"),
-            ("context", 64, "tokens a sequence"),
-            ("batch", 32, "sequences a step, over all ranks"),
-            ("rounds", 21, "timed steps of every side; sides take turns"),
-        ),
-    )
+    add_model(made, hidden=256, context=64, batch=32, rounds=21)
     add_run(made, "bench_samo_cluster")
     return made
 
@@ -80,7 +50,7 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    at_least_one(options, "ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds")
+    at_least_one(options, "ranks_per_node", *NUMBERS)
     node_count(options.nodes), nanoseconds(options.latency)
     if options.bandwidth != HALF:
         bits_per_second(options.bandwidth)

@@ -16,7 +16,7 @@ from recipes.bench_ted.settings import Settings
 from recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, FUSED
 
 MIB = 2**20
-PICTURE = "figure_7_5.png"
+PICTURE, SCALING = "figure_7_5.png", "scaling.png"
 REDUCED = ("all-reduce", "reduce-scatter")  # which a fused all-reduce becomes
 
 
@@ -141,12 +141,16 @@ def _scaling(runs: list[dict[str, Any]]) -> str:
 
 
 def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
-    """Write results.json, table.txt and the picture into a run's folder."""
+    """Write results.json, table.txt and the pictures into a run's folder."""
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
     (folder / "table.txt").write_text(table(numbers) + "\n")
     _draw(numbers["runs"], folder / PICTURE)
-    return [folder / name for name in ("results.json", "table.txt", PICTURE)]
+    names = ["results.json", "table.txt", PICTURE]
+    if len(numbers["runs"]) > 1:
+        _draw_scaling(numbers["runs"], folder / SCALING)
+        names.append(SCALING)
+    return [folder / name for name in names]
 
 
 def _draw(runs: list[dict[str, Any]], file: Path) -> None:
@@ -166,4 +170,22 @@ def _draw(runs: list[dict[str, Any]], file: Path) -> None:
         panel.tick_params(axis="x", rotation=30)
     panels[0].set_ylabel("seconds a step")
     figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(file, dpi=120)
+
+
+def _draw_scaling(runs: list[dict[str, Any]], file: Path) -> None:
+    """A step's time by ranks, a line for each side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    panel = figure.subplots()
+    ranks = [run["settings"]["ranks"] for run in runs]
+    for place, side in enumerate(runs[0]["sides"]):
+        panel.plot(ranks, [run["sides"][place]["median"] for run in runs], marker="o", label=side["name"])
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ranks, [str(number) for number in ranks])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("ranks")
+    panel.set_ylabel("seconds a step")
+    panel.legend()
     figure.savefig(file, dpi=120)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from plugins.config import ConfigError
-from recipes.models.gpt import GPTConfig
+from recipes.cluster_run import NUMBERS, ClusterRun, add_model
 from recipes.options import add_numbers, add_run, at_least_one, heads_fit
 from ted_moe import Topology
 
@@ -16,31 +16,16 @@ WEAK, STRONG = "weak", "strong"
 MIN_CAPACITY = 4
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is measured; sizes are counts, `latency` and `bandwidth` as for a cluster."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(ClusterRun):
+    """Everything that decides what is measured; sizes are counts."""
 
-    nodes: int
-    ranks_per_node: int
+    bandwidth: str
     tensor: int
     local: bool
-    latency: str
-    bandwidth: str
-    layers: int
     every: int
-    hidden: int
-    heads: int
-    context: int
-    batch: int
     experts: int
     k: int
-    rounds: int
-    seed: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.nodes * self.ranks_per_node
 
     @property
     def data(self) -> int:
@@ -53,19 +38,9 @@ class Settings:
         return Topology(self.ranks, self.tensor, self.data)
 
     @property
-    def model(self) -> GPTConfig:
-        """Sizes of the base model."""
-        return GPTConfig(256, self.context, self.layers, self.heads, self.hidden)
-
-    @property
     def expert_layers(self) -> int:
         """Blocks with experts."""
         return self.layers // self.every
-
-    @property
-    def tokens(self) -> int:
-        """Tokens a step, over all ranks."""
-        return self.batch * self.context
 
     @property
     def capacity(self) -> int:
@@ -95,17 +70,12 @@ def parser() -> argparse.ArgumentParser:
         made,
         (
             ("tensor", 2, "ranks that split a layer; the others split the batch and the experts"),
-            ("layers", 4, "transformer blocks"),
             ("every", 2, "each so many-th block has experts"),
-            ("hidden", 128, "features of the residual stream"),
-            ("heads", 8, "attention heads"),
-            ("context", 128, "tokens a sequence"),
-            ("batch", 64, "sequences a step, over all ranks"),
             ("experts", 8, "experts in a layer"),
             ("k", 1, "experts a token"),
-            ("rounds", 7, "timed steps of every side; sides take turns"),
         ),
     )
+    add_model(made, hidden=128, context=128, batch=64, rounds=7)
     add_run(made, "bench_ted")
     return made
 
@@ -116,9 +86,7 @@ def resolve(options: argparse.Namespace) -> list[Settings]:
     Raises:
         ConfigError: the first mistake.
     """
-    numbers = [
-        name for name, kind in Settings.__annotations__.items() if kind == "int" and name not in ("nodes", "seed")
-    ]
+    numbers = ("ranks_per_node", *NUMBERS, "tensor", "every", "experts", "k")
     at_least_one(options, *numbers)
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     nodes = _nodes(options.nodes)

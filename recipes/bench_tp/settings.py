@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from axonn_tp import Grid, factorisations
 from plugins.cluster.units import bits_per_second, nanoseconds
 from plugins.config import ConfigError
-from recipes.models.gpt import GPTConfig
-from recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from recipes.cluster_run import NUMBERS, ClusterRun, add_model
+from recipes.options import add_run, at_least_one, heads_fit
 
 PEERS = {
     "ddp": "DistributedDataParallel",
@@ -39,40 +39,14 @@ def options_of(side: str) -> dict[str, object]:
     return {"reshard_after_forward": True} if side == RESHARD else dict(STAGES).get(side, {})
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is measured; sizes are counts, `latency` and `bandwidth` as for a cluster."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(ClusterRun):
+    """Everything that decides what is measured."""
 
-    nodes: int
-    ranks_per_node: int
     emulated: bool
-    latency: str
-    bandwidth: str | None
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    batch: int
-    rounds: int
     peers: tuple[str, ...]
     grids: tuple[Grid, ...]
     screen: bool
-    seed: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def model(self) -> GPTConfig:
-        """Sizes of the model."""
-        return GPTConfig(256, self.context, self.layers, self.heads, self.hidden)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens a step, over all ranks."""
-        return self.batch * self.context
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,17 +71,7 @@ def add_sizes(made: argparse.ArgumentParser) -> None:
     made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
     made.add_argument("--latency", default="0us", help="between nodes, one way, such as 100us (default 0us)")
     made.add_argument("--bandwidth", help="of a node in each direction, such as 500Mbit (default no limit)")
-    add_numbers(
-        made,
-        (
-            ("layers", 4, "transformer blocks"),
-            ("hidden", 256, "features of the residual stream"),
-            ("heads", 8, "attention heads"),
-            ("context", 128, "tokens a sequence"),
-            ("batch", 16, "sequences a step, over all ranks"),
-            ("rounds", 7, "timed steps of every side; sides take turns"),
-        ),
-    )
+    add_model(made, hidden=256, context=128, batch=16, rounds=7)
 
 
 def under_torchrun() -> bool:
@@ -121,7 +85,7 @@ def resolve(options: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    at_least_one(options, "nodes", "ranks_per_node", "layers", "hidden", "heads", "context", "batch", "rounds")
+    at_least_one(options, "nodes", "ranks_per_node", *NUMBERS)
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     nodes, local = options.nodes, options.ranks_per_node
     if under_torchrun():
@@ -134,8 +98,10 @@ def resolve(options: argparse.Namespace) -> Settings:
         if peer not in PEERS:
             raise ConfigError(f"--peers {peer} is not known; choose from {', '.join(PEERS)}")
     settings = Settings(
-        *(nodes, local, emulated, options.latency, options.bandwidth),
-        *(options.layers, options.hidden, options.heads, options.context, options.batch, options.rounds),
+        **{name: getattr(options, name) for name in ("latency", "bandwidth", *NUMBERS)},
+        nodes=nodes,
+        ranks_per_node=local,
+        emulated=emulated,
         peers=peers,
         grids=_grids(options, nodes * local),
         screen=options.grids == "best",

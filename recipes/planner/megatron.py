@@ -18,6 +18,13 @@ TIMES = [
 ]
 """Model, layers, hidden, heads, GPUs, np, batch, bm, interleaved parts; seconds of a step with full recomputation, and with sequence
 parallelism and recomputation of attention alone (Korthikanti et al. 2022, Table 5). TP is 8, on A100 of 80 GB, 8 a node."""
+VOCABULARY = 51200
+MODELLED = {
+    "as 004": Setting(),
+    "whole": Setting(whole=True),
+    "whole, plain attention": Setting(whole=True, fused=False),
+}
+"""What is modelled: Megatron ran before attention was fused, and wrote its scores to memory."""
 CALCULON = (0.0365, 0.0887)
 """Its mean and largest error."""
 
@@ -28,29 +35,28 @@ def megatron() -> Outcome:
     on = replace(machine.load("a100-nvs8"), memory=float("inf"))
     rows: list[dict[str, Any]] = []
     for name, layers, hidden, heads, gpus, stages, batch, bm, parts, full, selective in TIMES:
-        trained = model.Transformer(name, layers, hidden, heads)
+        trained = model.Transformer(name, layers, hidden, heads, vocabulary=VOCABULARY)
         given = Constraints({"n1": 8, "np": stages, "bm": bm})
-        # Recomputing attention alone is what fused attention does anyway.
         for recompute, measured in ((True, full), (False, selective)):
-            setting = Setting(recompute=recompute, interleave=parts)
-            found = search(on, trained, "1d", gpus, batch, "default", 1, given, setting).best[0].seconds
-            kind = "full" if recompute else "attention alone"
-            rows.append(
-                {
-                    "model": name,
-                    "GPUs": gpus,
-                    "recomputed": kind,
-                    "measured": measured,
-                    "predicted": found,
-                    "error": found / measured - 1,
-                }
-            )
-    errors = [abs(one["error"]) for one in rows]
-    mean = sum(errors) / len(errors)
+            row: dict[str, Any] = {
+                "model": name,
+                "GPUs": gpus,
+                "recomputed": "full" if recompute else "attention alone",
+                "measured": measured,
+            }
+            for what, more in MODELLED.items():
+                setting = replace(more, recompute=recompute, interleave=parts)
+                found = search(on, trained, "1d", gpus, batch, "default", 1, given, setting).best[0].seconds
+                row |= {what: found, f"error, {what}": found / measured - 1}
+            rows.append(row)
+    said = []
+    for what in MODELLED:
+        errors = [abs(one[f"error, {what}"]) for one in rows]
+        said.append(f"{sum(errors) / len(errors):.1%} and {max(errors):.1%} {what}")
     check = Check(
         f"Calculon errs by {CALCULON[0]:.2%} on average, {CALCULON[1]:.2%} at most",
-        f"{mean:.1%} and {max(errors):.1%}, always too fast: 80 % of the peak for any matrix",
-        mean <= CALCULON[0],
+        f"{', '.join(said)}, always too fast",
+        sum(abs(one["error, whole, plain attention"]) for one in rows) / len(rows) <= CALCULON[0],
     )
     series = {
         f"{kind}, {what}": (
@@ -58,6 +64,6 @@ def megatron() -> Outcome:
             [one[what] for one in rows if one["recomputed"] == kind],
         )
         for kind in ("full", "attention alone")
-        for what in ("measured", "predicted")
+        for what in ("measured", *MODELLED)
     }
     return Outcome(rows, lines("Megatron on A100: 22B, 175B, 530B, 1T", "GPUs", "s a step", series), [check])

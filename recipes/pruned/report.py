@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from recipes.pruned.plan import Plan
 from recipes.pruned.train import Outcome, Problem
-from samo.memory import dense_bytes, our_bytes, paper_bytes
+from samo.memory import dense_bytes, layers_of, our_bytes, paper_bytes
 
 MIB = 2**20
 
 
-def described(plan: Plan, title: str, parameters: int, pruned: int) -> str:
+def described(plan: Plan, title: str, make: Callable[[], nn.Module]) -> str:
     """The run in words, and what it needs by the memory model.
 
     Args:
         plan: the run.
         title: the model in words.
-        parameters: of the model.
-        pruned: those of them that pruning sets to zero.
+        make: builds the model; called on the meta device.
     """
-    share, size = pruned / max(parameters, 1), 2 if plan.dtype == "bf16" else 4
+    with torch.device("meta"):
+        layers = layers_of(make(), plan.sparsity)
+    parameters, kept = sum(layer.numel for layer in layers), sum(layer.kept for layer in layers)
+    share, size = (parameters - kept) / max(parameters, 1), 2 if plan.dtype == "bf16" else 4
     how = f"an early-bird ticket (window {plan.window}, epsilon {plan.epsilon:g}, a mask every {plan.every} steps)"
     how = how if plan.pruner == "early_bird" else "magnitude"
     state = {
@@ -34,7 +38,6 @@ def described(plan: Plan, title: str, parameters: int, pruned: int) -> str:
         "SAMO as in the dissertation": paper_bytes(parameters, share, itemsize=size),
         "SAMO here": our_bytes(parameters, share, itemsize=size),
     }
-    kept = parameters - pruned
     return "\n".join(
         [
             f"{title}: {parameters:,} parameters, {plan.steps} steps on {plan.ranks} data-parallel ranks, {plan.dtype}, AdamW",

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from plugins.launch import launch
 from recipes.pruned import report
-from recipes.pruned.train import train
+from recipes.pruned.compare import compare
 from recipes.runs import new_folder
 from recipes.samo_cnn.images import read
 from recipes.samo_cnn.problem import Classes, make
 from recipes.samo_cnn.settings import Settings, parser, resolve
-from samo.memory import layers_of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,18 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     plan = settings.plan
     problem = Classes(images, config, settings.name, settings.batch, plan.seed)
-    sides = ("dense", "pruned") if options.side == "both" else (options.side,)
-    outcomes = {side: launch(train, plan.ranks, problem, plan, side == "pruned", folder / side)[0] for side in sides}
-    numbers = report.results(problem, plan, outcomes)
-    print("\n" + report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
-    return 0
+    return compare(problem, plan, options.side, folder)
 
 
 def _described(settings: Settings) -> str:
-    with torch.device("meta"):
-        model = make(settings.config)
-    layers = layers_of(model, settings.plan.sparsity)
-    pruned = sum(layer.numel - layer.kept for layer in layers)
     title = f"{settings.name}, {settings.batch} images a step"
-    return report.described(settings.plan, title, sum(layer.numel for layer in layers), pruned)
+    return report.described(settings.plan, title, lambda: make(settings.config))

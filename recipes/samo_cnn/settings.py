@@ -11,7 +11,7 @@ from typing import Any
 from plugins.config import ConfigError
 from recipes.models.vgg import VGGConfig
 from recipes.models.wide_resnet import WideResNetConfig
-from recipes.options import add_run
+from recipes.pruned.compare import add_sides
 from recipes.pruned.plan import Plan, add_arguments, given
 
 MODELS = {"vgg19": "VGG-19", "wide_resnet": "WideResnet"}
@@ -47,8 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--data", help="a folder with CIFAR-10 or CIFAR-100, Python or binary version (default: scikit-learn's digits)"
     )
-    made.add_argument("--side", choices=("both", "dense", "pruned"), default="both", help="(default both)")
-    add_run(made, "samo_cnn", "say what would be run and what it needs, and stop")
+    add_sides(made, "samo_cnn")
     return made
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from plugins.config import ConfigError
 from recipes.models.gpt import GPTConfig
-from recipes.options import add_run, heads_fit
+from recipes.options import heads_fit
+from recipes.pruned.compare import add_sides
 from recipes.pruned.plan import Plan, add_arguments, given
 
 SIZES = ("layers", "heads", "hidden", "context")
@@ -49,8 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="a text file or folder, or a folder with train.bin and val.bin of 16-bit token ids (default: the source of Python's "
         "standard library)",
     )
-    made.add_argument("--side", choices=("both", "dense", "pruned"), default="both", help="(default both)")
-    add_run(made, "samo_gpt", "say what would be run and what it needs, and stop")
+    add_sides(made, "samo_gpt")
     return made
 
 

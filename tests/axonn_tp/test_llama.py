@@ -13,7 +13,8 @@ from torch import nn
 import axonn_tp
 from axonn_tp import Grid, Mesh, Options, factorisations
 from axonn_tp.options import LAYOUTS
-from tests.axonn_tp.test_auto import SIZES, hf, token_loss
+from tests.axonn_tp.families import SIZES, hf
+from tests.axonn_tp.test_auto import token_loss
 from tests.axonn_tp.test_grids import EVERYTHING
 from tests.axonn_tp.test_unet import errors_of
 from tests.distributed import run_ranks

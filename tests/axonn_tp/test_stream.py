@@ -17,7 +17,8 @@ import axonn_tp
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
 from plugins.ledger import Ledger
 from recipes.models.gpt import GPT, GPTConfig
-from tests.axonn_tp.test_auto import FAMILIES, TOLERANCE, batch_for, three_steps
+from tests.axonn_tp.families import FAMILIES
+from tests.axonn_tp.test_auto import TOLERANCE, batch_for, three_steps
 from tests.distributed import run_ranks
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from plugins.launch import free_port
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -21,12 +22,6 @@ def environment(ranks: int = 1, rank: int = 0, port: int | None = None, **change
     found = {key: value for key, value in os.environ.items() if key not in dropped}
     found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     return found | {"MASTER_PORT": str(port or free_port()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | changes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_script(folder: Path, text: str, ranks: int = 1, **changes: str) -> list[subprocess.CompletedProcess[str]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import nn
 
 from recipes.models.gpt import GPTConfig
@@ -25,6 +26,7 @@ CHECKPOINTS = {
     "reentrant": lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True),
     "torch": lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False),
     "deepspeed": lambda block, x: deepspeed.checkpointing.checkpoint(block, x),
+    "deepspeed, not reentrant": non_reentrant_checkpoint,
 }
 
 

@@ -63,7 +63,17 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "pccl ranks": ({"pccl": {"ranks_per_node": 0}}, ("axonn.pccl.ranks_per_node", "0", "auto")),
     "pccl tune": ({"pccl": {"tune": "never"}}, ("axonn.pccl.tune", "never", "true or false")),
     "pccl file": ({"pccl": {"tuning_file": 3}}, ("axonn.pccl.tuning_file", "3", "string")),
-    "pipeline": ({"pipeline": {}}, ("axonn.pipeline", "pipeline", "remove")),
+    "pipeline key": ({"pipeline": {"limit": 4}}, ("axonn.pipeline.limit", "pipeline_limit")),
+    "pipeline schedule": ({"pipeline": {"schedule": "1F1B"}}, ("axonn.pipeline.schedule", '"1F1B"', '"1f1b"')),
+    "pipeline limit": (
+        {"pipeline": {"pipeline_limit": 0}},
+        ("axonn.pipeline.pipeline_limit", "0", "at least 1", "auto"),
+    ),
+    "pipeline checkpointing": (
+        {"pipeline": {"activation_checkpointing": True}},
+        ("axonn.pipeline.activation_checkpointing", "true", "layers", "false"),
+    ),
+    "pipeline deterministic": ({"pipeline": {"deterministic": 1}}, ("axonn.pipeline.deterministic", "true or false")),
 }
 ON_FOUR = {"gx2gy3": (tp(gx=2, gy=3), ("gx*gy*gz = 2*3*1 = 6", "4 ranks")), "gx3": (tp(gx=3), ("3", "4 ranks"))}
 # Name: what the rest of the configuration is, on a grid of gx=2, gz=2, and what the sentence must contain.

@@ -42,6 +42,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         "offload_optimizer is not supported with axonn.ted",
     ),
     "optimizer": ({}, {}, {"optimizer": {"type": "Lamb", "params": {}}}, "optimizer.type = Lamb needs whole weight"),
+    "gradients": (
+        {"tensor": 2},
+        {},
+        {"zero_optimization": {"stage": 1, "contiguous_gradients": False}},
+        "zero_optimization.contiguous_gradients = false does not go with experts",
+    ),
+    "sums": (
+        {},
+        {},
+        {"zero_optimization": {"stage": 2, "reduce_scatter": False}},
+        "zero_optimization.reduce_scatter = false does not go with experts",
+    ),
     "samo": ({}, {}, {"axonn": {"ted": {}, "samo": {"sparsity": 0.5}}}, "axonn.ted does not go with axonn.samo"),
     "key": ({"tensors": 2}, {}, {}, "axonn.ted.tensors is not a key"),
     "value": ({"stash": "disk"}, {}, {}, 'axonn.ted.stash = "disk" is not known'),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from plugins.launch import launch
+from plugins.launch import free_port, launch
 from plugins.pccl.backend import using
 from plugins.pccl.build import load
 from plugins.pccl.choice import NATIVE, Choice
@@ -34,11 +33,6 @@ def compiled() -> None:
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_random_collectives_in_random_groups(ranks: int) -> None:
     assert max(launch(stress, ranks, 250, timeout=200)) == 250
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _unlike(ranks: list[int]) -> str:

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.launch import launch
+from plugins.launch import free_port, launch
+from plugins.pccl.backend import planner
 from plugins.pccl.build import load
-from tests.deepspeed.scripts import environment, free_port
+from plugins.pccl.choice import NATIVE, Choice, Measured
+from tests.deepspeed.scripts import environment
 from tests.pccl.stress import join
 
 
@@ -112,9 +114,12 @@ def test_ranks_may_end_without_destroying_their_group(last: str) -> None:
 
 def _without_memory() -> str:
     """Rank 1's engine finds no memory for partial sums; every rank is told, and nobody dies."""
-    rank, _ = join(timeout=30)
+    rank, size = join(timeout=30)
     whole, own = torch.ones(3 * 16 * 2**20), torch.empty(16 * 2**20)
     dist.all_reduce(torch.ones(10))
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"reduced{rank}", "")
+    store.wait([f"reduced{other}" for other in range(size)])  # what fails next ends calls that are not done, too
     if rank == 1:
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
@@ -130,7 +135,18 @@ def test_what_fails_in_the_engine_is_raised_to_the_caller() -> None:
         texts = launch(_without_memory, 3, timeout=90)
     finally:
         del os.environ["AXONN_PCCL_ALGORITHM"]
-    assert "rank 1: the engine failed: std::bad_alloc" in texts[1], texts
-    for text in texts:
-        # A rank that is writing to rank 1 just then may find the link closed before it reads why.
-        assert "rank 1: the engine failed: std::bad_alloc" in text or "needs rank 1, but its link" in text, texts
+    assert all("rank 1: the engine failed: std::bad_alloc" in text for text in texts), texts
+
+
+def _across_a_border() -> str:
+    """Rank 1's size is one that is left to gloo, those of the others are not."""
+    rank, _ = join(timeout=10)
+    few, many = {Choice("tiny"): 1.0, Choice(NATIVE): 2.0}, {Choice("tiny"): 2.0, Choice(NATIVE): 1.0}
+    planner().measured = Measured({"all_reduce": {2**10: few, 2**20: many}})
+    return _said(dist.all_reduce, torch.ones(2**18 if rank == 1 else 10))
+
+
+def test_sizes_on_two_sides_of_what_is_left_to_gloo_are_named() -> None:
+    for text in launch(_across_a_border, 3, timeout=60):
+        assert "rank 1: all_reduce of 262144 float32 (sum), call 1 of its group, is left to the native library" in text
+        assert "calls all_reduce of 10 float32 (sum) there" in text

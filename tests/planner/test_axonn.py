@@ -32,7 +32,7 @@ def test_ranks_of_20b_on_32_gpus():
 def test_the_placement_agnostic_model_ranks_the_best_low():
     at = axonn.grids(GPT_20B, 32, 32)
     at = at.take(axonn.state_bytes(GPT_20B, at) <= 36e9)
-    seconds = axonn.communication(PERLMUTTER, GPT_20B, at, 32 * 2048, aware=False).total
+    seconds = axonn.communication(PERLMUTTER, GPT_20B, at, 32, aware=False).total
     order = axonn.ranked(at, seconds)
     place = next(i for i, grid in enumerate(order) if at.gz[grid] == 32)
     assert 10 <= place + 1 <= 14  # published: twelfth
@@ -85,14 +85,14 @@ def test_equation_5_7_in_the_text():
 
 def test_scaling_all_bandwidths_scales_all_times():
     at = axonn.grids(GPT_20B, 64, 64)
-    slow = axonn.communication(PERLMUTTER, GPT_20B, at, 64 * 2048).total
+    slow = axonn.communication(PERLMUTTER, GPT_20B, at, 64).total
     twice = replace(
         PERLMUTTER,
         fast_bandwidth=2 * PERLMUTTER.fast_bandwidth,
         slow_bandwidth=2 * PERLMUTTER.slow_bandwidth,
         within={key: 2 * rate for key, rate in PERLMUTTER.within.items()},
     )
-    assert axonn.communication(twice, GPT_20B, at, 64 * 2048).total == pytest.approx(slow / 2, rel=1e-14)
+    assert axonn.communication(twice, GPT_20B, at, 64).total == pytest.approx(slow / 2, rel=1e-14)
 
 
 def test_axes_of_size_1_may_be_anywhere():
@@ -123,7 +123,7 @@ def test_overlap_hides_and_never_more_than_all():
     assert (timed.tensor <= (talked.total - talked.data) * (1 + 1e-12)).all()
     assert (timed.tensor >= talked.forward * (1 - 1e-12)).all()
     only_z = (at.gz == 64).nonzero()[0][0]
-    alone = fourd.layer_times(PERLMUTTER, GPT_20B, at, 128 / (at.gz * at.gdata * m))
+    alone = fourd.layer_times(PERLMUTTER, GPT_20B.blocks[0], at, 128 / (at.gz * at.gdata * m))
     assert timed.tensor[only_z] < talked.gather[only_z] + talked.scatter[only_z]
     assert timed.compute[only_z] == pytest.approx(
         GPT_20B.layers * (alone.forward[0][only_z] + alone.backward[0][only_z])
@@ -134,7 +134,7 @@ def test_compute_is_split_evenly():
     # The same work whichever axes split it, but for what a kernel costs to start.
     at = Grids(*(np.array(axis) for axis in ([1, 2, 4, 1], [1, 2, 2, 1], [16, 2, 2, 1], [1, 2, 1, 16])))
     eager = replace(PERLMUTTER, flop_latency=0.0)
-    layer = fourd.layer_times(eager, GPT_20B, at, 64 / (at.gz * at.gdata))
+    layer = fourd.layer_times(eager, GPT_20B.blocks[0], at, 64 / (at.gz * at.gdata))
     assert layer.forward[0] == pytest.approx(layer.forward[0][0], rel=2e-3)
 
 

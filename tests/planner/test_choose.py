@@ -1,12 +1,16 @@
 """A grid for a model at hand, by what it sends on each."""
 
 from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
+from axonn_tp import Grid
+from axonn_tp.volumes import Volume
 from plugins.block import ConfigError
-from plugins.planner import axonn, machine, model
-from plugins.planner.choose import Candidate, Choice, choose, sentence
+from plugins.planner import axonn, fourd, machine, model
+from plugins.planner.choose import Candidate, Choice, candidate, choose, seconds, sentence
 
 PERLMUTTER = replace(machine.load("perlmutter"), bandwidth_efficiency=1.0, fast_latency=0.0, slow_latency=0.0)
 GPT_20B = model.load("gpt-20b")
@@ -18,8 +22,8 @@ def candidates(gpus: int, batch: int) -> list[Candidate]:
     one = axonn.Bandwidths(*(axis * 0 + 1.0 for axis in at.axes))
     made = []
     parts = [
-        (linear, axonn.layer_communication(linear, batch * 2048 / at.gdata, at, one, axonn.Repeats()))
-        for linear in axonn.linears(GPT_20B)
+        (linear, axonn.layer_communication(linear, batch / at.gdata, at, one, axonn.Repeats()))
+        for linear in GPT_20B.blocks[0].linears
     ]
     state = axonn.state_bytes(GPT_20B, at)
     for i in range(len(at)):
@@ -41,6 +45,32 @@ def test_the_published_ranks():
     assert round(choices[0].seconds, 3) == 0.765
     later = choose(replace(PERLMUTTER, memory=36e9, slow_latency=1e-3), candidates(32, 32))
     assert later[0].seconds == pytest.approx(choices[0].seconds + 10e-3)
+
+
+def test_reduce_scatters_take_as_long_as_they_do():
+    slow = replace(PERLMUTTER, reduce_scatter=2.5)
+    sent = {"x": 0.0, "y": 0.0, "z": 3e9, "data": 0.0}
+    messages = dict.fromkeys(sent, 0)
+    one, other = Candidate((1, 1, 8, 1), sent, messages, 0.0), Candidate((1, 1, 8, 1), sent, messages, 0.0, {"z": 1e9})
+    assert seconds(PERLMUTTER, [one, other]).tolist() == pytest.approx([seconds(slow, [one])[0]] * 2)
+    assert seconds(slow, [other])[0] == pytest.approx(1.5 * seconds(slow, [one])[0])
+
+
+def test_what_is_counted_of_a_grid_goes_over_its_outermost_axes():
+    volume = Volume(Fraction(6), 2, Fraction(4))
+    made = candidate(Grid(2, 1, 2, 1), {"x": volume, "batch": volume, "z": Volume(Fraction(1), 1)}, 5.0)
+    assert made.sent == {"x": 6, "z": 7} and made.messages == {"x": 2, "z": 3} and made.scattered == {"x": 4, "z": 4}
+    assert candidate(Grid(1, 1, 2, 2), {"batch": volume}, 5.0).sent == {"data": 6}
+
+
+def test_a_4d_grid_on_a_library_whose_reduce_scatters_are_all_reduces():
+    at = axonn.grids(GPT_20B, 32, 32)
+    ring, gloo = (
+        fourd.times(replace(PERLMUTTER, reduce_scatter=one), GPT_20B, at, np.ones(len(at)), 32)[1] for one in (1.0, 2.0)
+    )
+    assert gloo.scatter == pytest.approx(2 * ring.scatter) and gloo.gather == pytest.approx(ring.gather)
+    assert gloo.forward == pytest.approx(1.5 * ring.forward) and gloo.backward == pytest.approx(1.5 * ring.backward)
+    assert gloo.data == pytest.approx(ring.data)
 
 
 def test_the_sentence():

@@ -6,6 +6,7 @@ import pytest
 
 from plugins.block import ConfigError
 from plugins.planner import files, machine, model
+from plugins.planner.axonn import node_bandwidth
 from plugins.planner.model import Transformer, UNet
 from ted_moe.memory import TABLE_4_1
 
@@ -135,6 +136,7 @@ BAD_MACHINES = [
     ("domain = 2", "domain = 2\nflop_efficiency = 1.5", "flop_efficiency = 1.5 is not a number above 0 and at most 1"),
     ("domain = 2", "domain = 2\nbandwidth_efficiency = nan", "bandwidth_efficiency = nan"),
     ("domain = 2", "domain = 2\ninterfaces = 0", "interfaces = 0"),
+    ("domain = 2", "domain = 2\nreduce_scatter = -1", "reduce_scatter = -1"),
     ('source = "measured"', 'source = ""', "source = '' is not a text"),
     ('fast_latency = "20 us"', 'fast_latency = "20"', "fast_latency = '20' is not a time"),
     ("domain = 2", "domain = ", "is not TOML"),
@@ -168,3 +170,57 @@ def test_wrong_models(name, message):
     with pytest.raises(ConfigError) as caught:
         model.load(name)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_emulated_cluster_by_name():
+    plain, named = machine.load("emulated"), machine.load("emulated-1ms-2Gbit-nvs4")
+    for found, sizes in ((plain, (100e-6, 500e6 / 8, 2)), (named, (1e-3, 2e9 / 8, 4))):
+        assert (found.slow_latency, found.slow_bandwidth, found.domain) == pytest.approx(sizes)
+    # A node has one interface, whatever its ranks.
+    assert node_bandwidth(plain) == plain.slow_bandwidth and node_bandwidth(named) == named.slow_bandwidth
+    assert machine.load("emulated-0us").slow_latency == 0
+    for name, words in [
+        ("emulated-0Mbit", "is not a bandwidth"),
+        ("emulated-1.2.3ms", "is not a time"),
+        ("emulated-nvs0", "the number after -nvs"),
+        ("emulated-5", 'use "emulated"'),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            machine.load(name)
+
+
+def test_this_machine_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("AXONN_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="was not measured yet; run axonn bench network"):
+        machine.load("here")
+    machine.measured_file().parent.mkdir()
+    machine.measured_file().write_text(machine.files.ours("machines")["two-cores"].read_text())
+    assert machine.load("here-nvs4").domain == 4
+    assert machine.load("here").tensor == machine.load("two-cores").tensor
+
+
+@pytest.mark.parametrize(
+    ("sizes", "billions"),
+    [
+        # As published by their makers.
+        ({"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "hidden_act": "silu"}, 3.8),
+        ({"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "multi_query": True}, 7.0),
+        (
+            {
+                "model_type": "chatglm",
+                "hidden_size": 4096,
+                "num_layers": 28,
+                "ffn_hidden_size": 13696,
+                "multi_query_group_num": 2,
+                "padded_vocab_size": 65024,
+            },
+            6.2,
+        ),
+    ],
+)
+def test_families_with_shared_keys_and_gates(sizes, billions, tmp_path):
+    table = {"num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32064} | sizes
+    if "num_layers" in sizes:
+        del table["num_hidden_layers"], table["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    assert model.load(str(tmp_path)).parameters / 1e9 == pytest.approx(billions, rel=0.05)

@@ -13,7 +13,7 @@ import axonn_tp
 from axonn_tp import Grid, LayerPlan, Linear, Mesh, Options, factorisations, place
 from axonn_tp.volumes import local_parameters, step_volumes
 from plugins.ledger import Ledger
-from plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication, linears
+from plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
 from plugins.planner.model import Transformer
 from recipes.models.gpt import GPT, GPTConfig
 from tests.distributed import run_ranks
@@ -53,13 +53,13 @@ def by_equations(mesh: Mesh) -> tuple[Bytes, Bytes]:
     a_byte_a_second = Bandwidths(*(np.ones(1) for _ in fields(Bandwidths)))
     expected: Bytes = dict.fromkeys(axonn_tp.AXES, Fraction(0))
     with Ledger(mesh.axis_names()) as ledger:
-        for linear in linears(MODEL):
+        for linear in MODEL.blocks[0].linears:
             layer = Linear(linear.k, linear.n, False, mesh=mesh, transposed=linear.transposed)
             taken, given = layer.split.contracted, layer.split.output
             mine = torch.randn(rows // grid.batch, linear.k // grid.size(taken), requires_grad=True)
             layer(mine).sum().backward()
             axonn_tp.sync_gradients(layer.parameters(), mesh)
-            part = layer_communication(linear, rows / grid.gdata, at, a_byte_a_second, Repeats())
+            part = layer_communication(linear, BATCH / grid.gdata, at, a_byte_a_second, Repeats())
             volumes = {"z": part.gather + part.scatter, taken: part.forward, given: part.backward, "data": part.data}
             for axis, volume in volumes.items():
                 # The formulas' elements have 2 bytes, those of this run 4.
@@ -85,13 +85,20 @@ def by_counting(mesh: Mesh, name: str) -> tuple[Bytes, Bytes, int, int]:
         axonn_tp.sync_gradients(model.parameters(), mesh)
     held = sum(parameter.numel() for parameter in model.parameters())
     expected = {axis: volume.sent for axis, volume in said.items()}
+    scattered = {axis: volume.scattered for axis, volume in said.items()}
     for positions in (placement for placement in placements if placement.name == "positions"):
         # They are looked up once for all samples.
         for sign, tokens in ((-1, rows), (1, CONTEXT)):
             for collective in positions.collectives(tokens, mesh.grid):
                 if collective.size > 1:
                     expected[collective.axis] += sign * 4 * collective.sent
+                    if collective.op == "reduce_scatter":
+                        scattered[collective.axis] += sign * 4 * collective.sent
     expected = {axis: total for axis, total in expected.items() if total}
+    for entry in ledger.entries:
+        if entry.collective.op == "reduce_scatter":
+            scattered[entry.collective.axis] -= entry.sent
+    assert not any(scattered.values())
     return sent(ledger), expected, held, local_parameters(serial, placements, mesh.grid)
 
 

@@ -99,7 +99,7 @@ def test_error_bars():
     on, trained = machine.load("a100-nvs4"), model.load("gpt3-1t")
     plan = answer(Question(on, trained, 1024, 4096, ("1d",)), 1).best[0]
     assert plan.v1 > 1 and plan.vd == 1
-    span = step_range(on, trained, plan, "default")
+    span = step_range(on, trained, plan, "default", 4096)
     # All collectives of tensor parallelism carry 105 MB, so its time errs by 5 %, and its part of the bubble with it.
     tensor = 0.05 * plan.parts["tensor"] * (1 + (plan.np - 1) / plan.microbatches)
     others = 0.19 * (plan.parts["data"] + plan.parts["pipeline"])
@@ -119,7 +119,13 @@ WRONG = [
     ("--machine a100-nvs0", "is not a whole number from 1"),
     ("--machine missing.toml", "cannot be read"),
     ("--model gpt3-175", 'use "gpt3-175b"'),
-    ("--model unet-1b", "is a U-Net"),
+    ("--model unet-1b --strategy 1d", "splits layers of transformers"),
+    ("--model layers=2,layers=3,hidden=64,heads=4", "gives layers twice"),
+    ("--whole --mode paper", "not with --mode paper"),
+    ("--attention plain --strategy axonn", "not with --strategy axonn"),
+    ("--attention flash", '--attention = "flash" is not known'),
+    ("--machine emulated-5bit", 'use "emulated"'),
+    ("--model unet-1b --sequence 64", "whose samples are images"),
     ("--strategy 3d", '--strategy = "3d" is not known; use'),
     ("--mode papers", '--mode = "papers" is not known; use "paper"'),
     ("--top 0", '--top = "0"'),

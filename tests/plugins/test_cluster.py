@@ -175,6 +175,26 @@ def test_ranks_links_and_counters() -> None:
 
 
 @needs_cluster
+def test_jitter_spreads_round_trips() -> None:
+    """Every packet comes, in order; the switch says how far latencies differ."""
+    with Cluster(nodes=2, latency="2ms", jitter=0.5) as cluster:
+        assert cluster.switch.jitter == 500
+        assert cluster.launch(_sum, 1, timeout=60) == [1.0, 1.0]
+
+
+def _sum() -> float:
+    dist.init_process_group("gloo")
+    everyone = torch.full((100_000,), float(dist.get_rank()))
+    dist.all_reduce(everyone)
+    return everyone.mean().item()
+
+
+def test_wrong_jitter() -> None:
+    with pytest.raises(ConfigError, match="jitter = 2 is not a share"):
+        Cluster(nodes=2, jitter=2)
+
+
+@needs_cluster
 def test_one_node_does_not_go_through_the_switch_and_a_failure_leaves_nothing(name: str) -> None:
     with pytest.raises(RankFailed, match="on purpose"), Cluster(nodes=1, bandwidth="10kbit", name=name) as cluster:
         assert len(cluster.launch(ranks_and_world, 2, timeout=60)) == 2

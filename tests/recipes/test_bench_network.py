@@ -49,6 +49,7 @@ def test_two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path.write_text(toml(found[0], "4K", "here"))
     loaded = machine.load(str(path))
     assert loaded.slow_bandwidth == pytest.approx(found[0].between, rel=1e-4)
+    assert loaded.reduce_scatter == pytest.approx(found[0].reduce_scatter, rel=1e-2)
     assert loaded.assumed == ""
     assert "between nodes" in described(found[0])
 

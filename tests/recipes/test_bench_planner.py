@@ -9,6 +9,7 @@ import pytest
 
 from plugins.cli import main
 from plugins.planner import machine
+from recipes.bench_planner.measure import in_turn
 from recipes.bench_planner.report import errors, results, spearman, table
 from recipes.bench_tp.measure import Side
 
@@ -37,6 +38,10 @@ def test_spearman() -> None:
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
     assert spearman([1, 2, 3], [1, 1, 2]) == pytest.approx(0.866, abs=1e-3)
+
+
+def test_what_is_under_way_together_counts_once() -> None:
+    assert in_turn([(0.0, 1.0), (0.5, 2.0), (0.6, 1.5), (3.0, 4.5)]) == [1.0, 1.0, 0.0, 1.5]
 
 
 def test_what_is_judged() -> None:

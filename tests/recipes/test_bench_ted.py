@@ -10,6 +10,7 @@ import pytest
 from plugins.cli import main
 from plugins.config import ConfigError
 from recipes.bench_ted import report
+from recipes.bench_ted.blocking import KINDS
 from recipes.bench_ted.measure import Side, check_losses
 from recipes.bench_ted.settings import parser, resolve
 from recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, SIDES
@@ -51,7 +52,8 @@ def test_bytes_are_exact_and_sides_are_reported(tmp_path: Path, capfd: pytest.Ca
 
 def seconds(name: str, step: float, all_to_all: float, all_reduce: float, scatter: float = 0.0) -> Side:
     side = Side(name, [1.0], [step, step])
-    side.parts = {"all-to-all": [all_to_all] * 2, "all-reduce": [all_reduce] * 2, "reduce-scatter": [scatter] * 2}
+    parts = {"all-to-all": all_to_all, "all-reduce": all_reduce, "reduce-scatter": scatter}
+    side.parts = {kind: [parts.get(kind, 0.0)] * 2 for kind in KINDS}
     return side
 
 
@@ -74,6 +76,14 @@ def test_weak_scaling_has_the_batch_grow() -> None:
     words = ["--nodes", "1,2,4", "--scaling"]
     assert [run.batch for run in resolve(parser().parse_args([*words, "weak", "--batch", "32"]))] == [8, 16, 32]
     assert [run.batch for run in resolve(parser().parse_args([*words, "strong", "--batch", "32"]))] == [32, 32, 32]
+
+
+def test_several_numbers_of_ranks_are_drawn_beside_each_other(tmp_path: Path) -> None:
+    runs = resolve(parser().parse_args(["--nodes", "1,2"]))
+    numbers = report.results([(run, [seconds(name, 1.0, 0.1, 0.2) for name in SIDES]) for run in runs])
+    assert tmp_path / "run" / report.SCALING in report.write(numbers, tmp_path / "run")
+    assert (tmp_path / "run" / report.SCALING).stat().st_size > 1000
+    assert "step ms by ranks" in report.table(numbers)
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

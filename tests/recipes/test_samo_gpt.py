@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from plugins.cli import main
 from plugins.config import ConfigError
@@ -100,7 +101,7 @@ def test_dry_run_says_what_the_papers_scale_needs(tmp_path: Path, capsys: pytest
 
 
 def test_what_is_needed_is_the_memory_models() -> None:
-    said = described(Plan(dtype="bf16"), "m", 2**30, 0)
+    said = described(Plan(dtype="bf16", sparsity=0.0), "m", lambda: nn.Linear(2**15, 2**15, bias=False))
     assert "dense 20.00 GiB, SAMO as in the dissertation 26.00 GiB, SAMO here 18.00 GiB" in said
     assert "dense 2.00 GiB, pruned 2.00 GiB" in said
 

@@ -12,6 +12,7 @@ CHECKPOINTS = {
     "reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
     "not reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
     "deepspeed": deepspeed.checkpointing.checkpoint,
+    "deepspeed, not reentrant": deepspeed.checkpointing.non_reentrant_checkpoint,
 }
 
 

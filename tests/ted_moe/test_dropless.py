@@ -55,8 +55,12 @@ def counted():
         layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 4, groups=groups, dropless=True, **switches)
         tokens = torch.randn(51, FEATURES, generator=torch.Generator().manual_seed(groups.rank("data")))
         received = []
-        layer.local[0].register_forward_pre_hook(lambda _, given, received=received: received.append(given[0].shape[0]))
-        layer.local[1].register_forward_pre_hook(lambda _, given, received=received: received.append(given[0].shape[0]))
+        layer.local[0].register_forward_pre_hook(
+            lambda _, given, received=received: received.append(given[0].shape[-2])
+        )
+        layer.local[1].register_forward_pre_hook(
+            lambda _, given, received=received: received.append(given[0].shape[-2])
+        )
         with Ledger(groups.axis_names()) as ledger:
             output, l_aux, counts = layer(tokens.requires_grad_())
             (output.sum() + l_aux).backward()
@@ -129,6 +133,7 @@ def test_bytes_on_the_wire():
     for found in run_ranks(counted, 8):
         for name, (calls, received, tensor, routed) in found.items():
             sent = routed if name == "plain" else (routed + 1 - tensor) // 2
+            assert calls.pop(("all_reduce", "block")) == [8 * (1 + 4 * 4)]
             counts, *rows = calls.pop(("all_to_all", "expert"))
             assert counts == EXPERTS * 8 * (1 if name == "plain" else 2)
             there, back = rows[0] // row, rows[1] // row
@@ -153,7 +158,7 @@ def test_a_recomputation_communicates_nothing():
     for found in run_ranks(checkpointed, 4):
         for (name, stash), (calls, of_counts) in found.items():
             again = 0 if stash else 1
-            assert of_counts == {"all_to_all expert": 1 + again}, (name, stash)
+            assert of_counts == {"all_to_all expert": 1 + again, "all_reduce block": 1 + again}, (name, stash)
             assert calls["all_to_all expert"] == 4 + 2 * again + 1 + again, (name, stash)
             assert calls["all_gather tensor"] == 4 + 2 * again, (name, stash)
             assert calls["reduce_scatter tensor"] == 2 + again, (name, stash)

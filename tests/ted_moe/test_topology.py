@@ -13,7 +13,10 @@ def test_groups_partition_the_ranks(world, split):
             topology = Topology(world, tensor, expert, split)
             assert topology.expert_tensor * topology.expert * topology.expert_data == world == tensor * topology.data
             sizes = {"tensor": tensor, "data": topology.data, "expert": expert, "expert_data": topology.expert_data}
+            sizes["block"] = max(tensor, expert, tensor * expert if split else 1)
             for rank in range(world):
+                reached = set(topology.tensor_group(rank)) | set(topology.expert_group(rank))
+                assert reached <= set(topology.block_group(rank))
                 for name, size in sizes.items():
                     group = getattr(topology, f"{name}_group")(rank)
                     assert len(group) == size and rank in group and group == sorted(group)

@@ -44,8 +44,11 @@ void Engine::take_early(Run& run, int32_t index, Early& early) {
 
 void Engine::keep_early(Link& link, const Key& key, Early early) {
   size_t bytes = weight(early.body.size());
+  Header header = early.header;
   if (!early_.emplace(key, std::move(early)).second) return lose(link.id, "it sent one message twice");
+  early_count_ = early_.size();
   link.held += bytes;
+  left_elsewhere(std::get<0>(key), std::get<1>(key), link.peer, header);
 }
 
 void Engine::drop_early(uint64_t group, std::optional<uint64_t> sequence) {
@@ -54,6 +57,7 @@ void Engine::drop_early(uint64_t group, std::optional<uint64_t> sequence) {
     release(at->second);
     at = early_.erase(at);
   }
+  early_count_ = early_.size();
 }
 
 void Engine::release(const Early& early) {

@@ -5,6 +5,7 @@
 #include <sys/epoll.h>
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -29,6 +30,9 @@ namespace pccl {
 using Clock = std::chrono::steady_clock;
 using Done = std::function<void(const std::string& error)>;
 
+inline constexpr uint64_t kWake = 0;  // no link has this number
+inline constexpr double kMostSeconds = 1e9;  // what a clock's nanoseconds can hold
+inline constexpr std::chrono::seconds kPatience{1};  // before others are asked what they do
 inline constexpr char kStranger[] = "it sent to a group that it is not of";
 
 // One collective call of this rank.
@@ -44,7 +48,7 @@ struct Run {
   size_t left = 0;
   bool advancing = false, over = false;
   std::chrono::duration<double> timeout;
-  Clock::time_point deadline;
+  Clock::time_point deadline, asks;  // when those that it waits for are asked
   Done done;
 };
 
@@ -63,9 +67,10 @@ class Engine {
   ~Engine();
 
   // Links to and from a peer process, over connected sockets that the engine owns from here on. `process` > 0: its memory
-  // may be read here (incoming), or ours there (outgoing).
-  void add_outgoing(int peer, int socket, pid_t process);
-  void add_incoming(int peer, int socket, pid_t process);
+  // may be read here (incoming), or ours there (outgoing). `memory`: a descriptor of what bytes go through instead of the
+  // socket, or -1; throws where it is none, with both closed.
+  void add_outgoing(int peer, int socket, pid_t process, int memory = -1);
+  void add_incoming(int peer, int socket, pid_t process, int memory = -1);
   // Throws in a process that was forked from the engine's.
   void check_process() const;
   // Whether there is a link to a peer still.
@@ -84,6 +89,11 @@ class Engine {
   // Serves the links until a call is done, where the caller has got the turn to: no other thread need be woken, nor wake it. It
   // must hold no lock that others need meanwhile, such as the interpreter's.
   void lead(Begun begun);
+
+  // This rank leaves a call to another library: what peers send for it here does not match, and ends the group.
+  void leave(uint64_t group, uint64_t sequence, const Signature& signature);
+  // Why a group is out of order, or "".
+  std::string broken(uint64_t group);
 
  private:
   struct Group {
@@ -113,9 +123,14 @@ class Engine {
   void launch(const std::shared_ptr<Run>& run);
   bool near(const Run& run) const;
   void guarded(const std::function<void()>& step, uint64_t link);
-  void add_link(int peer, int socket, pid_t process, bool incoming);
+  void add_link(int peer, int socket, pid_t process, int memory, bool incoming);
   int wait_milliseconds();
   void expire();
+  void ask(Run& run);
+  bool poll_shared();
+  bool rest();
+  void awake();
+  void bury();
 
   void advance(Run& run);
   void begin(Run& run, int32_t op);
@@ -124,6 +139,8 @@ class Engine {
   void finish(Run& run, int32_t op);
   void complete(Run& run);
   void fail_group(uint64_t key, const std::string& why, bool tell);
+  void tell(uint64_t link, uint64_t group, const std::string& why);
+  bool left_elsewhere(uint64_t group, uint64_t sequence, int peer, const Header& header);
   void forget(Run& run);
   std::string describe(const Run& run) const;
   std::string rank_name(uint64_t group, int peer) const;
@@ -155,14 +172,19 @@ class Engine {
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
   std::set<int> linked_;  // as outgoing_, for other threads
+  std::map<uint64_t, std::map<uint64_t, Signature>> left_;  // calls that other libraries have, by group and sequence
+  std::map<uint64_t, std::string> reasons_;                 // as the groups' broken
   Server server_ = Server::kThread;
   std::condition_variable thread_serves_;
 
   std::mutex turn_;  // held by who serves; guards all that follows; taken before mutex_
   bool stop_ = false;
+  bool asleep_ = false;  // peers were asked to wake who serves
 
   uint64_t next_link_ = 1;
   std::unordered_map<uint64_t, std::unique_ptr<Link>> links_;
+  std::vector<Link*> shared_;    // links whose bytes go through memory
+  std::vector<uint64_t> dying_;  // links that could not be written to
   std::unordered_map<int, uint64_t> outgoing_, incoming_;
   std::unordered_map<int, std::string> lost_;
   std::map<uint64_t, Group> groups_;
@@ -172,6 +194,7 @@ class Engine {
   std::map<uint64_t, uint64_t> newest_;  // by group: sequence numbers up to here have begun
   std::map<Key, Posted> posted_;
   std::map<Key, Early> early_;
+  std::atomic<size_t> early_count_ = 0;
   size_t paused_ = 0;  // links
   std::map<Key, Posted> unread_;  // sent as kRemote, not acknowledged yet
   std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them

@@ -71,13 +71,13 @@ std::string Header::read(const unsigned char* from) {
   signature.schedule = take<uint32_t>(from);
   tag = take<uint32_t>(from);
   pieces = take<uint32_t>(from);
-  if (frame < Frame::kData || frame > Frame::kError) return "its frame is of no known kind";
+  if (frame < Frame::kData || frame > Frame::kAsk) return "its frame is of no known kind";
   if (signature.collective >= Collective::kEnd || signature.type >= Type::kEnd || signature.reduction >= Reduction::kEnd)
     return "its frame is of no known operation";
   if (bytes > kMostBytes) return "its frame is too long";
   if (frame == Frame::kError && bytes > kMostText) return "its reason is too long";
   if (frame == Frame::kError && bytes == 0) return "its reason is missing";
-  if (frame == Frame::kAck && bytes != 0) return "its acknowledgement has a body";
+  if ((frame == Frame::kAck || frame == Frame::kAsk) && bytes != 0) return "its frame has a body where there is none";
   if ((frame == Frame::kRemote) != (pieces != 0) || pieces > kMostPieces) return "its frame names a wrong number of pieces";
   return "";
 }

@@ -12,6 +12,7 @@ enum class Frame : uint8_t {
   kRemote = 2,  // body: `pieces` × (address, bytes) in the sender's memory, which the receiver reads itself
   kAck = 3,     // no body: a kRemote message was read, its memory may be reused
   kError = 4,   // body: why the sender gave the operation up
+  kAsk = 5,     // no body: the sender has waited long; where the receiver has left the call to another library it says so
 };
 
 enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kEnd };

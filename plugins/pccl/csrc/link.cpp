@@ -1,10 +1,11 @@
 #include "link.hpp"
 
 #include <pthread.h>
-#include <sys/uio.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -107,6 +108,41 @@ void Link::pour(const char* from, size_t bytes) {
   }
 }
 
+ssize_t Link::get(iovec* parts, int count) {
+  if (!shared) return readv(socket, parts, count);
+  bool bell = false;
+  ssize_t got = shared->in().read(parts, count, bell);
+  if (bell) ring_bell();
+  return got < 0 && errno == EAGAIN && ended ? 0 : got;
+}
+
+ssize_t Link::put(iovec* parts, int count) {
+  if (shared) {
+    bool bell = false;
+    ssize_t sent = shared->out().write(parts, count, bell);
+    if (bell) ring_bell();
+    return sent;
+  }
+  msghdr block{};
+  block.msg_iov = parts;
+  block.msg_iovlen = count;
+  return sendmsg(socket, &block, MSG_NOSIGNAL);
+}
+
+// Where it cannot be, the peer has been woken already, or has gone, which is an event of its own.
+void Link::ring_bell() const { [[maybe_unused]] ssize_t sent = send(socket, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL); }
+
+void Link::hear() {
+  char bells[64];
+  ssize_t got = recv(socket, bells, sizeof bells, MSG_DONTWAIT);
+  if (got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) ended = true;
+}
+
+void Link::sleep() const {
+  shared->in().sleep(true);
+  if (wants_write) shared->out().wait_for_room();
+}
+
 ssize_t Link::fill() {
   drained = false;
   bool direct = in_body && begin == end && sink.left >= kBuffer;
@@ -120,7 +156,7 @@ ssize_t Link::fill() {
       ahead.skip(step);
       planned += step;
     }
-    ssize_t got = readv(socket, parts.data(), static_cast<int>(parts.size()));
+    ssize_t got = get(parts.data(), static_cast<int>(parts.size()));
     if (got > 0) {
       sink.to.skip(got);
       sink.left -= got;
@@ -129,7 +165,8 @@ ssize_t Link::fill() {
   }
   if (direct && sink.kind == Sink::Kind::kReduce) {
     sink.scratch.resize(kScratch);
-    ssize_t got = ::read(socket, &sink.scratch[sink.held], std::min(kScratch - sink.held, sink.left));
+    iovec part{&sink.scratch[sink.held], std::min(kScratch - sink.held, sink.left)};
+    ssize_t got = get(&part, 1);
     if (got > 0) {
       sink.held += got;
       sink.left -= got;
@@ -140,7 +177,8 @@ ssize_t Link::fill() {
   if (direct && sink.kind == Sink::Kind::kOwn) {
     size_t before = sink.own.size(), step = std::min(sink.left, kAtOnce);
     sink.own.resize(before + step);
-    ssize_t got = ::read(socket, &sink.own[before], step);
+    iovec part{&sink.own[before], step};
+    ssize_t got = get(&part, 1);
     sink.own.resize(before + std::max<ssize_t>(got, 0));
     if (got > 0) sink.left -= got;
     return got;
@@ -152,8 +190,9 @@ ssize_t Link::fill() {
     end -= begin;
     begin = 0;
   }
-  ssize_t got = ::read(socket, &buffer[end], kBuffer - end);
-  drained = got > 0 && static_cast<size_t>(got) < kBuffer - end;
+  iovec part{&buffer[end], kBuffer - end};
+  ssize_t got = get(&part, 1);
+  drained = !shared && got > 0 && static_cast<size_t>(got) < kBuffer - end;
   if (got > 0) end += got;
   return got;
 }

@@ -1,15 +1,18 @@
-// A socket in one direction: frames go one way, acknowledgements the other.
+// A link in one direction: frames go one way, acknowledgements the other.
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "frame.hpp"
 #include "program.hpp"
+#include "ring.hpp"
 
 namespace pccl {
 
@@ -63,6 +66,9 @@ struct Link {
   uint64_t id = 0;
   int peer = -1, socket = -1;
   pid_t process = 0;
+  std::unique_ptr<SharedMemory> shared;  // what the bytes go through; the socket then only wakes, and ends
+  bool ended = false;                    // that socket has
+  std::string broken;                    // why it cannot be written to
   bool incoming = false, wants_write = false, paused = false, hung_up = false;
   bool drained = false;  // the last `fill` got less than it had room for
   size_t held = 0;  // bytes of messages from here that nobody has asked for yet
@@ -77,10 +83,22 @@ struct Link {
 
   // Bytes into the sink, from the buffer or wherever they were read.
   void pour(const char* from, size_t bytes);
-  // Reads from the socket into the sink or the buffer: bytes, 0 at the end of the stream, -1 with errno.
+  // Reads into the sink or the buffer: bytes, 0 at the end of the stream, -1 with errno.
   ssize_t fill();
+  // As writev.
+  ssize_t put(iovec* parts, int count);
+  // Takes what woke this process, and whether the peer has gone.
+  void hear();
+  // Whether there is anything to do, where bytes go through memory.
+  bool busy() const { return (!paused && shared->in().readable()) || (wants_write && shared->out().writable()); }
+  // Has the peer wake this process when there is.
+  void sleep() const;
   // Combines what is in the scratch.
   void settle();
+
+ private:
+  ssize_t get(iovec* parts, int count);
+  void ring_bell() const;
 };
 
 // A forked child must not hold its parent's sockets: peers would not see the parent end.

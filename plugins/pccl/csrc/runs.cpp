@@ -1,9 +1,5 @@
 // How a program is carried out: ops begin as soon as those that they wait for are done.
-#include <sys/uio.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 
 #include "engine.hpp"
 #include "reduce.hpp"
@@ -13,9 +9,100 @@ namespace {
 
 // From here on reading the sender's memory beats two copies through a socket.
 constexpr size_t kRemoteBytes = 64 * 1024;
-constexpr size_t kScratch = 128 * 1024;
 
 }  // namespace
+
+Begun Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
+                   void* input, void* output, double timeout, Done done, bool here) {
+  check_process();
+  auto run = std::make_shared<Run>();
+  run->group = group;
+  run->sequence = sequence;
+  run->program = std::move(program);
+  run->signature = signature;
+  run->timeout = std::chrono::duration<double>(std::min(timeout, kMostSeconds));
+  run->done = std::move(done);
+  Buffers& buffers = run->buffers;
+  buffers.input = static_cast<char*>(input);
+  buffers.output = static_cast<char*>(output);
+  buffers.whole_input = signature.collective != Collective::kAllGather;
+  buffers.whole_output = signature.collective != Collective::kReduceScatter;
+  buffers.element = type_bytes(signature.type);
+  size_t blocks = run->program->size, each = signature.elements / blocks, longer = signature.elements % blocks;
+  for (size_t block = 0; block <= blocks; ++block) buffers.starts.push_back(block * each + std::min(block, longer));
+  buffers.longest = each + (longer > 0);
+  Turn turn = here ? take_over() : Turn();
+  if (turn) {
+    guarded([&] { launch(run); }, kWake);
+  } else {
+    post([this, run] { launch(run); });
+  }
+  return {std::move(turn), run};
+}
+
+void Engine::launch(const std::shared_ptr<Run>& run) {
+  auto found = groups_.find(run->group);
+  std::string broken = found == groups_.end() ? "its process group was destroyed" : found->second.broken;
+  if (!broken.empty()) {
+    run->over = true;
+    return run->done(broken);
+  }
+  if (run->timeout.count() == 0) run->timeout = found->second.timeout;
+  run->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(run->timeout);
+  run->asks = Clock::now() + kPatience;
+  newest_[run->group] = std::max(newest_[run->group], run->sequence);
+  runs_[{run->group, run->sequence}] = run;
+  for (auto& [key, early] : early_) {
+    if (std::get<0>(key) != run->group || std::get<1>(key) != run->sequence) continue;
+    if (!(early.header.signature == run->signature))
+      return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
+  }
+  run->work.resize(run->program->work_slots * run->buffers.longest * run->buffers.element);
+  run->buffers.work = run->work.data();
+  const auto& ops = run->program->ops;
+  run->left = ops.size();
+  run->finished.resize(ops.size());
+  for (size_t i = 0; i < ops.size(); ++i) {
+    run->waits.push_back(ops[i].waits);
+    if (ops[i].waits == 0) run->ready.push_back(static_cast<int32_t>(i));
+  }
+  advance(*run);
+}
+
+// Nothing may touch the run's memory from here on.
+void Engine::forget(Run& run) {
+  run.over = true;
+  std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
+  std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
+  drop_early(run.group, run.sequence);
+  for (auto& [id, link] : links_) {
+    if (link->sink.run == &run) {
+      link->sink.kind = Sink::Kind::kDiscard;
+      link->sink.run = nullptr;
+    }
+    std::deque<Message>& queue = link->queue;
+    for (size_t i = 0; i < queue.size(); ++i) {
+      if (queue[i].run != &run) continue;
+      if (i > 0 || queue[i].header_sent == 0) {
+        queue.erase(queue.begin() + static_cast<std::ptrdiff_t>(i--));
+        continue;
+      }
+      // Half of it is on the wire: the rest must follow, from memory of its own.
+      Message& begun = queue[i];
+      begun.run = nullptr;
+      if (!begun.owned.empty()) continue;
+      Cursor rest = begun.body;
+      while (!rest.done()) {
+        begun.owned.insert(begun.owned.end(), rest.data(), rest.data() + rest.here());
+        rest.skip(rest.here());
+      }
+      begun.body = begun.owned.empty() ? Cursor() : Cursor({{begun.owned.data(), begun.owned.size()}});
+    }
+  }
+  auto found = runs_.find({run.group, run.sequence});
+  past_.push_back(std::move(found->second));
+  runs_.erase(found);
+}
 
 void Engine::advance(Run& run) {
   if (run.advancing) return;
@@ -107,6 +194,7 @@ void Engine::receive(Run& run, int32_t index) {
   if (early != early_.end()) {
     Early message = std::move(early->second);
     early_.erase(early);
+    early_count_ = early_.size();
     release(message);
     return take_early(run, index, message);
   }
@@ -124,59 +212,6 @@ bool Engine::accept(Link& link, Run& run, int32_t index, const Header& header) {
   fail_group(run.group, describe(run) + " expects a message of " + std::to_string(expected) + " bytes from " +
                             rank_name(run.group, link.peer) + " and gets " + std::to_string(header.bytes), true);
   return false;
-}
-
-void Engine::read_remote(Run& run, int32_t index, const std::vector<char>& rows, uint64_t id, const Header& header) {
-  const Op& op = run.program->ops[index];
-  Link& link = *links_.at(id);
-  auto refuse = [&](const std::string& why) {
-    std::string text = describe(run) + " needs " + rank_name(run.group, link.peer) + ", but " + why;
-    lose(id, why);
-    fail_group(run.group, text, true);  // its op waits no longer, so that losing the link does not end it
-  };
-  std::vector<Piece> pieces;
-  size_t bytes = 0;
-  for (size_t at = 0; at < rows.size(); at += Header::kPieceBytes) {
-    uint64_t row[2];
-    std::memcpy(row, &rows[at], sizeof row);
-    pieces.push_back({reinterpret_cast<char*>(row[0]), row[1]});
-    bytes += std::min<uint64_t>(row[1], Header::kMostBytes);
-  }
-  if (bytes != header.bytes) return refuse("its frame's pieces do not add up");
-  Cursor theirs(std::move(pieces)), to(run.buffers.pieces(op.to, op.chunk, run.program->chunks));
-  Cursor from(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
-  std::vector<char> scratch(op.kind == Kind::kReduce ? std::min(kScratch, bytes) : 0);
-  while (bytes > 0) {
-    bool place = op.kind == Kind::kReceive;
-    // Pieces hold whole elements, on both sides.
-    size_t step = std::min({place ? bytes : kScratch, theirs.here(), to.here(), place ? bytes : from.here()});
-    iovec local{place ? to.data() : scratch.data(), step}, remote{theirs.data(), step};
-    ssize_t got = process_vm_readv(link.process, &local, 1, &remote, 1, 0);
-    if (got < 0 && errno == ESRCH) {
-      // It is dead: what it said last, or else the end of its link, comes next and says why.
-      posted_[{run.group, run.sequence, link.peer, op.tag}] = {&run, index};
-      return;
-    }
-    if (got <= 0) return refuse("its memory could not be read");
-    size_t whole = place ? got : got / run.buffers.element * run.buffers.element;
-    if (whole == 0) return refuse("its memory could not be read");
-    if (!place) {
-      combine(run.signature.type, run.signature.reduction, to.data(), from.data(), scratch.data(), whole / run.buffers.element);
-      from.skip(whole);
-    }
-    to.skip(whole);
-    theirs.skip(whole);
-    bytes -= whole;
-  }
-  Message acknowledgement;
-  Header answer = header;
-  answer.frame = Frame::kAck;
-  answer.bytes = 0;
-  answer.pieces = 0;
-  answer.write(acknowledgement.header);
-  link.queue.push_back(std::move(acknowledgement));
-  flush(link);
-  finish(run, index);
 }
 
 }  // namespace pccl

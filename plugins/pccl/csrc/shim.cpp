@@ -1,145 +1,12 @@
 // The torch.distributed backend "pccl": collectives by the engine, all else by an inner backend.
-#include <unistd.h>
-
-#include <condition_variable>
 #include <map>
 #include <mutex>
-#include <queue>
-#include <thread>
 
-#include "delegate.hpp"
-#include "engine.hpp"
+#include "calls.hpp"
 #include "reduce.hpp"
 
 namespace pccl {
 namespace {
-
-using c10d::Work;
-
-// Completes futures: what hangs on them may call collectives, for which the engine's thread must be free.
-class Finisher {
- public:
-  Finisher() : thread_([this] { loop(); }) {}
-  ~Finisher() {
-    post(nullptr);
-    thread_.join();
-  }
-  void post(std::function<void()> task) {
-    std::lock_guard lock(mutex_);
-    if (closed_) {
-      new std::function<void()>(std::move(task));  // nor may what it holds be let go
-      return;
-    }
-    tasks_.push(std::move(task));
-    ready_.notify_one();
-  }
-  // Returns when it is idle, and stays so: a thread that asks for the interpreter's lock while that ends is ended itself,
-  // and the process with it.
-  void close() {
-    if (process_ != getpid()) return;  // a forked child has no such thread
-    std::unique_lock lock(mutex_);
-    closed_ = true;
-    idle_.wait(lock, [this] { return tasks_.empty() && !busy_; });
-  }
-
- private:
-  void loop() {
-    while (true) {
-      std::unique_lock lock(mutex_);
-      busy_ = false;
-      idle_.notify_all();
-      ready_.wait(lock, [this] { return !tasks_.empty(); });
-      auto task = std::move(tasks_.front());
-      tasks_.pop();
-      busy_ = true;
-      lock.unlock();
-      if (!task) return;
-      try {
-        task();
-      } catch (const std::exception& error) {
-        TORCH_WARN("pccl: a callback of a finished call failed: ", error.what());
-      }
-    }
-  }
-  const pid_t process_ = getpid();
-  std::mutex mutex_;
-  std::condition_variable ready_, idle_;
-  bool busy_ = false, closed_ = false;
-  std::queue<std::function<void()>> tasks_;
-  std::thread thread_;
-};
-
-// One call of the user's, of one or more runs of the engine.
-class Call : public Work {
- public:
-  Call(int rank, c10d::OpType kind, Tensors outputs, std::shared_ptr<Finisher> finisher, uint64_t sequence)
-      : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), sequence_(sequence),
-        future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
-
-  void expect(int runs) {
-    left_ = runs;
-    single_ = runs == 1;
-  }
-  bool single() const { return single_; }
-  void hold(const at::Tensor& tensor) { held_.push_back(tensor); }
-  void copy_back(const at::Tensor& to, const at::Tensor& from) { copies_.emplace_back(to, from); }
-
-  // One of its runs is done. Takes the run's hold on the call: to let a tensor go may need the interpreter's lock, for which
-  // the engine should not wait. The thread that made the call has all of it in hand, and no callbacks can be there yet.
-  static void arrived(c10::intrusive_ptr<Call> self, const std::string& error) {
-    {
-      std::lock_guard lock(self->parts_);
-      if (!error.empty()) self->error_ = error;
-      if (--self->left_ > 0) return;
-    }
-    std::exception_ptr failed;
-    if (!self->error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + self->error_));
-    if (!failed) {
-      try {
-        c10::InferenceMode guard(false);
-        at::NoGradGuard no_grad;
-        for (auto& [to, from] : self->copies_) to.copy_(from);
-      } catch (...) {
-        failed = std::current_exception();
-      }
-    }
-    self->finish(failed);
-    if (self->maker_ == std::this_thread::get_id()) return self->settle(failed);
-    Finisher& finisher = *self->finisher_;
-    finisher.post([self = std::move(self), failed] { self->settle(failed); });
-  }
-
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  uint64_t getSequencenumber() const override { return sequence_; }
-  // What is under way cannot be taken back; the group's end ends it.
-  void abort() override {}
-
- private:
-  void settle(const std::exception_ptr& failed) {
-    copies_.clear();
-    held_.clear();
-    if (failed) future_->setError(failed);
-    else future_->markCompleted(c10::IValue(outputs_));
-  }
-
-  Tensors outputs_, held_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
-  std::shared_ptr<Finisher> finisher_;
-  uint64_t sequence_;
-  const std::thread::id maker_ = std::this_thread::get_id();
-  c10::intrusive_ptr<at::ivalue::Future> future_;
-  std::mutex parts_;
-  int left_ = 1;
-  bool single_ = true;
-  std::string error_;
-};
-
-// The engine and the thread beside it, for as long as a group lives.
-struct Core {
-  std::shared_ptr<Finisher> finisher = std::make_shared<Finisher>();
-  Engine engine;
-};
 
 class Shim : public Delegate, public Planned {
  public:
@@ -208,6 +75,7 @@ class Shim : public Delegate, public Planned {
 
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     if (!knows(input, options.reduceOp)) return inner_->_reduce_scatter_base(output, input, options);
+    check(output, input);
     if (native(Collective::kReduceScatter, input, options.reduceOp)) return summed(output, input, options);
     Tensors outputs{output}, inputs{input};
     return reduce_scatter_tensor_coalesced(outputs, inputs, options);
@@ -344,13 +212,17 @@ class Shim : public Delegate, public Planned {
   bool native(Collective collective, const at::Tensor& whole, const c10d::ReduceOp& op = c10d::ReduceOp::SUM) {
     auto type = whole.scalar_type();
     bool able = op != c10d::ReduceOp::AVG && type != at::kShort && type != at::kBool;
-    return able && !programme(collective, whole.nbytes(), 0, true);
+    if (!able || programme(collective, whole.nbytes(), 0, true)) return false;
+    Reduction reduction = collective == Collective::kAllGather ? Reduction::kNone : *reduction_of(op);
+    std::lock_guard lock(order_);
+    core_->engine.leave(key_, ++sequence_, {collective, *type_of(whole), reduction, static_cast<uint64_t>(whole.numel())});
+    return true;
   }
 
   // What `inner(output, input)` does, on copies where this rank's tensors have gaps.
   template <class Inner>
   WorkPointer leave(c10d::OpType kind, at::Tensor& output, at::Tensor& input, const Inner& inner) {
-    if (output.is_contiguous() && input.is_contiguous()) return inner(output, input);
+    if (output.is_contiguous() && input.is_contiguous()) return c10::make_intrusive<Left>(kind, inner(output, input), core_, key_);
     auto call = make(kind, {output}, 1);
     at::Tensor from = input.contiguous(), to = output.is_same(input) ? from : landing(*call, output);
     if (to.is_same(from)) call->copy_back(output, from);
@@ -362,7 +234,6 @@ class Shim : public Delegate, public Planned {
   // A reduce-scatter by the inner backend's all-reduce: gloo's own is one, too, but its work ends only when somebody waits for it,
   // and has no future.
   WorkPointer summed(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-    check(output, input);
     auto call = make(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, 1);
     Tensors sums{input.clone(at::MemoryFormat::Contiguous)};
     call->copy_back(output, sums[0].view({-1}).narrow(0, rank_ * output.numel(), output.numel()).view(output.sizes()));
@@ -373,11 +244,11 @@ class Shim : public Delegate, public Planned {
   }
 
   // A call that is done when the inner backend's work is.
-  static WorkPointer after(const WorkPointer& work, const CallPointer& call) {
+  WorkPointer after(const WorkPointer& work, const CallPointer& call) {
     work->getFuture()->addCallback([call](c10::ivalue::Future& done) {
       Call::arrived(call, done.hasError() ? done.tryRetrieveErrorMessage() : "");
     });
-    return call;
+    return c10::make_intrusive<Left>(call->retrieveOpType(), call, core_, key_);
   }
 
   void check(const at::Tensor& output, const at::Tensor& input) const {
@@ -411,29 +282,8 @@ class Shim : public Delegate, public Planned {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  py::class_<Program, std::shared_ptr<Program>>(module, "Program")
-      .def(py::init([](int size, int rank, int chunks, int work_slots, uint32_t digest, const std::vector<int32_t>& ops,
-                       const std::vector<int32_t>& spans, const std::vector<int32_t>& after) {
-        return std::make_shared<Program>(Program::parse(size, rank, chunks, work_slots, digest, ops, spans, after));
-      }));
-  py::class_<Core, std::shared_ptr<Core>>(module, "Core")
-      // Never destroyed: its threads may need the interpreter, which may be gone by then, and a forked child has none of them.
-      .def(py::init([] { return std::shared_ptr<Core>(new Core, [](Core*) {}); }))
-      .def("close", [](Core& core) { core.finisher->close(); }, py::call_guard<py::gil_scoped_release>())
-      .def("linked", [](Core& core, int peer) { return core.engine.linked(peer); })
-      .def("add_outgoing", [](Core& core, int peer, int socket, int process) { core.engine.add_outgoing(peer, socket, process); })
-      .def("add_incoming", [](Core& core, int peer, int socket, int process) { core.engine.add_incoming(peer, socket, process); })
-      .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
-        core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
-      });
-  module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
-                           const BackendPointer& inner, py::object plan) -> BackendPointer {
-    return c10::make_intrusive<Shim>(std::move(core), key, rank, size, timeout, inner, std::move(plan));
-  });
-  module.def("planner", [](const BackendPointer& backend) { return dynamic_cast<Planned&>(*backend).planner(); });
-  module.def("forget", [](const BackendPointer& backend) { dynamic_cast<Planned&>(*backend).forget(); });
-  define_device(module);
+BackendPointer make_shim(std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout, BackendPointer inner, py::object plan) {
+  return c10::make_intrusive<Shim>(std::move(core), key, rank, size, timeout, std::move(inner), std::move(plan));
 }
 
 }  // namespace pccl

@@ -27,7 +27,10 @@ void Engine::on_event(uint64_t id, uint32_t events) {
     pause(*found->second, false);
   }
   // Acknowledgements first: writing may find that the peer has gone, when all that it was sent is done.
-  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read(*found->second);
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+    if (found->second->shared) found->second->hear();
+    read(*found->second);
+  }
   found = links_.find(id);
   if (found != links_.end() && events & EPOLLOUT) flush(*found->second);
 }
@@ -73,8 +76,9 @@ bool Engine::on_header(Link& link) {
   link.sink = Sink();
   link.sink.left = header.body();
   link.in_body = true;
-  if (!link.incoming) {
-    if (header.frame == Frame::kAck) return true;
+  bool data = header.frame == Frame::kData || header.frame == Frame::kRemote;
+  if (!link.incoming && header.frame == Frame::kAck) return true;
+  if (!link.incoming && data) {
     lose(link.id, "it sent data against the direction of its link");
     return false;
   }
@@ -96,6 +100,10 @@ bool Engine::on_header(Link& link) {
   if (header.frame != Frame::kData) return true;
   auto run = runs_.find({header.group, header.sequence});
   if (run == runs_.end()) {
+    if (left_elsewhere(header.group, header.sequence, link.peer, header)) {
+      link.sink.kind = Sink::Kind::kDiscard;
+      return true;
+    }
     auto newest = newest_.find(header.group);
     bool late = newest != newest_.end() && header.sequence <= newest->second;
     if (late) link.sink.kind = Sink::Kind::kDiscard;
@@ -130,8 +138,12 @@ void Engine::on_body(Link& link) {
   Header header = link.header;
   Sink sink = std::move(link.sink);
   link.sink = Sink();
-  if (!link.incoming) return on_acknowledged(link, header);
+  if (header.frame == Frame::kAck) return on_acknowledged(link, header);
   if (sink.kind == Sink::Kind::kDiscard) return;
+  if (header.frame == Frame::kAsk) {
+    left_elsewhere(header.group, header.sequence, link.peer, header);
+    return;
+  }
   if (header.frame == Frame::kError) {
     std::string why(sink.own.begin(), sink.own.end());
     // It is shown to a person, by way of Python's strings.
@@ -171,7 +183,7 @@ void Engine::on_acknowledged(Link& link, const Header& header) {
 
 void Engine::flush(Link& link) {
   uint64_t id = link.id;
-  while (!link.queue.empty()) {
+  while (!link.queue.empty() && link.broken.empty()) {
     Message& message = link.queue.front();
     iovec parts[64];
     int count = 0;
@@ -184,13 +196,15 @@ void Engine::flush(Link& link) {
     }
     ssize_t sent = 0;
     if (count > 0) {
-      msghdr block{};
-      block.msg_iov = parts;
-      block.msg_iovlen = count;
-      sent = sendmsg(link.socket, &block, MSG_NOSIGNAL);
+      sent = link.put(parts, count);
       if (sent < 0 && errno == EINTR) continue;
       if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-      if (sent < 0) return lose(id, std::string("its link broke: ") + std::strerror(errno));
+      if (sent < 0) {
+        // It is not lost before what the peer said last is read, nor while others hold it.
+        link.broken = std::string("its link broke: ") + std::strerror(errno);
+        dying_.push_back(id);
+        return;
+      }
     }
     size_t of_header = std::min<size_t>(sent, Header::kBytes - message.header_sent);
     message.header_sent += of_header;
@@ -208,41 +222,6 @@ void Engine::flush(Link& link) {
   if (wanted == link.wants_write) return;
   link.wants_write = wanted;
   watch(link, EPOLL_CTL_MOD);
-}
-
-void Engine::lose(uint64_t id, const std::string& why) {
-  auto found = links_.find(id);
-  if (found == links_.end()) return;
-  pause(*found->second, false);
-  std::unique_ptr<Link> link = std::move(found->second);
-  links_.erase(found);
-  epoll_ctl(epoll_, EPOLL_CTL_DEL, link->socket, nullptr);
-  close_socket(link->socket);
-  int peer = link->peer;
-  auto& known = link->incoming ? incoming_ : outgoing_;
-  auto here = known.find(peer);
-  if (here != known.end() && here->second == id) {
-    known.erase(here);
-    std::lock_guard lock(mutex_);
-    if (!link->incoming) linked_.erase(peer);
-  }
-  // What the peer sent before it went is still to be read, where it went in good order.
-  bool heard = !link->incoming && incoming_.contains(peer);
-  // A newer link in its place has made up for this one.
-  if (!heard && !known.contains(peer)) lost_.emplace(peer, why);
-  std::vector<std::pair<uint64_t, std::string>> broken;
-  auto note = [&](void* of) {
-    Run* run = static_cast<Run*>(of);
-    if (run != nullptr && !run->over)
-      broken.emplace_back(run->group, describe(*run) + " needs " + rank_name(run->group, peer) + ", but " + why);
-  };
-  for (auto& [key, posted] : posted_)
-    if (std::get<2>(key) == peer && !heard) note(posted.run);
-  for (auto& [key, posted] : unread_)
-    if (std::get<2>(key) == peer) note(posted.run);
-  note(link->sink.run);
-  for (const Message& message : link->queue) note(message.run);
-  for (auto& [group, text] : broken) fail_group(group, text, true);
 }
 
 }  // namespace pccl

@@ -13,15 +13,17 @@ struct Call {
   std::string error = "never done";
 };
 
-// Links of every pair, each way; `process`: the receiver reads large messages out of the sender's memory.
-void connect(std::vector<std::unique_ptr<Engine>>& engines, pid_t process) {
+// Links of every pair, each way; `process`: the receiver reads large messages out of the sender's memory; `shared`: bytes go
+// through memory that both have mapped.
+void connect(std::vector<std::unique_ptr<Engine>>& engines, pid_t process, bool shared) {
   int size = static_cast<int>(engines.size());
   for (int from = 0; from < size; ++from)
     for (int to = 0; to < size; ++to) {
       if (from == to) continue;
       auto [out, in] = pair_of_sockets();
-      engines[to]->add_incoming(from, in, process);
-      engines[from]->add_outgoing(to, out, process);
+      int memory = shared ? memory_of_link(16384) : -1;
+      engines[to]->add_incoming(from, in, process, shared ? dup(memory) : -1);
+      engines[from]->add_outgoing(to, out, process, memory);
     }
 }
 
@@ -29,7 +31,7 @@ void round(std::mt19937_64& draw) {
   int size = 1 + static_cast<int>(draw() % 6), calls = 1 + static_cast<int>(draw() % 12);
   std::vector<std::unique_ptr<Engine>> engines;
   for (int rank = 0; rank < size; ++rank) engines.push_back(std::make_unique<Engine>(draw() % 2 ? 5000 : 1 << 28));
-  connect(engines, draw() % 2 ? getpid() : 0);
+  connect(engines, draw() % 2 ? getpid() : 0, draw() % 2);
   std::vector<int> ranks(size);
   for (int rank = 0; rank < size; ++rank) ranks[rank] = rank;
   for (int rank = 0; rank < size; ++rank) engines[rank]->add_group(5, ranks, ranks, rank, 60);

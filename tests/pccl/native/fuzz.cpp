@@ -36,6 +36,52 @@ struct Call {
   std::string error;
 };
 
+// The end of a link that is not the engine's: a socket, and perhaps memory.
+struct End {
+  int socket = -1;
+  std::unique_ptr<SharedMemory> shared;
+  char* raw = nullptr;  // the same memory once more, to be scribbled on
+  static constexpr size_t kRaw = 4096;
+
+  ~End() { clear(); }
+  void clear() {
+    if (socket >= 0) close(socket);
+    if (raw) munmap(raw, kRaw);
+    socket = -1, raw = nullptr;
+    shared.reset();
+  }
+  // A new link; what the engine needs of it.
+  std::pair<int, int> renew(bool incoming, bool clean) {
+    clear();
+    auto [here, there] = pair_of_sockets();
+    socket = here;
+    if (below(2)) return {there, -1};
+    int memory = memory_of_link(clean ? 1 << 18 : 16384);  // where nothing goes wrong, all that is not asked for yet must fit
+    raw = static_cast<char*>(mmap(nullptr, kRaw, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0));
+    CHECK(raw != MAP_FAILED);
+    shared = std::make_unique<SharedMemory>(dup(memory), incoming);
+    return {there, memory};
+  }
+  void ring() const { [[maybe_unused]] ssize_t sent = ::send(socket, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL); }
+  ssize_t put(const char* from, size_t bytes) {
+    if (!shared) return ::send(socket, from, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    bool bell = false;
+    iovec part{const_cast<char*>(from), bytes};
+    ssize_t sent = shared->out().write(&part, 1, bell);
+    if (bell || below(50) == 0) ring();
+    return sent;
+  }
+  void drain() {
+    char scrap[65536];
+    if (socket < 0) return;
+    while (recv(socket, scrap, sizeof scrap, MSG_DONTWAIT) > 0) {}
+    bool bell = false;
+    iovec part{scrap, sizeof scrap};
+    while (shared && shared->in().read(&part, 1, bell) > 0) {}
+    if (bell) ring();
+  }
+};
+
 class Episode {
  public:
   explicit Episode(bool clean) : clean_(clean), engine_(std::make_unique<Engine>(below(3) ? 1 << 20 : 1500)) {
@@ -47,11 +93,6 @@ class Episode {
     engine_->remove_group(kGroups[2], "it is not wanted");
     for (auto& call : calls_) call = std::make_unique<Call>();
     for (size_t i = 0; i < std::size(calls_); ++i) prepare(i);
-  }
-
-  ~Episode() {
-    for (int socket : in_) close(socket);
-    for (int socket : out_) close(socket);
   }
 
   // How many frames were sent.
@@ -120,22 +161,18 @@ class Episode {
   }
 
   void reconnect_in(int peer) {
-    auto [here, there] = pair_of_sockets();
-    if (in_[peer] >= 0) close(in_[peer]);
-    in_[peer] = here;
-    engine_->add_incoming(peer, there, !clean_ && below(2) ? getpid() : 0);
+    auto [socket, memory] = in_[peer].renew(false, clean_);
+    engine_->add_incoming(peer, socket, !clean_ && below(2) ? getpid() : 0, memory);
   }
   void reconnect_out(int peer) {
-    auto [here, there] = pair_of_sockets();
-    if (out_[peer] >= 0) close(out_[peer]);
-    out_[peer] = here;
-    engine_->add_outgoing(peer, there, !clean_ && below(2) ? 1 : 0);
+    auto [socket, memory] = out_[peer].renew(true, clean_);
+    engine_->add_outgoing(peer, socket, !clean_ && below(2) ? 1 : 0, memory);
   }
 
   void drain() {
-    char scrap[65536];
-    for (int socket : out_)
-      while (socket >= 0 && recv(socket, scrap, sizeof scrap, MSG_DONTWAIT) > 0) {}
+    for (End& end : out_) end.drain();
+    for (End& end : in_)
+      if (end.shared) end.drain();
   }
 
   void deliver(int peer, const Bytes& bytes) {
@@ -143,7 +180,7 @@ class Episode {
     size_t at = 0;
     for (int tries = 0; at < bytes.size() && (clean_ || tries < 50); ++tries) {
       size_t step = below(3) ? bytes.size() - at : 1 + below(bytes.size() - at);
-      ssize_t sent = send(in_[peer], bytes.data() + at, step, MSG_DONTWAIT | MSG_NOSIGNAL);
+      ssize_t sent = in_[peer].put(bytes.data() + at, step);
       if (sent > 0) at += sent;
       else if (!clean_ && errno != EAGAIN) return reconnect_in(peer);
       else std::this_thread::yield();
@@ -155,14 +192,14 @@ class Episode {
   Header plausible() {
     Header header;
     uint64_t kind = below(40);
-    header.frame = kind == 0 ? Frame::kError : kind < 6 ? Frame::kRemote : kind < 8 ? Frame::kAck : Frame::kData;
+    header.frame = kind == 0 ? Frame::kError : kind < 6 ? Frame::kRemote : kind < 8 ? Frame::kAck : kind < 11 ? Frame::kAsk : Frame::kData;
     const Call& like = *calls_[below(6)];
     header.signature = signature(Collective::kAllReduce, like.data.size());
     if (below(8) == 0) header.signature.elements = below(50);
     header.group = kGroups[below(4)];
     header.sequence = below(9);
     header.tag = static_cast<uint32_t>(below(4));
-    header.bytes = header.frame == Frame::kAck ? 0 : below(3) ? first_of(like.data.size(), kSize, 1) * 4 : below(5000);
+    header.bytes = header.frame == Frame::kAck || header.frame == Frame::kAsk ? 0 : below(3) ? first_of(like.data.size(), kSize, 1) * 4 : below(5000);
     if (header.frame == Frame::kRemote) header.pieces = 1 + static_cast<uint32_t>(below(3));
     return header;
   }
@@ -186,7 +223,13 @@ class Episode {
   void disturb() {
     int peer = 1 + static_cast<int>(below(kSize - 1));
     Bytes bytes;
-    switch (below(12)) {
+    switch (below(13)) {
+      case 12: {  // on the counts of shared memory, without a frame
+        End& end = (below(2) ? in_ : out_)[peer];
+        for (uint64_t left = end.raw ? 1 + below(3) : 0; left > 0; --left) end.raw[below(512)] = static_cast<char>(draw());
+        if (end.raw) end.ring();
+        return;
+      }
       case 0:  // of any bytes
         for (uint64_t left = 1 + below(200); left > 0; --left) bytes.push_back(static_cast<char>(draw()));
         break;
@@ -206,7 +249,7 @@ class Episode {
         Header header = plausible();
         if (below(4)) header.frame = Frame::kAck, header.bytes = header.pieces = 0;
         bytes = frame(header, nullptr);
-        if (send(out_[peer], bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0 || below(20) == 0) reconnect_out(peer);
+        if (out_[peer].put(bytes.data(), bytes.size()) < 0 || below(20) == 0) reconnect_out(peer);
         return;
       }
       default: {
@@ -221,7 +264,7 @@ class Episode {
 
   const bool clean_;
   const uint64_t calm_ = 1 + below(7);
-  int in_[kSize] = {-1, -1, -1}, out_[kSize] = {-1, -1, -1};
+  End in_[kSize], out_[kSize];
   std::vector<std::pair<int, Bytes>> frames_;
   std::unique_ptr<Engine> engine_;
 };

@@ -1,6 +1,8 @@
 // What the native tests share: programs, pairs of sockets, and waiting.
 #pragma once
 
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -28,6 +30,14 @@ inline std::pair<int, int> pair_of_sockets() {
   int both[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, both) == 0);
   return {both[0], both[1]};
+}
+
+// As plugins/pccl/links.py makes it.
+inline int memory_of_link(off_t messages) {
+  int made = memfd_create("peers", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  CHECK(made >= 0 && ftruncate(made, 4096 + 8192 + messages) == 0);
+  CHECK(fcntl(made, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW) == 0);
+  return made;
 }
 
 // Lists as plugins/pccl/program.py flattens them.

@@ -1,0 +1,145 @@
+"""What of Megatron does not go with AxoNN's layers, why, and what to do instead: a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Feature:
+    """An argument of Megatron's.
+
+    Attributes:
+        name: in its namespace; versions that lack it have nothing to refuse.
+        why: it does not go with us.
+        remedy: what to do.
+        allowed: its values that do; None always does.
+        flag: as it is written, where that is not its name.
+    """
+
+    name: str
+    why: str
+    remedy: str = "leave it out"
+    allowed: tuple[Any, ...] = (False,)
+    written: str = ""
+
+    @property
+    def flag(self) -> str:
+        """As it is written."""
+        return self.written or "--" + self.name.replace("_", "-")
+
+
+_WHOLE = "attention here needs whole sequences"
+_EXPERTS = "the groups of expert parallelism are those of z"
+_SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
+_KERNEL = "Transformer Engine's own linear layers, which do that, are replaced"
+_OTHER = "layers of that kind are not split over a grid"
+_TED = "leave it out, or train the model with TED under DeepSpeed"
+_ONE = "leave it at 1"
+
+FEATURES = (
+    Feature("context_parallel_size", _WHOLE, f"{_ONE}, and let --axonn-gx split the heads", (1,)),
+    Feature("hybrid_context_parallel", _WHOLE),
+    Feature("hierarchical_context_parallel_sizes", _WHOLE),
+    Feature("expert_model_parallel_size", _EXPERTS, _ONE, (1,)),
+    Feature("expert_tensor_parallel_size", _EXPERTS, "leave it out", ()),
+    Feature("num_experts", _EXPERTS, _TED, (0,)),
+    Feature(
+        "sequence_parallel",
+        "--axonn-layout scattered, the default, splits the same activations; with it, tokens would be split twice",
+    ),
+    Feature("gtp_weight_remat_size", "--axonn-gz shares weights", _ONE, (1,)),
+    Feature(
+        "use_tp_pp_dp_mapping", "z lies inside the data-parallel ranks, which must be next to the tensor-parallel ones"
+    ),
+    Feature("num_distributed_optimizer_instances", "z divides the data-parallel ranks already", _ONE, (1,)),
+    Feature("use_megatron_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),
+    Feature("use_custom_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),
+    Feature("use_torch_fsdp2", _SHARED, "leave it out, and use --use-distributed-optimizer"),
+    Feature("init_model_with_meta_device", "our layers draw their own share of a weight on the device"),
+    Feature(
+        "fp8", "products of its blocks are in bf16, fp16 or fp32", "leave it out, or use --bf16", (), "--fp8-format"
+    ),
+    Feature(
+        "fp4", "products of its blocks are in bf16, fp16 or fp32", "leave it out, or use --bf16", (), "--fp4-format"
+    ),
+    Feature("fp8_param_gather", "weights are gathered over z in the type they are computed in"),
+    Feature("tp_comm_overlap", f"{_KERNEL}", "leave it out, and choose by --axonn-overlap"),
+    Feature("symmetric_ar_type", _KERNEL),
+    Feature("delay_wgrad_compute", _KERNEL, "leave it out, and choose by --axonn-overlap"),
+    Feature("overlap_moe_expert_parallel_comm", _EXPERTS),
+    Feature("defer_embedding_wgrad_compute", "the output layer's weight gradient is summed over z in backward"),
+    Feature("fine_grained_activation_offloading", _KERNEL, "leave it out, or use --recompute-granularity"),
+    Feature("cpu_offloading_num_layers", _KERNEL, "leave it out, or use --recompute-granularity", (0,)),
+    Feature("distribute_saved_activations", "a saved activation is a share already, another one on each rank"),
+    Feature("cuda_graph_impl", "collectives of a step are not captured", 'leave it out, or use "none"', ("none",)),
+    Feature("enable_cuda_graph", "collectives of a step are not captured"),
+    Feature("external_cuda_graph", "collectives of a step are not captured"),
+    Feature(
+        "transformer_impl", "it is for inference", "use local or transformer_engine", ("local", "transformer_engine")
+    ),
+    Feature(
+        "inference_dynamic_batching", "only training is split", "convert the checkpoint, and serve it with Megatron"
+    ),
+    Feature("use_legacy_static_engine", "only training is split", "convert the checkpoint, and serve it with Megatron"),
+    Feature("flash_decode", "only training is split"),
+    Feature("perform_rl_step", "its roll-outs are inference, and only training is split"),
+    Feature("use_legacy_models", "only models of megatron.core are split", "leave it out"),
+    Feature("multi_latent_attention", _OTHER, "use --group-query-attention or plain attention"),
+    Feature("experimental_attention_variant", _OTHER, "leave it out", ()),
+    Feature("mtp_num_layers", _OTHER, "leave it out", (0,)),
+    Feature("heterogeneous_layers_config_path", "all layers must be alike", "leave it out", ()),
+    Feature("heterogeneous_layers_config_encoded_json", "all layers must be alike", "leave it out", ()),
+    Feature("is_hybrid_model", _OTHER, "use pretrain_gpt.py without it"),
+    Feature("hybrid_override_pattern", _OTHER, "use pretrain_gpt.py without it", ()),
+    Feature("hybrid_layer_pattern", _OTHER, "use pretrain_gpt.py without it", ()),
+    Feature(
+        "softmax_type",
+        "a learnt offset would be one more parameter of the heads",
+        "use vanilla",
+        ("vanilla", "off-by-one"),
+    ),
+    Feature("use_kitchen_attention", _KERNEL),
+    Feature("kitchen_config_file", _KERNEL, "leave it out", ()),
+    Feature("kitchen_recipe_number", _KERNEL, "leave it out", ()),
+    Feature("qk_clip", "it rescales whole weights, and a rank has a share"),
+    Feature("modelopt_enabled", "it replaces layers that are replaced already"),
+    Feature("optimizer", "it needs whole matrices, and a rank has a share", "use adam or sgd", ("adam", "sgd")),
+    Feature("apply_layernorm_1p", "norms here multiply by the weight itself"),
+    Feature(
+        "overlap_param_gather_with_optimizer_step",
+        "weights split over z have an optimizer of their own, which steps after the gather has begun",
+        "leave it out, and use --overlap-param-gather",
+    ),
+    Feature(
+        "check_weight_hash_across_dp_replicas_interval",
+        "ranks of z are data-parallel ones and hold other shares",
+        "leave it out",
+        (),
+    ),
+    Feature("use_mp_args_from_checkpoint_args", "the grid of this run is given by --axonn-gx, -gy and -gz"),
+    Feature(
+        "ckpt_format",
+        "shares of weights are saved as Megatron's own",
+        "use torch or torch_dist",
+        ("torch", "torch_dist"),
+    ),
+)
+"""In the order in which they are reported."""
+
+MODELS = {
+    "BertModel": "BERT",
+    "bert_layer_local_spec": "BERT",
+    "T5Model": "T5",
+    "LLaVAModel": "a vision-language model",
+    "MambaModel": "Mamba",
+    "mamba_builder": "Mamba",
+    "HybridModel": "a hybrid of Mamba and attention",
+    "hybrid_builder": "a hybrid of Mamba and attention",
+    "biencoder_model_provider": "a bi-encoder",
+    "VitClassificationModel": "a vision transformer",
+    "VitInpaintingModel": "a vision transformer",
+    "DINOPretrainModel": "a vision transformer",
+}
+"""Names that the scripts of models which we do not split have in their module."""

@@ -1,0 +1,31 @@
+// What Python sees.
+#include "calls.hpp"
+
+namespace pccl {
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<Program, std::shared_ptr<Program>>(module, "Program")
+      .def(py::init([](int size, int rank, int chunks, int work_slots, uint32_t digest, const std::vector<int32_t>& ops,
+                       const std::vector<int32_t>& spans, const std::vector<int32_t>& after) {
+        return std::make_shared<Program>(Program::parse(size, rank, chunks, work_slots, digest, ops, spans, after));
+      }));
+  py::class_<Core, std::shared_ptr<Core>>(module, "Core")
+      // Never destroyed: its threads may need the interpreter, which may be gone by then, and a forked child has none of them.
+      .def(py::init([] { return std::shared_ptr<Core>(new Core, [](Core*) {}); }))
+      .def("close", [](Core& core) { core.finisher->close(); }, py::call_guard<py::gil_scoped_release>())
+      .def("linked", [](Core& core, int peer) { return core.engine.linked(peer); })
+      .def("add_outgoing", [](Core& core, int peer, int socket, int process, int memory) { core.engine.add_outgoing(peer, socket, process, memory); })
+      .def("add_incoming", [](Core& core, int peer, int socket, int process, int memory) { core.engine.add_incoming(peer, socket, process, memory); })
+      .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
+        core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
+      });
+  module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
+                           const BackendPointer& inner, py::object plan) -> BackendPointer {
+    return make_shim(std::move(core), key, rank, size, timeout, inner, std::move(plan));
+  });
+  module.def("planner", [](const BackendPointer& backend) { return dynamic_cast<Planned&>(*backend).planner(); });
+  module.def("forget", [](const BackendPointer& backend) { dynamic_cast<Planned&>(*backend).forget(); });
+  define_device(module);
+}
+
+}  // namespace pccl

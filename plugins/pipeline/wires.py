@@ -1,0 +1,177 @@
+"""Point-to-point messages of bytes between the stages of a pipeline: torch.distributed's, and MPI's where mpi4py is."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import perf_counter, sleep
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHANNELS = 4
+"""Inputs and gradients, each with what its first message had no room for."""
+_FIRST_TAG = 7300
+_EAGER_QUESTIONS, _LONGEST_PAUSE = 200, 2e-4
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once; only on a wire that `polls`."""
+
+    def wait(self) -> None:
+        """Return when the buffer is free, or full.
+
+        Raises:
+            RuntimeError: the other stage is gone, or the time is up.
+        """
+
+
+class Wire(Protocol):
+    """Links to all stages of one pipeline.
+
+    Attributes:
+        polls: whether `Pending.done` is known without waiting; else a thread waits at each link.
+        device: where buffers are.
+        timeout: seconds that a message may take.
+    """
+
+    polls: bool
+    device: torch.device
+    timeout: float
+
+    def send(self, buffer: Tensor, stage: int, channel: int) -> Pending:
+        """Start to send bytes to a stage; messages of one channel arrive in their order."""
+
+    def receive(self, buffer: Tensor, stage: int, channel: int) -> Pending:
+        """Start to receive as many bytes as the buffer has."""
+
+
+class _Work:
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self.work, self.timeout = work, timeout
+
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        # NCCL lets the current stream wait, and knows no limit of its own here.
+        if not self.work.wait(self.timeout):
+            raise RuntimeError("the message did not arrive")
+
+
+class TorchWire:
+    """Messages of `torch.distributed`: gloo, PCCL or NCCL, whichever the world has for the device.
+
+    Args:
+        pipelines: global ranks of every pipeline of the world, by stage; the same on all ranks, which make groups here.
+        device: where activations are.
+        timeout: seconds that a message may take; by default the world's.
+    """
+
+    def __init__(self, pipelines: Sequence[Sequence[int]], device: torch.device, timeout: float | None = None) -> None:
+        self.device, self.timeout = device, world_timeout(device) if timeout is None else timeout
+        self._allowed = timedelta(seconds=self.timeout)
+        # Gloo's links have tags. NCCL's have none, and what is posted on one waits for what was posted before.
+        self.polls = device.type != "cpu"
+        groups = CHANNELS if self.polls else 1
+        self._groups: list[Any] = []
+        for ranks in pipelines:
+            made = [dist.new_group(list(ranks), timeout=self._allowed) for _ in range(groups)]
+            if dist.get_rank() in ranks:
+                self.ranks, self._groups = list(ranks), made
+
+    def _link(self, channel: int) -> tuple[Any, int]:
+        return (self._groups[channel], 0) if self.polls else (self._groups[0], _FIRST_TAG + channel)
+
+    def send(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
+        group, tag = self._link(channel)
+        return _Work(group.send([buffer], stage, tag), self._allowed)
+
+    def receive(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
+        group, tag = self._link(channel)
+        return _Work(group.recv([buffer], stage, tag), self._allowed)
+
+
+def world_timeout(device: torch.device) -> float:
+    """Seconds after which the world's collectives fail."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return (dist.distributed_c10d.default_pg_timeout if timeout is None else timeout).total_seconds()
+
+
+def mpi_found() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+class MpiWire:
+    """MPI_Isend and MPI_Irecv, as in 3.2.1; the program was started by mpirun.
+
+    Args:
+        ranks: of the stages, in `communicator`.
+        device: where activations are; an accelerator's need an MPI that knows it.
+        timeout: seconds that a message may take.
+        communicator: by default COMM_WORLD.
+    """
+
+    polls = True
+
+    def __init__(
+        self, ranks: Sequence[int], device: torch.device, timeout: float = 1800.0, communicator: Any = None
+    ) -> None:
+        from mpi4py import MPI
+
+        self.ranks, self.device, self.timeout = list(ranks), device, timeout
+        self._communicator = MPI.COMM_WORLD if communicator is None else communicator
+        self._byte, self._of = MPI.BYTE, MPI.buffer.fromaddress
+
+    def _view(self, buffer: Tensor) -> list[Any]:
+        return [self._of(buffer.data_ptr(), buffer.numel()), self._byte]
+
+    def send(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        request = self._communicator.Isend(self._view(buffer), self.ranks[stage], _FIRST_TAG + channel)
+        return _Request(request, buffer, self.timeout)
+
+    def receive(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
+        request = self._communicator.Irecv(self._view(buffer), self.ranks[stage], _FIRST_TAG + channel)
+        return _Request(request, buffer, self.timeout)
+
+
+class _Request:
+    def __init__(self, request: Any, buffer: Tensor, timeout: float) -> None:
+        self.request, self.buffer, self.timeout = request, buffer, timeout
+
+    def done(self) -> bool:
+        return self.request.Test()
+
+    def wait(self) -> None:
+        wait_for(self.done, self.timeout)
+
+
+def wait_for(done: Callable[[], bool], timeout: float, on_idle: Callable[[], None] | None = None) -> None:
+    """Ask until it is so: first without a pause, then less and less often.
+
+    Raises:
+        RuntimeError: not within `timeout` seconds.
+    """
+    start = idle = perf_counter()
+    asked = 0
+    while not done():
+        asked += 1
+        if asked < _EAGER_QUESTIONS:
+            continue
+        sleep(min(1e-6 * asked, _LONGEST_PAUSE))
+        now = perf_counter()
+        if now - start > timeout:
+            raise RuntimeError(f"timed out: nothing in {timeout:g} s")
+        if on_idle is not None and now - idle > 1.0:
+            idle = now
+            on_idle()

@@ -1,0 +1,1 @@
+"""The benchmark behind ``axonn bench megatron``."""

@@ -1,0 +1,1 @@
+"""Pipelines beside one another on emulated clusters."""

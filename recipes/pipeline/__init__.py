@@ -1,0 +1,1 @@
+"""A GPT as a pipeline: the curves of chapter 3."""

@@ -1,0 +1,123 @@
+"""Models of others, by family: how small ones are built, and the pairs that are found in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.models.gpt import GPT, GPTConfig
+
+VOCABULARY = 50
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def hf(name: str, **sizes: Any) -> nn.Module:
+    """A model of HF transformers by class name, from a configuration alone."""
+    transformers = pytest.importorskip("transformers")
+    family = name.partition("For")[0].removesuffix("LMHeadModel").removesuffix("Model")
+    config = getattr(transformers, f"{family}Config")(**{**NO_TOKENS, **sizes})
+    model = getattr(transformers, name)(config).eval()
+    # The default product of experts knows no float64.
+    model.set_experts_implementation("eager")
+    return model
+
+
+def litgpt(**sizes: Any) -> nn.Module:
+    model = pytest.importorskip("litgpt.model")
+    config = pytest.importorskip("litgpt.config")
+    common = {"block_size": 16, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY, "n_layer": 2, "n_embd": 32}
+    return model.GPT(config.Config(**common, n_head=4, **sizes))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention reads its weights directly, and an nn.Sequential head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+LLAMA = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": None, "gate_proj": None, "up_proj": None, "down_proj": None}
+MHA = {"q_proj": 4, "k_proj": 4, "v_proj": 4, "fc1": None, "fc2": None}
+VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}
+VISION |= {"image_size": 16, "patch_size": 4}
+OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
+WHISPER = {
+    "d_model": 32,
+    "vocab_size": VOCABULARY,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 16,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "vocab_size": VOCABULARY}
+T5 |= {"pad_token_id": 0, "decoder_start_token_id": 0}
+# By family: how to build it, and the heads of each layer (by the end of its name) that becomes part of a pair.
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int | None]]] = {
+    "llama": (lambda: hf("LlamaForCausalLM", **GROUPED), LLAMA),
+    "mistral": (lambda: hf("MistralForCausalLM", **GROUPED), LLAMA),
+    "qwen2": (lambda: hf("Qwen2ForCausalLM", **GROUPED), LLAMA),
+    "qwen3": (lambda: hf("Qwen3ForCausalLM", **GROUPED, head_dim=8), LLAMA),
+    "gemma2": (lambda: hf("Gemma2ForCausalLM", **GROUPED, head_dim=8), LLAMA),
+    "phi3": (lambda: hf("Phi3ForCausalLM", **GROUPED), {"gate_up_proj": None, "down_proj": None}),
+    "mixtral": (
+        lambda: hf("MixtralForCausalLM", **GROUPED, num_local_experts=4),
+        {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": None},
+    ),
+    "bert": (
+        lambda: hf("BertForMaskedLM", **SIZES, pad_token_id=0),
+        {"self.query": 4, "self.key": 4, "self.value": 4, "intermediate.dense": None, "output.dense": None},
+    ),
+    "vit": (lambda: hf("ViTForImageClassification", **VISION, num_labels=VOCABULARY), {**MHA, "o_proj": None}),
+    "opt": (lambda: hf("OPTForCausalLM", **OPT, pad_token_id=1), {**MHA, "out_proj": None}),
+    "whisper": (lambda: hf("WhisperForConditionalGeneration", **WHISPER), {**MHA, "out_proj": None}),
+    "neox": (
+        lambda: hf("GPTNeoXForCausalLM", **SIZES),
+        {"query_key_value": 4, "attention.dense": None, "dense_h_to_4h": None, "dense_4h_to_h": None},
+    ),
+    "t5": (
+        lambda: hf("T5ForConditionalGeneration", **T5),
+        {"EncDecAttention.q": 4, "EncDecAttention.k": 4, "EncDecAttention.v": 4, "EncDecAttention.o": None}
+        | {"wi": None, "wo": None},
+    ),
+    "bloom": (
+        lambda: hf("BloomForCausalLM", hidden_size=32, n_head=4, n_layer=2, vocab_size=VOCABULARY),
+        {"dense_h_to_4h": None, "dense_4h_to_h": None},
+    ),
+    "gpt2": (
+        lambda: hf("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2, vocab_size=VOCABULARY, n_positions=16),
+        {"c_attn": 4, "attn.c_proj": None, "c_fc": None, "mlp.c_proj": None},
+    ),
+    "litgpt": (lambda: litgpt(), {"attn.qkv": 4, "attn.proj": None, "mlp.fc": None, "mlp.proj": None}),
+    "litgpt grouped": (
+        lambda: litgpt(n_query_groups=2, mlp_class_name="LLaMAMLP", intermediate_size=48, bias=False),
+        {"mlp.fc_1": None, "mlp.fc_2": None, "mlp.proj": None},
+    ),
+    "torch": (Encoder, {"linear1": None, "linear2": None, "head.0": None, "head.3": None}),
+    "ours": (
+        lambda: GPT(GPTConfig(VOCABULARY, 16, 2, 4, 32)),
+        {"qkv": 4, "proj": None, "fc1": None, "fc2": None},
+    ),
+}

@@ -1,0 +1,109 @@
+"""The sum of weight gradients over z on gloo: each rank's share, in half the bytes of gloo's own reduce-scatter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonn_tp import Grid, Mesh
+from axonn_tp.collectives import Collective, reduce_scatter, start_sum_of_shares
+from axonn_tp.overlap import _WHOLE_AT_ONCE
+from axonn_tp.shares import less_between_nodes
+from plugins.cluster import Cluster, lacking
+from plugins.ledger import Ledger
+from tests.axonn_tp.test_grids import gpt_plan
+from tests.distributed import run_ranks
+
+SIZES = (1, 3, 8, 1001)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def drawn(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def wanted(mesh: Mesh, size: int, dtype: torch.dtype) -> Tensor:
+    """This rank's share of the sum in float64, rounded once, of what the ranks of its z group have."""
+    members = dist.get_process_group_ranks(mesh.group("z"))
+    total = torch.stack([drawn(member, size, dtype).double() for member in members]).sum(0)
+    share = -(-size // len(members))
+    padded = torch.nn.functional.pad(total, (0, share * len(members) - size))
+    return padded.chunk(len(members))[mesh.rank("z")].to(dtype)
+
+
+def sums() -> list[tuple[str, float, bool]]:
+    mesh, found = Mesh(Grid(2, 1, 4)), []
+    for dtype in DTYPES:
+        for size in SIZES:
+            own, exact = drawn(dist.get_rank(), size, dtype), wanted(mesh, size, dtype).double()
+            with Ledger(mesh.axis_names()) as ledger:
+                share = start_sum_of_shares(own, mesh, "z").wait()
+            apart = float((share.double() - exact).abs().max()) / max(1.0, float(exact.abs().max()))
+            counted = ledger.collectives == [Collective("reduce_scatter", "z", 4, -(-size // 4) * 4)]
+            found.append((f"{dtype} {size}", apart / torch.finfo(dtype).eps, counted and share.dtype == dtype))
+    return found
+
+
+def test_shares_are_exact_to_one_rounding_and_counted_as_what_they_are() -> None:
+    for found in run_ranks(sums, 8):
+        for name, roundings, counted in found:
+            assert roundings <= 1 and counted, (name, roundings)
+
+
+def test_shares_are_exchanged_where_that_sends_less_between_nodes() -> None:
+    assert all(less_between_nodes(ranks, ranks) and less_between_nodes(1, ranks) for ranks in (2, 3, 8, 64))
+    assert less_between_nodes(2, 8) and not less_between_nodes(4, 8)
+    assert not less_between_nodes(8, 16) and not less_between_nodes(4, 32)
+
+
+def gradients(layers: int) -> float:
+    """How far gradients with reduce-scatters that wait for backward's end are from those with none that waits."""
+    import axonn_tp
+    from recipes.models.gpt import GPT, GPTConfig
+
+    mesh, found = Mesh(Grid(1, 1, 2)), []
+    for overlap in (True, False):
+        torch.manual_seed(1)
+        config = GPTConfig(vocabulary=32, context=8, layers=layers, heads=4, hidden=16)
+        options = axonn_tp.Options(overlap_reduce_scatter=overlap)
+        model = axonn_tp.parallelize(GPT(config).double(), mesh, gpt_plan(config.heads), options)
+        ids = torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+        model(ids[0], ids[1]).backward()
+        # Two forward passes, one backward: a weight has two gradients under way.
+        (model(ids[0], ids[1]) + 2 * model(ids[1], ids[0])).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def test_more_reduce_scatters_than_may_be_under_way() -> None:
+    layers = _WHOLE_AT_ONCE  # of four weights each
+    assert max(run_ranks(gradients, 2, layers)) == 0
+
+
+BYTES = 4 << 20
+
+
+def between_nodes(cluster: Cluster) -> list[int]:
+    """Bytes that this node sends for our sum and for torch's, which must be what we know of it."""
+    dist.init_process_group("gloo")
+    mesh, sent = Mesh(Grid(1, 1, 2)), []
+    tensor = torch.ones(BYTES // 4)
+    for scatter in (lambda: start_sum_of_shares(tensor, mesh, "z").wait(), lambda: reduce_scatter(tensor, mesh, "z")):
+        scatter()
+        dist.barrier()
+        before = cluster.bytes()[dist.get_rank()].sent
+        scatter()
+        dist.barrier()
+        sent.append(cluster.bytes()[dist.get_rank()].sent - before)
+    dist.destroy_process_group()
+    return sent
+
+
+@pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
+def test_a_node_sends_each_share_once() -> None:
+    with Cluster(2) as cluster:
+        for ours, gloos in cluster.launch(between_nodes, 1, cluster, timeout=60):
+            assert BYTES / 2 < ours < 1.1 * BYTES / 2
+            assert gloos > BYTES

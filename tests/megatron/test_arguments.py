@@ -1,0 +1,329 @@
+"""Our flags in Megatron's parser: with a stub of megatron.training, and with the real one where MEGATRON_LM_PATH says where it is."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from plugins.megatron import arguments, features, patch, rules
+from plugins.megatron.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "32"),
+    *("--micro-batch-size", "2", "--global-batch-size", "16", "--transformer-impl", "local"),
+]
+ON = ["--tensor-model-parallel-impl", "axonn3d"]
+# Of a world of 8: the flags, and what the sentence must say.
+WRONG = {
+    "unknown-impl": (["--tensor-model-parallel-impl", "axon"], "axon is not known; use megatron or axonn3d"),
+    "flag-without-impl": (["--axonn-gx", "2"], "--axonn-gx is given without .* axonn3d"),
+    "layout-without-impl": (["--axonn-tune-matmuls"], "--axonn-tune-matmuls is given without"),
+    "gx-zero": ([*ON, "--axonn-gx", "0"], "--axonn-gx 0 is neither an integer of at least 1 nor auto"),
+    "gy-word": ([*ON, "--axonn-gy", "two"], "--axonn-gy two is neither"),
+    "layout": ([*ON, "--axonn-layout", "scatterd"], "--axonn-layout scatterd is not known; use scattered"),
+    "overlap": ([*ON, "--axonn-overlap", "allreduce"], "--axonn-overlap allreduce: allreduce is not one of these"),
+    "overlap-none-and": ([*ON, "--axonn-overlap", "none", "all-reduce"], "none is not one of these"),
+    "overlap-empty": ([*ON, "--axonn-overlap"], "--axonn-overlap has no value; use none, all"),
+    "cache": ([*ON, "--axonn-gather-cache", "2GB2"], "--axonn-gather-cache 2GB2 is neither a number of layers"),
+    "world": ([*ON, "--axonn-gx", "3"], "--axonn-gx 3, --axonn-gy 1, --axonn-gz 1 take 3 ranks, of which the 8"),
+    "world-stages": (
+        [*ON, "--axonn-gx", "8", "--pipeline-model-parallel-size", "2"],
+        "--pipeline-model-parallel-size 2 take 16 ranks",
+    ),
+    "tensor-size": (
+        [*ON, "--axonn-gx", "2", "--axonn-gy", "2", "--tensor-model-parallel-size", "2"],
+        r"--tensor-model-parallel-size 2 is not gx\*gy = 2\*2 = 4",
+    ),
+    "tensor-size-one": (
+        [*ON, "--axonn-gx=2", "--tensor-model-parallel-size=1"],
+        "--tensor-model-parallel-size 1 is not",
+    ),
+    "heads": (
+        [*ON, "--axonn-gx", "8", "--num-attention-heads", "4"],
+        "--num-attention-heads 4 does not divide by --axonn-gx 8",
+    ),
+    "groups": (
+        [
+            *(*ON, "--axonn-gx", "4", "--hidden-size", "96", "--num-attention-heads", "12"),
+            *("--group-query-attention", "--num-query-groups", "6"),
+        ],
+        "--num-query-groups 6 is neither a multiple of --axonn-gx 4 nor divides it",
+    ),
+    "ffn": (
+        [*ON, "--axonn-gx", "4", "--ffn-hidden-size", "130"],
+        "--ffn-hidden-size 130 does not divide by --axonn-gx 4",
+    ),
+    "hidden": (
+        [*ON, "--axonn-gy", "4", "--hidden-size", "66", "--num-attention-heads", "3"],
+        "--hidden-size 66 does not divide by --axonn-gy 4",
+    ),
+    "sequence": ([*ON, "--axonn-gx", "4", "--seq-length", "30"], "--seq-length 30 does not divide by --axonn-gx 4"),
+    "batch": (
+        [*ON, "--axonn-gz", "8", "--global-batch-size", "8"],
+        "--global-batch-size 8 does not divide by .* use a multiple of 16",
+    ),
+    "context": ([*ON, "--context-parallel-size", "2"], "--context-parallel-size 2 does not go with .* leave it at 1"),
+    "experts": ([*ON, "--num-experts", "8"], "--num-experts 8 does not go with .* TED"),
+    "expert-size": ([*ON, "--expert-model-parallel-size", "2"], "--expert-model-parallel-size 2 does not"),
+    "sequence-parallel": (
+        [*ON, "--axonn-gx", "2", "--sequence-parallel"],
+        "--sequence-parallel does not go with .* --axonn-layout scattered",
+    ),
+    "fp8": ([*ON, "--fp8-format", "hybrid"], "--fp8-format hybrid does not go with"),
+    "fsdp": ([*ON, "--use-megatron-fsdp"], "--use-megatron-fsdp does not .* --axonn-gz"),
+    "fsdp2": ([*ON, "--use-torch-fsdp2"], "--use-torch-fsdp2 does not"),
+    "comm-overlap": ([*ON, "--tp-comm-overlap"], "--tp-comm-overlap does not .* --axonn-overlap"),
+    "graphs": ([*ON, "--cuda-graph-impl", "local"], "--cuda-graph-impl local does not"),
+    "saved": ([*ON, "--distribute-saved-activations"], "--distribute-saved-activations does not"),
+    "latent": ([*ON, "--multi-latent-attention"], "--multi-latent-attention does not"),
+    "muon": ([*ON, "--optimizer", "muon"], "--optimizer muon does not .* use adam or sgd"),
+    "format": ([*ON, "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp does not .* use torch or torch_dist"),
+    "rl": ([*ON, "--perform-rl-step"], "--perform-rl-step does not"),
+    "inference": (
+        [*ON, "--transformer-impl", "inference_optimized"],
+        "--transformer-impl inference_optimized does not",
+    ),
+    "engine": (
+        [*ON, "--transformer-impl", "transformer_engine"],
+        "needs transformer-engine, which is not installed; .* use local",
+    ),
+    "rows": (
+        [
+            *ON,
+            "--axonn-gz",
+            "8",
+            "--hidden-size",
+            "60",
+            "--num-attention-heads",
+            "10",
+            "--save",
+            "x",
+            "--save-interval",
+            "9",
+        ],
+        "--axonn-gz 8 does not divide the 60 rows .* or --ckpt-format torch",
+    ),
+    "yaml": ([*ON, "--yaml-cfg", "model.yaml"], "--yaml-cfg does not go with"),
+    "no-value": ([*ON, "--axonn-gx"], "--axonn-gx has no value; give one"),
+    "no-impl": (["--tensor-model-parallel-impl"], "--tensor-model-parallel-impl has no value"),
+    "typo": ([*ON, "--axonn-gw", "2"], "--axonn-gw is not known; use --axonn-g"),
+    "typo-without-impl": (["--axonn-layuot=replicated"], "--axonn-layuot is not known; use --axonn-layout"),
+    "two-values": ([*ON, "--axonn-gx", "2", "4"], "--axonn-gx is followed by 4, a value too many; leave that out"),
+    "two-values-equals": ([*ON, "--axonn-gx=2", "4"], "--axonn-gx is followed by 4, a value too many"),
+    "switch-value": ([*ON, "--axonn-tune-matmuls", "yes"], "--axonn-tune-matmuls is followed by yes"),
+    "switch-equals": ([*ON, "--axonn-tune-matmuls=yes"], "--axonn-tune-matmuls takes no value; leave =yes out"),
+    "rampup": (
+        [*ON, "--axonn-gz", "4", "--rampup-batch-size", "4", "4", "100"],
+        "--rampup-batch-size 4 does not divide by .* use a multiple of 16",
+    ),
+    "megatron-refuses": (
+        [*ON, "--overlap-param-gather"],
+        "Megatron refuses these arguments: --overlap-param-gather only",
+    ),
+    "width": (
+        [
+            *(*ON, "--axonn-gx", "8", "--kv-channels", "5", "--group-query-attention", "--num-query-groups", "2"),
+            *("--ffn-hidden-size", "256"),
+        ],
+        "the width of queries, keys and values, 60 does not divide by --axonn-gx 8",
+    ),
+    "expert-tensor": ([*ON, "--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size 2 does not go with"),
+    "norm-1p": ([*ON, "--apply-layernorm-1p"], "--apply-layernorm-1p does not go with"),
+    "early-gather": (
+        [*ON, "--overlap-param-gather-with-optimizer-step"],
+        "--overlap-param-gather-with-optimizer-step does not .* use --overlap-param-gather",
+    ),
+    "auto": ([*ON, "--axonn-gx", "auto", "--axonn-gy", "3"], "no grid of 8 ranks with --axonn-gy 3"),
+}
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A stub of megatron.training.arguments with our flags; what would be installed is in `installed`."""
+    spec = importlib.util.spec_from_file_location("stub", Path(__file__).with_name("stub.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.installed = []
+    monkeypatch.setattr(patch, "install", module.installed.append)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    arguments.add_flags(module)
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["/there/pretrain_gpt.py", *MODEL, *flags])
+        args = module.parse_args()
+        return module.validate_args(args, {})
+
+    module.run = run
+    return module
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_combination_is_one_sentence(host, capsys, name):
+    flags, said = WRONG[name]
+    if name == "engine" and importlib.util.find_spec("transformer_engine"):
+        pytest.skip("transformer-engine is installed")
+    with pytest.raises(SystemExit) as stopped:
+        host.run(*flags)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.count("\n") == 1
+    assert re.match("pretrain_gpt.py: error: .*" + said, told), told
+    assert ";" in told, "what to do"
+    assert not host.installed
+
+
+def test_the_flags_become_settings(host):
+    args = host.run(*ON, "--axonn-gx", "2", "--axonn-gy", "2", "--axonn-gz=2")
+    assert host.installed == [Settings(2, 2, 2)]
+    assert (args.tensor_model_parallel_size, args.data_parallel_size) == (4, 2)
+    assert not args.gradient_accumulation_fusion and args.no_persist_layer_norm
+    words = ["--axonn-layout", "replicated", "--axonn-gather-cache", "2GiB", "--axonn-tune-matmuls"]
+    host.run(*ON, *words, "--axonn-overlap", "all-gather", "all-reduce", "--tensor-model-parallel-size", "1")
+    assert host.installed[1] == Settings(1, 1, 1, "replicated", True, False, True, "2GiB", True)
+    host.run(*ON, "--axonn-overlap", "none")
+    assert host.installed[2] == Settings(1, 1, 1, "scattered", False, False, False)
+    assert host.installed[1].options().cache_gathers == "2GiB"
+
+
+def test_without_the_flag_nothing_is_different(host, monkeypatch):
+    args = host.run("--tensor-model-parallel-size", "2")
+    assert not host.installed and args.gradient_accumulation_fusion
+    assert not [name for name in vars(args) if "axonn" in name or name.endswith("_impl") and "tensor" in name]
+    assert vars(host.run("--tensor-model-parallel-size", "2", "--tensor-model-parallel-impl", "megatron")) == vars(args)
+
+
+def test_help_has_a_group_of_its_own(host):
+    parser = host.add_megatron_arguments(ArgumentParser())
+    (group,) = (one for one in parser._action_groups if one.title == "axonn")
+    text = parser.format_help()
+    for action in group._group_actions:
+        assert action.option_strings[0] in text and action.help
+
+
+def test_flags_are_added_once(host):
+    before = host.validate_args
+    arguments.add_flags(host)
+    assert host.validate_args is before
+
+
+def test_sizes_by_auto(host, capsys):
+    args = host.run(*ON, "--axonn-gx", "auto", "--axonn-gy", "auto", "--axonn-gz", "auto", "--vocab-size", "1000")
+    (settings,) = host.installed
+    told = capsys.readouterr().out
+    assert (
+        f"--axonn-gx {settings.gx} --axonn-gy {settings.gy} --axonn-gz {settings.gz}" in told and "planner, on " in told
+    )
+    assert args.tensor_model_parallel_size == settings.tensor
+    host.run(*ON, "--axonn-gx", "2", "--axonn-gz", "auto")
+    assert host.installed[1].gx == 2 and host.installed[1].gy == 1
+
+
+def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "T5Model", object, raising=False)
+    with pytest.raises(SystemExit):
+        host.run(*ON)
+    assert "does not split T5; use pretrain_gpt.py" in capsys.readouterr().err
+    host.run()
+
+
+def test_versions_of_megatron_core(host, capsys, monkeypatch):
+    from megatron import core
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(core, "__version__", "0.21.0")
+    with pytest.warns(UserWarning, match="megatron-core 0.21.0 is newer than what was tested"):
+        host.run(*ON)
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda tensor_model_parallel_size=1: None)
+    with pytest.raises(SystemExit):
+        host.run(*ON)
+    assert "needs expert_model_parallel_size, which megatron-core 0.21.0 has not; install" in capsys.readouterr().err
+
+
+def test_a_parser_that_is_unknown_is_left_alone():
+    with pytest.warns(UserWarning, match="has no parser that we know"):
+        arguments.add_flags(type(sys)("megatron.training.arguments"))
+
+
+def test_features_are_named_once():
+    names = [feature.name for feature in features.FEATURES]
+    assert len(set(names)) == len(names)
+    assert rules.IMPL.startswith(arguments._IMPL)
+
+
+def test_the_import_of_megatrons_parser_arms_it(tmp_path):
+    """A new Python in which `megatron.training` is the stub: what a user's script does, by the installed entry point."""
+    place = tmp_path / "megatron" / "training"
+    place.mkdir(parents=True)
+    (place / "__init__.py").touch()
+    (place / "arguments.py").write_text(Path(__file__).with_name("stub.py").read_text())
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(
+        "import plugins\nplugins.activate()\nfrom megatron.training.arguments import parse_args, validate_args\n"
+        "import sys\nassert 'plugins.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "WORLD_SIZE": "8"}
+    run = lambda *flags: subprocess.run(  # noqa: E731
+        [sys.executable, str(script), *MODEL, *flags], env=environment, capture_output=True, text=True
+    )
+    assert run().stdout == "went on\n"
+    done = run(*ON, "--axonn-gx", "3")
+    # Lines before it are megatron.core's warnings about what is not installed.
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("pretrain_gpt.py: error: --axonn-gx 3,")
+
+
+REAL = """
+import contextlib, io, json, os, sys
+import plugins
+plugins.activate()
+import torch
+# What validation asks of a device.
+torch.cuda.get_device_properties = lambda *_: type("Device", (), {"major": 10})
+import megatron.training.arguments as arguments
+from plugins.megatron import patch
+installed = []
+patch.install = installed.append
+told = []
+for flags in json.load(open(sys.argv[1])):
+    sys.argv = ["pretrain_gpt.py", *flags]
+    err, out, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+        try:
+            args = arguments.validate_args(arguments.parse_args(), {})
+            ours = sorted(name for name in vars(args) if "axonn" in name)
+            said = [args.tensor_model_parallel_size, args.data_parallel_size, ours, len(installed)]
+        except SystemExit as stopped:
+            code, said = stopped.code, err.getvalue()
+    told.append([code, said])
+print("told:" + json.dumps(told))
+"""
+
+
+def test_the_real_parser(tmp_path):
+    place = os.environ.get("MEGATRON_LM_PATH")
+    if not place:
+        pytest.skip(
+            "MEGATRON_LM_PATH is not set: a checkout of Megatron-LM, whose megatron.training is not in the wheel"
+        )
+    model = [*MODEL, "--max-position-embeddings", "512", "--lr", "1e-3", "--mock-data"]
+    cases = [[*model, *flags] for flags, _ in WRONG.values()]
+    cases += [model, [*model, *ON, "--axonn-gx", "2", "--axonn-gy", "2", "--no-gradient-accumulation-fusion"]]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), place)), "WORLD_SIZE": "8"}
+    done = subprocess.run(
+        [sys.executable, "-c", REAL, str(tmp_path / "cases.json")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.partition("told:")[2])
+    for name, (code, said) in zip(WRONG, told, strict=False):
+        assert code == 2, (name, said)
+        assert re.match("pretrain_gpt.py: error: .*" + WRONG[name][1] + ".*\n$", said), (name, said)
+    assert told[-2] == [0, [1, 8, [], 0]]
+    code, (tensor, data, ours, installs) = told[-1]
+    assert (code, tensor, data, installs) == (0, 4, 2, 1) and "axonn_gx" in ours

@@ -1,0 +1,360 @@
+"""Checkpoints of a grid go on on another and in stock Megatron, with losses of a run that was not interrupted."""
+
+from __future__ import annotations
+
+import os
+import queue
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from axonn_tp import Grid, Layout, factorisations
+from plugins.megatron import checkpoint, checkpoint_optimizer, checkpoint_training, process_groups
+from plugins.megatron.settings import Settings
+from tests.distributed import run_ranks
+from tests.megatron import harness, training
+from tests.megatron.test_layers import LLAMA, TIED
+from tests.megatron.training import Case
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+SHARDED = {"use_distributed_optimizer": True}
+CASES = {
+    "tied": TIED,
+    "llama": LLAMA,
+    "bf16": Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True}, model=TIED.model),
+    "sharded": Case(config={"gated_linear_unit": True}, ddp=SHARDED),
+    "sharded bf16": Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True, **SHARDED}),
+    # The few parameters that z does not split end before the last data-parallel ranks' shares of the optimizer begin.
+    "empty shards": replace(LLAMA, ddp=SHARDED),
+    "pipeline": TIED.on(None, pipeline=2, micro_batches=2),
+}
+STAGES = 2
+ROUTES: dict[str, tuple[Settings | None, list[Settings | None | int]]] = {
+    "2121": (Settings(2, 1, 2), [Settings(2, 1, 2), Settings(1, 2, 1), None, STAGES]),
+    "112": (Settings(1, 1, 2), [Settings(1, 2, 1), Settings(2, 1, 1)]),
+    "1212": (Settings(1, 2, 1), [Settings(2, 1, 2, "replicated")]),
+    "stock": (None, [Settings(1, 2, 1), Settings(1, 2, 2), STAGES]),
+}
+"""From which settings to which; None is stock Megatron of tensor-parallel size 2, `STAGES` gx = 2 on each of two pipeline stages."""
+TAKEN = {"llama": ["2121", "1212", "stock"], "empty shards": ["112"], "pipeline": ["112", "stock"]}
+"""Routes by case; others go from 2121."""
+
+
+def start(case: Case) -> tuple[Any, Any]:
+    """A model and its optimizer."""
+    model = training.build(case)
+    half = case.dtype == torch.bfloat16
+    config = OptimizerConfig(
+        **{
+            "optimizer": "adam",
+            "lr": 1e-2,
+            "clip_grad": 0.5,
+            "weight_decay": 0.1,
+            "params_dtype": case.dtype,
+            "bf16": half,
+        },
+        use_distributed_optimizer=(split := bool(case.ddp.get("use_distributed_optimizer"))),
+    )
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=split)
+    model.module.config.finalize_model_grads_func = finalize_model_grads
+    model.module.config.grad_scale_func = optimizer.scale_loss
+    return model, optimizer
+
+
+def steps(case: Case, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    """Losses and norms of some steps."""
+    told = []
+    for step in range(first, last):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        told.append(training._step(case, model, step))
+        told.append(float(optimizer.step()[1]))
+    return told
+
+
+def state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
+    """What Megatron's scripts save and load."""
+    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    weights = model.module.sharded_state_dict(metadata=metadata)
+    found = {"model": weights}
+    return {**found, "optimizer": optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=metadata)}
+
+
+def on(case: Case, place: Settings | None | int) -> Case:
+    return case.on(Settings(2), pipeline=STAGES) if place == STAGES else case.on(place, tensor=2)
+
+
+def interrupted(
+    case: Case, folder: str, settings: Settings | None, others: list[Settings | None | int]
+) -> dict[str, list[float]]:
+    """Four steps at once on `settings`, and the last two of them from a checkpoint elsewhere."""
+    gloo = bool(case.ddp.get("use_distributed_optimizer"))
+    with training.parallel(on(case, settings), gloo):
+        model, optimizer = start(on(case, settings))
+        told = {"first": steps(case, model, optimizer, 0, 2)}
+        dist_checkpointing.save(state(model, optimizer), folder, validate_access_integrity=True)
+        told["whole"] = steps(case, model, optimizer, 2, 4)
+    for other in others:
+        with training.parallel(on(case, other), gloo):
+            model, optimizer = start(on(case, other))
+            loaded = dist_checkpointing.load(state(model, optimizer, True), folder)
+            model.module.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+            told[str(other)] = steps(case, model, optimizer, 2, 4)
+    return told
+
+
+def all_routes(names: list[str], folder: str) -> dict[str, dict[str, list[float]]]:
+    training.on_cpu()
+    # In its place Megatron starts a process that imports everything again, for saving in the background.
+    filesystem_async._results_queue = queue.Queue()
+    found = {}
+    for name in names:
+        for route in TAKEN.get(name, ["2121"]):
+            settings, others = ROUTES[route]
+            if CASES[name].pipeline > 1:
+                others = [one for one in others if not isinstance(one, Settings) or one.gz == 1]
+            place = Path(folder, f"{name}-{route}".replace(" ", "-"))
+            if dist.get_rank() == 0:
+                place.mkdir()
+            dist.barrier()
+            checkpoint.install()
+            found[f"{name} {route}"] = interrupted(CASES[name], str(place), settings, others)
+            checkpoint.uninstall()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_ranks(all_routes, 4, list(CASES), str(tmp_path_factory.mktemp("checkpoints")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_goes_on_anywhere(runs: list[dict], name: str) -> None:
+    tolerance = 1e-2 if "bf16" in name else 2e-5
+    routes = {route: told for route, told in runs[0].items() if route.rsplit(" ", 1)[0] == name}
+    assert routes
+    for route, told in routes.items():
+        for other, losses in told.items():
+            if other not in ("first", "whole"):
+                assert np.allclose(losses, told["whole"], rtol=tolerance), (route, other, losses, told["whole"])
+
+
+def test_the_pretrain_script(tmp_path: Path) -> None:
+    """What is saved after 4 iterations on (2, 1, 2, 1) goes on on (1, 2, 1, 2) and in stock Megatron of two tensor ranks."""
+    place = os.environ.get("MEGATRON_LM_PATH")
+    if not place:
+        pytest.skip("MEGATRON_LM_PATH is not set: a checkout of Megatron-LM, whose pretrain_gpt.py is not in the wheel")
+    common = [*harness.CPU, *harness.MODEL, *harness.MOCK, "--train-iters", "8"]
+    impl = ["--tensor-model-parallel-impl", "axonn3d"]
+    save = ["--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4"]
+    load = ["--load", str(tmp_path)]
+    found = harness.run(
+        Path(place, "pretrain_gpt.py"),
+        {
+            "whole": (1, common),
+            "first": (4, [*common, *impl, "--axonn-gx", "2", "--axonn-gz", "2", *save]),
+            "elsewhere": (4, [*common, *impl, "--axonn-gy", "2", *load]),
+            "stock": (2, [*common, "--tensor-model-parallel-size", "2", *load]),
+        },
+    )
+    first, last = (
+        {what: found["whole"][what][part] for what in ("losses", "norms")} for part in (slice(4), slice(4, 8))
+    )
+    for name, wanted in (("first", first), ("elsewhere", last), ("stock", last)):
+        assert harness.difference(wanted, found[name]) < 1e-5, (name, found[name])
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["whole", "split"])
+def test_files_of_format_torch(tmp_path: Path, optimizer: list[str]) -> None:
+    """They go on on the grid that saved them; stock Megatron reads those of a grid that splits as it does, over x alone."""
+    place = os.environ.get("MEGATRON_LM_PATH")
+    if not place:
+        pytest.skip("MEGATRON_LM_PATH is not set: a checkout of Megatron-LM, whose pretrain_gpt.py is not in the wheel")
+    common = [*harness.CPU, *harness.MODEL, *harness.MOCK, *optimizer, "--train-iters", "8", "--ckpt-format", "torch"]
+    impl = ["--tensor-model-parallel-impl", "axonn3d"]
+    xz, y, x = (
+        [*common, *impl, *grid] for grid in (["--axonn-gx=2", "--axonn-gz=2"], ["--axonn-gy=2"], ["--axonn-gx=2"])
+    )
+    save, load = (["--save-interval", "4", "--exit-interval", "4", "--save"], ["--load"])
+    stock = (4, [*common, "--tensor-model-parallel-size=2", *load, str(tmp_path / "x")])
+    found = harness.run(
+        Path(place, "pretrain_gpt.py"),
+        {
+            "whole": (1, common),
+            "xz saves": (4, [*xz, *save, str(tmp_path / "xz")]),
+            "xz loads": (4, [*xz, *load, str(tmp_path / "xz")]),
+            "y is refused": (4, [*y, *load, str(tmp_path / "xz")]),
+            "x saves": (4, [*x, *save, str(tmp_path / "x")]),
+            "x loads": (4, [*x, *load, str(tmp_path / "x")]),
+            "xz is refused": (4, [*xz, *load, str(tmp_path / "x")]),
+            # Megatron 0.16 itself cannot load its split optimizer's state in fp32 from this format.
+            **({} if optimizer else {"stock loads": stock}),
+        },
+    )
+    for name, result in found.items():
+        if name.endswith("refused"):
+            assert "files of format torch are of" in result["error"] and "torch_dist" in result["error"], result
+        elif name != "whole":
+            part = slice(4) if name.endswith("saves") else slice(4, 8)
+            wanted = {what: found["whole"][what][part] for what in ("losses", "norms")}
+            assert harness.difference(wanted, result) < 1e-5, (name, result)
+
+
+def test_without_a_file_for_this_rank_the_exit_code_is_not_zero(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_groups, "settings", lambda: Settings(2, 1, 4))
+
+    def load(load_dir: str, args: Any, code: int | None = None) -> None:
+        raise SystemExit(code)
+
+    take = checkpoint_training._or_say_why_not(load)
+    for missing, code, told in ((False, None, 2), (True, None, None), (False, 3, 3)):
+        args = Namespace(exit_on_missing_checkpoint=missing, pipeline_model_parallel_size=1)
+        with pytest.raises(SystemExit) as stopped:
+            take("saved", args, code)
+        assert stopped.value.code == told
+    assert "--load saved: files of format torch are of the ranks that saved them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"axonn_gx": 2, "axonn_gy": 2, "axonn_gz": 1, "axonn_layout": None}, None),
+        (
+            {"axonn_gx": 2, "axonn_gy": 2, "axonn_gz": 1, "axonn_layout": "replicated"},
+            "are of gx, gy, gz = 2, 2, 1 in the replicated layout, not gx, gy, gz = 2, 2, 1 in the scattered layout;",
+        ),
+        ({"tensor_model_parallel_size": 4}, "are of gx, gy, gz = 4, 1, 1, not gx"),
+        (
+            {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
+            "gx, gy, gz = 4, 1, 1 on each of 2 pipeline stages, not gx",
+        ),
+    ],
+)
+def test_files_of_another_grid_are_refused(
+    saved: dict[str, Any],
+    words: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_groups, "settings", lambda: Settings(2, 2))
+    args = Namespace(use_dist_ckpt=False, load="saved", pipeline_model_parallel_size=1)
+    checked = []
+    take = checkpoint_training._of_these_ranks(checked.append, Namespace(get_args=lambda: args))
+    found = Namespace(**{"pipeline_model_parallel_size": 1, **saved})
+    if words is None:
+        take(found)
+        assert checked == [found]
+        return
+    with pytest.raises(SystemExit):
+        take(found)
+    assert words in capsys.readouterr().err
+
+
+def test_states_of_other_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    take = checkpoint_optimizer._on_any_ranks(None)
+    with pytest.raises(SystemExit):
+        take(None, {}, True, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    told = capsys.readouterr().err
+    assert "of type dp_reshardable, which only the ranks that saved it can read; save it with" in told
+
+
+def test_random_states_of_another_grid_are_left() -> None:
+    tracker, loaded = type("Tracker", (), {"states_": {"model-parallel-rng": 1, "axonn-2-1-scattered": 2}})(), []
+    take = checkpoint._of_this_grid(lambda self, states: loaded.append(states))
+    take(tracker, {"model-parallel-rng": 3})
+    take(tracker, {"model-parallel-rng": 3, "axonn-1-2-scattered": 4})
+    assert not loaded
+    take(tracker, {"model-parallel-rng": 3, "axonn-2-1-scattered": 4})
+    assert len(loaded) == 1
+
+
+LAYOUTS = {
+    "column": Layout((24, 8), ((0, "x"), (1, "y")), over_z=True),
+    "row": Layout((8, 24), ((0, "y"), (1, "x")), over_z=True),
+    "gated": Layout((48, 8), ((0, "x"), (1, "y")), parts=2, over_z=True),
+    "gated bias": Layout((48,), ((0, "x"), (0, "y")), parts=2),
+    "norm": Layout((8,), ((0, "y"),)),
+    "whole": Layout((5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pieces_make_the_whole(name: str) -> None:
+    layout = LAYOUTS[name]
+    whole = torch.randn(layout.shape)
+    for world in (1, 2, 4, 6, 8, 12):
+        for grid in factorisations(world):
+            if layout.padded(grid) != layout.shape or (layout.over_z and layout.block_shape(grid)[0] % grid.gz):
+                continue
+            made, main = torch.full(layout.shape, torch.nan), torch.zeros(layout.shape)
+            for rank in range(world):
+                at = grid.coordinates(rank)
+                found = checkpoint.pieces(layout, grid, at)
+                shard = layout.shard(whole, grid, at).reshape(-1, *layout.block_shape(grid)[1:])
+                size = layout.shape[0] // found.count
+                for piece, number in zip(shard.split(size), found.numbers, strict=True):
+                    where = [slice(number * size, (number + 1) * size)]
+                    for dim, index, count in found.offsets:
+                        width = layout.shape[dim] // count
+                        where.append(slice(index * width, (index + 1) * width))
+                    made[tuple(where)] = piece
+                    main[tuple(where)] += found.replica == (0, 0)
+            assert torch.equal(made, whole) and (main == 1).all(), grid
+
+
+def test_shares_that_are_not_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="a weight of 6 rows does not divide by gz = 4"):
+        checkpoint.pieces(LAYOUTS["column"], Grid(gx=4, gz=4), {"x": 0, "y": 0, "z": 0, "data": 0})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_optimizers_as_one_and_back(nested: bool) -> None:
+    def part(number: int, decays: list[float]) -> dict[str, Any]:
+        groups = [
+            {
+                "params": [i],
+                "wd_mult": wd,
+                "lr_mult": 1.0,
+                "is_expert_parallel": bool(number),
+                "is_decoupled_lr": False,
+                "lr": 0.5,
+            }
+            for i, wd in enumerate(decays)
+        ]
+        inner = {
+            "param_groups": groups,
+            "state": {0: {"exp_avg": f"{number} 0"}, 1: {"exp_avg": f"{number} 1"}, "common_step": 7},
+        }
+        scaled = {
+            "optimizer": inner,
+            "fp32_from_fp16_params": [[f"{number} {i}"] for i, _ in enumerate(decays)],
+            "grad_scaler": 3,
+        }
+        return scaled if nested else inner
+
+    parts = [part(0, [1.0, 0.0]), part(1, [1.0])]
+    joined = checkpoint_optimizer.join(parts)
+    inner = joined["optimizer"] if nested else joined
+    assert [(one["wd_mult"], one["is_expert_parallel"]) for one in inner["param_groups"]] == [
+        (1.0, False),
+        (0.0, False),
+    ]
+    assert all("params" not in one for one in inner["param_groups"]) and inner["state"]["common_step"] == 7
+    now = [(one["optimizer"] if nested else one)["param_groups"] for one in parts]
+    assert checkpoint_optimizer.separate(joined, now) == parts

@@ -1,0 +1,269 @@
+"""Megatron-core's GPT on every grid of four ranks against Megatron's own layers on one: losses, norms, weights, bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from axonn_tp import Grid, factorisations
+from axonn_tp.collectives import Collective
+from axonn_tp.embedding import embedding_collectives, embedding_layout
+from axonn_tp.linear_split import LinearSplit, linear_collectives
+from axonn_tp.loss import loss_collectives
+from axonn_tp.norm import norm_collectives
+from plugins.ledger import Ledger
+from plugins.megatron import process_groups
+from plugins.megatron.randomness import HeadsDropout, StreamDropout
+from plugins.megatron.settings import Settings
+from plugins.megatron.sharing import column_split, row_split
+from tests.distributed import run_ranks
+from tests.megatron import training
+from tests.megatron.training import Case
+
+LLAMA = Case(
+    config={
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "num_query_groups": 4,
+        "add_bias_linear": False,
+    },
+    model={"position_embedding_type": "rope"},
+)
+TIED = Case(model={"share_embeddings_and_output_weights": True})
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 2000}
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+CASES = {
+    "gpt": Case(),
+    "llama": LLAMA,
+    "tied": TIED,
+    "gated": Case(
+        micro_batches=2,
+        config={"gated_linear_unit": True, "num_query_groups": 2, "qk_layernorm": True},
+        model=TIED.model,
+    ),
+    "one group": Case(config={"num_query_groups": 1, "qk_layernorm": True}),
+    "full": Case(micro_batches=2, config=FULL),
+    "selective": Case(config={"recompute_granularity": "selective"}),
+    "sharded": Case(ddp={"use_distributed_optimizer": True}),
+    "overlapped": Case(micro_batches=2, ddp={**SHARDED, "overlap_param_gather": True}, model=TIED.model),
+    "sgd": Case(optimizer={"optimizer": "sgd", "lr": 1.0}, config=LLAMA.config),
+    "fp16": Case(dtype=torch.float16, ddp={"grad_reduce_in_fp32": True}),
+    "bf16": Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True, **SHARDED}),
+}
+PIPELINE = {
+    "pipeline": Case(pipeline=2, micro_batches=2, model=TIED.model),
+    "pipeline llama": LLAMA.on(None, pipeline=2),
+}
+# How far a loss and a gradient norm may be from one rank's, relative.
+NEAR = {"fp16": (1e-3, 5e-3), "bf16": (1e-3, 3e-2)}
+EVERYWHERE = [
+    (grid, layout) for grid in factorisations(4) for layout in ("scattered", "replicated")[: grid.gx * grid.gy]
+]
+SOME = [(Grid(2, 2), "scattered"), (Grid(2, 1, 2), "scattered"), (Grid(1, 2, 1, 2), "replicated")]
+
+
+OPTIONS = {
+    "cached": ("full", Settings(2, 1, 2, cache_gathers="all")),
+    "without overlap": (
+        "overlapped",
+        Settings(2, 1, 2, overlap_all_reduce=False, overlap_reduce_scatter=False, overlap_all_gather=False),
+    ),
+    "tuned": ("gpt", Settings(2, 2, tune_matmuls=True)),
+}
+
+
+def _settings(grid: Grid, layout: str) -> Settings:
+    return Settings(grid.gx, grid.gy, grid.gz, layout=layout)
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, Any]:
+    """By case, what Megatron's own layers give on one rank, or on one a stage."""
+    return run_ranks(training.train_all, 1, CASES)[0] | run_ranks(training.train_all, 2, PIPELINE)[0]
+
+
+@pytest.fixture(scope="module")
+def ours(stock: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, by case, grid and layout, what the grid gives."""
+    wanted = {}
+    for name, case in CASES.items():
+        for grid, layout in EVERYWHERE if name == "gpt" else SOME:
+            expected = stock[name]["weights"] if name == "sgd" else {}
+            wanted[f"{name} on {grid} {layout}"] = case.on(_settings(grid, layout), expected=expected)
+    for name, (case, settings) in OPTIONS.items():
+        wanted[f"{case} on {name}"] = CASES[case].on(settings)
+    wanted["one group on four"] = CASES["one group"].on(Settings(4))
+    wanted["llama on engine"] = LLAMA.on(Settings(2, 2), engine=True)
+    wanted["gpt on engine"] = Case(settings=Settings(2, 1, 2, layout="replicated"), engine=True)
+    for name, case in PIPELINE.items():
+        for grid, layout in ((Grid(2), "scattered"), (Grid(1, 2), "replicated"), (Grid(1, 1, 2), "replicated")):
+            wanted[f"{name} on {grid} {layout}"] = case.on(_settings(grid, layout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # what matmuls took
+        return run_ranks(training.train_all, 4, wanted)
+
+
+def _relative(found: list[float], expected: list[float]) -> float:
+    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", [*CASES, *PIPELINE])
+def test_losses_and_norms_are_those_of_one_rank(name: str, stock: dict[str, Any], ours: list[dict[str, Any]]) -> None:
+    losses, norms = NEAR.get(name, (1e-6, 1e-5))
+    runs = [run for run in ours[0] if run.startswith(f"{name} on")]
+    assert len(runs) >= 3
+    for run in runs:
+        for rank in ours:
+            assert rank[run]["losses"] == ours[0][run]["losses"], run
+            assert rank[run]["norms"] == ours[0][run]["norms"], run
+        assert _relative(ours[0][run]["losses"], stock[name]["losses"]) < losses, run
+        assert _relative(ours[0][run]["norms"], stock[name]["norms"]) < norms, run
+
+
+def test_weights_are_those_of_one_rank(ours: list[dict[str, Any]]) -> None:
+    for rank in ours:
+        for run, result in rank.items():
+            if run.startswith("sgd on"):
+                assert result["weights"]
+                assert max(result["weights"].values()) < 1e-5, run
+
+
+def _differing(ranks: list[dict[str, str]]) -> set[str]:
+    """Keys under which ranks hold different things."""
+    found: dict[str, str] = {}
+    return {key for rank in ranks for key, digest in rank.items() if found.setdefault(key, digest) != digest}
+
+
+def test_replicas_stay_identical(ours: list[dict[str, Any]]) -> None:
+    for run in ours[0]:
+        assert not _differing([rank[run]["replicas"] for rank in ours]), run
+
+
+def test_replicas_stay_identical_for_a_hundred_steps_and_recomputation_drops_the_same() -> None:
+    drops = Case(config={**DROPS, "num_layers": 1}, ddp={"use_distributed_optimizer": True}, optimizer={"lr": 1e-3})
+    recomputed = drops.on(None, config={**drops.config, **FULL})
+    cases = {"long": drops.on(Settings(2, 2), steps=100)}
+    for name, settings in (("replicated", Settings(2, 2, layout="replicated")), ("scattered", Settings(2, 2))):
+        cases |= {f"{name} kept": drops.on(settings), f"{name} recomputed": recomputed.on(settings)}
+    ranks = run_ranks(training.train_all, 4, cases)
+    assert not _differing([rank["long"]["replicas"] for rank in ranks])
+    assert all(rank["long"]["losses"] == ranks[0]["long"]["losses"] for rank in ranks)
+    for name in ("replicated", "scattered"):
+        kept, again = ranks[0][f"{name} kept"], ranks[0][f"{name} recomputed"]
+        assert _relative(again["losses"] + again["norms"], kept["losses"] + kept["norms"]) < 1e-6
+
+
+def _masks(layout: str) -> list[Any]:
+    training.on_cpu()
+    found = []
+    with training.parallel(Case(settings=Settings(2, 2, layout=layout))):
+        for dropout in (StreamDropout(0.5), HeadsDropout(0.5)):
+            found.append(dropout(torch.ones(64)).numpy())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["scattered", "replicated"])
+def test_ranks_drop_the_same_where_they_hold_the_same(layout: str) -> None:
+    # Ranks 0 and 1 have y = 0, ranks 0 and 2 have x = 0.
+    streams, heads = zip(*run_ranks(_masks, 4, layout), strict=True)
+    assert (heads[0] == heads[2]).all() and (heads[1] == heads[3]).all() and (heads[0] != heads[1]).any()
+    assert (streams[0] != streams[2]).any()
+    assert (streams[0] == streams[1]).all() == (layout == "replicated")
+
+
+def _counted(grids: list[tuple[Grid, str]]) -> list[tuple[str, list[str], list[str]]]:
+    training.on_cpu()
+    found = []
+    for grid, layout in grids:
+        with training.parallel(Case(settings=_settings(grid, layout))):
+            model, mesh = training.build(Case(settings=_settings(grid, layout))), process_groups.mesh()
+            model.zero_grad_buffer()
+            for _ in range(2):  # the second pass gathers weights ahead
+                tokens = torch.randint(training.VOCABULARY, (2, training.SEQUENCE + 1))
+                with Ledger(mesh.axis_names()) as ledger:
+                    with model.no_sync():
+                        training.loss_of(model, tokens).mean().backward()
+                wanted = _expected(mesh.grid, layout, 2 * training.SEQUENCE)
+                found.append((f"{grid} {layout}", sorted(map(str, ledger.collectives)), sorted(map(str, wanted))))
+    return found
+
+
+def _expected(grid: Grid, layout: str, tokens: int) -> list[Collective]:
+    """The equations' collectives of one pass."""
+    settings, mesh = _settings(grid, layout), process_groups.mesh()
+    hidden, vocabulary, scattered = 32, training.VOCABULARY, layout == "scattered"
+    options = settings.options()
+    row = row_split(settings)
+    linears = [(hidden, 3 * hidden, column_split(settings, mesh, 3 * hidden, 1, 8)), (hidden, hidden, row)]
+    linears += [(hidden, 4 * hidden, column_split(settings, mesh, 4 * hidden)), (4 * hidden, hidden, row)]
+    made = embedding_collectives(tokens, embedding_layout((vocabulary, hidden)), grid, scattered)
+    made += 5 * norm_collectives(tokens // (grid.gx if scattered else 1), grid)
+    head = column_split(settings, mesh, vocabulary)
+    for k, n, split in [*linears, *linears, (hidden, vocabulary, head)]:
+        if split.transposed and scattered and grid.gy > 1:
+            split = LinearSplit(transposed=True, takes="features", gives=split.gives)
+        made += linear_collectives(tokens, k, n, grid, split, options)
+    made += loss_collectives(tokens, grid, ("x", "y") if scattered else ("x",))
+    return made
+
+
+def test_the_ledger_sees_what_the_equations_count() -> None:
+    for name, found, wanted in run_ranks(_counted, 4, [*SOME, (Grid(2, 2), "replicated")])[0]:
+        assert found == wanted, name
+
+
+def _sizes(settings: Settings, config: dict[str, Any]) -> str:
+    training.on_cpu()
+    try:
+        with training.parallel(Case(settings=settings)):
+            training.build(Case(settings=settings, config=config))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _summed_in_parts(settings: Settings) -> list[str]:
+    training.on_cpu()
+    case = Case(settings=settings, config={"qk_layernorm": True})
+    with training.parallel(case):
+        model, mesh = training.build(case), process_groups.mesh()
+        model.zero_grad_buffer()
+        with model.no_sync():
+            training.loss_of(model, torch.zeros(2, training.SEQUENCE + 1, dtype=torch.long)).mean().backward()
+        with Ledger(mesh.axis_names()) as ledger:
+            model.finish_grad_sync()
+    return sorted(map(str, ledger.collectives))
+
+
+def test_what_ranks_compute_in_parts_is_summed_once_a_step() -> None:
+    # Of a stream of 32 features and 16 positions: five norms, four biases and the positions. Of 4 features: norms of heads.
+    stream, heads = 14 * 32 + 16 * 32, 8 * 4
+    found = run_ranks(_summed_in_parts, 2, Settings(2))[0]
+    assert found == [str(Collective("all_reduce", "x", 2, stream + heads))]
+    assert run_ranks(_summed_in_parts, 2, Settings(1, 2, layout="replicated"))[0] == []
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    assert "99 output features do not divide by gx = 2" in run_ranks(_sizes, 2, Settings(2), {"ffn_hidden_size": 99})[0]
+    assert "does not divide the 2 ranks" in run_ranks(_sizes, 2, Settings(1, 1, 4), {})[0]
+
+
+def test_every_grid_of_eight_ranks_that_uses_three_axes(stock: dict[str, Any]) -> None:
+    grids = [Grid(2, 2, 2, 1), Grid(2, 1, 2, 2), Grid(2, 2, 1, 2)]
+    cases = {
+        f"{name} on {grid} {layout}": CASES[name].on(_settings(grid, layout))
+        for name, layout in (("llama", "scattered"), ("overlapped", "replicated"))
+        for grid in grids
+    }
+    ranks = run_ranks(training.train_all, 8, cases)
+    for run in cases:
+        expected = stock[run.partition(" ")[0]]
+        assert _relative(ranks[0][run]["losses"], expected["losses"]) < 1e-6, run
+        assert _relative(ranks[0][run]["norms"], expected["norms"]) < 1e-5, run
+        assert not _differing([rank[run]["replicas"] for rank in ranks]), run

@@ -1,0 +1,87 @@
+"""Megatron-LM's own pretrain_gpt.py, as it is, on grids of CPU ranks; it is in no package, so its checkout must be named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.harness import CPU, MOCK, MODEL, VARIANTS, difference, run
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+TOLERANCE = 1e-5
+needs_script = pytest.mark.skipif(
+    CHECKOUT is None,
+    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM, whose pretrain_gpt.py is not in megatron-core's wheel",
+)
+GRIDS = [(1, 1, 1, 4), (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
+GRIDS += [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)]
+EIGHT = [(2, 2, 2, 1), (2, 1, 2, 2), (2, 2, 1, 2)]
+
+
+def flags(
+    grid: tuple[int, ...], variant: str, *more: str, stages: int = 1, data: list[str] = MOCK
+) -> tuple[int, list[str]]:
+    gx, gy, gz, gdata = grid
+    ours = f"--tensor-model-parallel-impl axonn3d --axonn-gx {gx} --axonn-gy {gy} --axonn-gz {gz}".split()
+    if stages > 1:
+        ours += ["--pipeline-model-parallel-size", str(stages)]
+    return gx * gy * gz * gdata * stages, [*CPU, *MODEL, *data, *VARIANTS[variant].split(), *ours, *more]
+
+
+def stock(variant: str, *more: str, data: list[str] = MOCK) -> tuple[int, list[str]]:
+    return 1, [*CPU, *MODEL, *data, *VARIANTS[variant].split(), *more]
+
+
+def differences(cases: dict[str, tuple[int, list[str]]], timeout: float = 1800) -> dict[str, float | str]:
+    """How far every case but the first is from it, where that is too far; ``pytest -s`` shows all."""
+    found = run(Path(CHECKOUT or "", "pretrain_gpt.py"), cases, timeout)
+    wanted = found.pop(next(iter(cases)))
+    assert "error" not in wanted, wanted["error"]
+    apart = {name: result.get("error") or difference(wanted, result) for name, result in found.items()}
+    print(*(f"{name}: {value}" for name, value in apart.items()), sep="\n")
+    return {name: value for name, value in apart.items() if not (isinstance(value, float) and value < TOLERANCE)}
+
+
+@needs_script
+def test_every_grid_of_four_and_three_of_eight() -> None:
+    assert differences({"stock": stock("plain"), **{str(grid): flags(grid, "plain") for grid in GRIDS + EIGHT}}) == {}
+
+
+@needs_script
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+def test_variants(variant: str) -> None:
+    grids = [(2, 1, 2, 1), (2, 2, 1, 1)]
+    assert differences({"stock": stock(variant), **{str(grid): flags(grid, variant) for grid in grids}}) == {}
+
+
+@needs_script
+def test_prepared_text(tmp_path: Path) -> None:
+    from recipes.data import load
+    from recipes.megatron_gpt.settings import VOCABULARY
+    from recipes.megatron_gpt.text import prepare
+
+    prepare(load(str(Path(__file__).parent), 64), tmp_path / "text", VOCABULARY)
+    data = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --train-data-path {tmp_path}/text_training "
+    data += f"--valid-data-path {tmp_path}/text_validation --data-cache-path {tmp_path}/cache"
+    cases = {"stock": stock("plain", data=data.split())}
+    for grid in [(2, 1, 2, 1), (1, 2, 1, 2), (2, 2, 2, 1)]:
+        cases[str(grid)] = flags(grid, "plain", data=data.split())
+    assert differences(cases) == {}
+
+
+@needs_script
+@pytest.mark.parametrize("first", [(1, 1, 1, 1), (2, 1, 2, 1)])
+def test_pipeline_goes_on_from_weights_without_one(tmp_path: Path, first: tuple[int, ...]) -> None:
+    """Stages draw their first weights from seeds of their own, also in stock Megatron, so all start from one checkpoint."""
+    script = Path(CHECKOUT or "", "pretrain_gpt.py")
+    saved = ["--save", str(tmp_path), "--save-interval", "1", "--ckpt-format", "torch_dist", "--train-iters", "1"]
+    begin = stock("plain", *saved) if first == (1, 1, 1, 1) else flags(first, "plain", *saved)
+    begun = run(script, {"begin": begin})["begin"]
+    assert "error" not in begun, begun["error"]
+    load = ["--load", str(tmp_path), "--ckpt-format", "torch_dist", "--finetune", "--no-load-optim", "--no-load-rng"]
+    cases = {"stock": stock("plain", *load)}
+    for grid in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1)):
+        cases[f"{grid} on each of two stages"] = flags(grid, "plain", *load, stages=2)
+    assert differences(cases) == {}

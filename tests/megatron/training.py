@@ -1,0 +1,289 @@
+"""A small GPT on megatron.core alone, trained on a grid or by Megatron itself; the same data for both."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from axonn_tp import layout_of
+from plugins.megatron import cpu, process_groups, spec
+from plugins.megatron.settings import Settings
+from tests.megatron import groups
+
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run is.
+
+    Attributes:
+        settings: of our grid; Megatron's own layers when None.
+        tensor: Megatron's tensor-parallel size, for its own layers.
+        pipeline: stages.
+        steps: of the optimizer.
+        micro_batches: that make a step, on each rank.
+        dtype: of parameters.
+        config: of the transformer, over the defaults below.
+        model: keywords of the model, over the defaults below.
+        ddp: of the gradient buffers.
+        optimizer: of the optimizer.
+        expected: weights after the last step, by name, to compare with.
+        engine: build the layers as for Transformer Engine, whose attention and norms are Megatron's own here.
+    """
+
+    settings: Settings | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    steps: int = 2
+    micro_batches: int = 1
+    dtype: torch.dtype = torch.float32
+    config: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    expected: dict[str, Any] = field(default_factory=dict)
+    engine: bool = False
+
+    def on(self, settings: Settings | None, **changes: Any) -> Case:
+        """The same run on a grid."""
+        return replace(self, settings=settings, **changes)
+
+
+def on_cpu() -> None:
+    """Let this process, a fork of one that has imported Megatron, run it on the CPU, one case after another."""
+    cpu.enable_core()
+    groups.reuse()
+
+
+@contextmanager
+def grouped(case: Case, gloo: bool = False) -> Iterator[None]:
+    """Megatron's process groups, for this case and others of the same grid."""
+    if case.settings is not None:
+        process_groups.install(case.settings)
+    tensor = case.tensor if case.settings is None else case.settings.tensor
+    parallel_state.initialize_model_parallel(tensor, case.pipeline, create_gloo_process_groups=gloo)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        process_groups.uninstall()
+
+
+@contextmanager
+def layered(case: Case) -> Iterator[None]:
+    """Our layers where the case asks for them, within `grouped`."""
+    if case.settings is not None:
+        process_groups.install(case.settings)
+        spec.install(case.settings)
+    tensor_parallel.model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    try:
+        yield
+    finally:
+        spec.uninstall()
+
+
+@contextmanager
+def parallel(case: Case, gloo: bool = False) -> Iterator[None]:
+    """Both, for one case; `gloo`: with the groups that checkpoints of a distributed optimizer need."""
+    with grouped(case, gloo), layered(case):
+        yield
+
+
+def _engine_layers() -> Any:
+    def attention(self: Any) -> type:
+        return DotProductAttention
+
+    def norm(self: Any, **kwargs: Any) -> type:
+        return WrappedTorchNorm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)
+        patch.setattr(TESpecProvider, "core_attention", attention)
+        patch.setattr(TESpecProvider, "layer_norm", norm)
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+
+
+def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """What `train` gives for each case, on this rank, a grid at a time: groups take longer to make than a case to run."""
+    on_cpu()
+    grids: dict[tuple, list[str]] = defaultdict(list)
+    for name, case in cases.items():
+        sizes = case.settings and (case.settings.gx, case.settings.gy, case.settings.gz)
+        grids[sizes, case.tensor, case.pipeline].append(name)
+    found = {}
+    for names in grids.values():
+        with grouped(cases[names[0]]):
+            for name in names:
+                with layered(cases[name]):
+                    found[name] = train(cases[name])
+    return found
+
+
+def configuration(case: Case) -> TransformerConfig:
+    """A transformer of two layers."""
+    defaults: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 8,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pipeline_model_parallel_size": case.pipeline,
+        "pipeline_dtype": case.dtype,
+        "tensor_model_parallel_size": case.tensor if case.settings is None else case.settings.tensor,
+        "params_dtype": case.dtype,
+        "bf16": case.dtype == torch.bfloat16,
+        "fp16": case.dtype == torch.float16,
+    }
+    return TransformerConfig(**{**defaults, **case.config})
+
+
+def build(case: Case) -> DistributedDataParallel:
+    """This rank's model, the same whatever the grid."""
+    torch.manual_seed(1)
+    config = configuration(case)
+    if case.engine:
+        layers = _engine_layers()
+    else:
+        layers = gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        )
+    keywords: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": SEQUENCE,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        **case.model,
+    }
+    model: Any = GPTModel(config, layers, **keywords)
+    if case.dtype != torch.float32:
+        model = Float16Module(config, model)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**case.ddp), model)
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Losses and gradient norms of all steps, what replicas hold, and the weights where a case asks for them."""
+    model = build(case)
+    optimizer = _optimizer(case, model)
+    config = model.module.config
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    if case.ddp.get("overlap_grad_reduce"):
+        config.no_sync_func = model.no_sync
+    losses, norms = [], []
+    for step in range(case.steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(_step(case, model, step))
+        norms.append(float(optimizer.step()[1]))
+    if case.ddp.get("overlap_param_gather"):
+        model.disable_forward_pre_hook()
+    return {"losses": losses, "norms": norms, "replicas": _replicas(model), "weights": _weights(model, case)}
+
+
+def _optimizer(case: Case, model: DistributedDataParallel) -> Any:
+    keywords = {"optimizer": "adam", "lr": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1, **case.optimizer}
+    keywords["use_distributed_optimizer"] = bool(case.ddp.get("use_distributed_optimizer"))
+    if case.dtype != torch.float32:
+        keywords |= {
+            "bf16": case.dtype == torch.bfloat16,
+            "fp16": case.dtype == torch.float16,
+            "initial_loss_scale": 256,
+        }
+    return get_megatron_optimizer(
+        OptimizerConfig(params_dtype=case.dtype, **keywords), [model], use_gloo_process_groups=False
+    )
+
+
+def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
+    ranks = parallel_state.get_data_parallel_world_size()
+    size = BATCH // ranks // case.micro_batches
+    first = parallel_state.get_data_parallel_rank() * size * case.micro_batches
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+    mine = iter(tokens[first : first + size * case.micro_batches].split(size))
+    results = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=mine,
+        model=model,
+        num_microbatches=case.micro_batches,
+        seq_length=SEQUENCE,
+        micro_batch_size=size,
+        forward_only=False,
+    )
+    loss = torch.tensor([sum(float(result["loss"]) for result in results) / case.micro_batches])
+    dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+    dist.broadcast(
+        loss, parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
+    )
+    return float(loss) / ranks
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """What a stage gives for (batch, sequence + 1) tokens: the last one losses (batch, sequence)."""
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+
+
+def _forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    return loss_of(model, next(batches)), _mean
+
+
+def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _replicas(model: torch.nn.Module) -> dict[str, str]:
+    """By parameter and this rank's place on the axes that split it, a checksum: the same wherever the key is."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    found = {}
+    for name, parameter in model.named_parameters():
+        layout = layout_of(parameter)
+        at = process_groups.mesh().coordinates if hasattr(parameter, "axonn_layout") else {}
+        place = [at[axis] for axis in sorted(layout.axes)]
+        found[f"{stage} {name} {place}"] = hashlib.sha1(_numbers(parameter).tobytes()).hexdigest()
+    return found
+
+
+def _weights(model: torch.nn.Module, case: Case) -> dict[str, Any]:
+    """All parameters in full from Megatron's own layers; from ours, their distance from these."""
+    names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    if case.settings is None:
+        return {name: _numbers(parameter) for name, parameter in names.items()}
+    if not case.expected:
+        return {}
+    mesh, worst = process_groups.mesh(), {}
+    for name, parameter in names.items():
+        whole = torch.from_numpy(case.expected[name])
+        share = layout_of(parameter).shard(whole, mesh.grid, mesh.coordinates)
+        worst[name] = float((parameter.detach().reshape(-1) - share.reshape(-1)).abs().max())
+    return worst
+
+
+def _numbers(parameter: torch.Tensor) -> Any:
+    return parameter.detach().float().numpy().copy()

@@ -1,0 +1,52 @@
+"""What the rest of a configuration may be beside the pipeline, and which engine it leads to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from plugins.config import ConfigError, parse
+from plugins.deepspeed import config_hook, pipeline_config
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "TED": ({"ted": {}}, {}, ("axonn.pipeline", "axonn.ted", "leave one")),
+    "TP of a size to be found": ({"tensor_parallel": {"gx": "auto"}}, {}, ('"auto"', "give gx, gy and gz")),
+    "TP, stage 1": (
+        {"tensor_parallel": {}},
+        {"zero_optimization": {"stage": 1}},
+        ("zero_optimization.stage = 1", "axonn.tensor_parallel", "larger gz"),
+    ),
+    "TP, tuned": ({"tensor_parallel": {"tune_matmuls": True}}, {}, ("tune_matmuls", "turn it off")),
+    "TP, traced": ({"tensor_parallel": {"trace_steps": [1, 2]}}, {}, ("trace_steps", "record_events")),
+    "SAMO, stage 1": (
+        {"samo": {"sparsity": 0.9}},
+        {"zero_optimization": {"stage": 1}},
+        ("zero_optimization.stage = 1", "axonn.samo", "shard"),
+    ),
+    "stage 2": ({}, {"zero_optimization": {"stage": 2}}, ("zero_optimization.stage = 2", "stage 0 or 1")),
+    "both halves": ({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("turn one off",)),
+    "hybrid": ({}, {"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    others, raw, said = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        pipeline_config.use(parse({"pipeline": {}, **others}), raw, None)
+    assert all(part in str(caught.value) for part in said), caught.value
+
+
+def test_engines() -> None:
+    try:
+        pipeline_config.use(parse({"pipeline": {}}), {}, None)
+        assert deepspeed.PipelineEngine.__name__ == "MessageDrivenEngine"
+        with pytest.raises(ConfigError, match="deepspeed.pipe.PipelineModule"):
+            deepspeed.DeepSpeedEngine(model=None)
+    finally:
+        config_hook.step_aside()
+    assert deepspeed.PipelineEngine is PipelineEngine and deepspeed.DeepSpeedEngine is DeepSpeedEngine

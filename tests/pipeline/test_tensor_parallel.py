@@ -1,0 +1,165 @@
+"""Tensor parallelism inside the stages against a serial run, in float64; checkpoints, mistakes, a rank that is killed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from plugins.autoload import activate
+from plugins.config import ConfigError
+from tests.distributed import run_ranks
+from tests.pipeline.losing import stop_or_kill, survivors
+from tests.pipeline.training import Case, compare, parameters, plain, ready, start, tied, train
+
+activate()
+
+CLOSE = 1e-10
+PAIRS = {"*.up": {"kind": "normal"}, "*.down": {"kind": "transposed"}}
+
+
+def split(gx: int = 1, gy: int = 1, gz: int = 1, **others: Any) -> dict[str, Any]:
+    return {"gx": gx, "gy": gy, "gz": gz, "plan": PAIRS, **others}
+
+
+CASES: dict[int, dict[str, Case]] = {
+    4: {
+        "2 stages x (2, 1, 1)": Case(tied, tensor=split(gx=2), clip=0.05, microbatches=6),
+        "2 stages x (1, 2, 1)": Case(tied, tensor=split(gy=2, layout="replicated"), clip=0.05, microbatches=5),
+        "2 stages x (1, 1, 2)": Case(tied, tensor=split(gz=2), clip=0.05, microbatches=6, block={"pipeline_limit": 2}),
+        "self-contained": Case(tensor=split(gx=2, plan={}), microbatches=3),
+        "a plan that is found": Case(tensor=split(gx=2, plan="auto"), microbatches=3),
+        "1F1B, checkpointed": Case(
+            tied,
+            tensor=split(gz=2),
+            block={"schedule": "1f1b", "activation_checkpointing": "auto"},
+            microbatches=3,
+        ),
+        "one stage": Case(tied, stages=1, tensor=split(2, 1, 2), microbatches=3, clip=0.05),
+    },
+    8: {
+        "2 x (2, 1, 1) x 2": Case(tied, tensor=split(gx=2), clip=0.05, microbatches=3),
+        "2 x (1, 2, 1) x 2": Case(tied, tensor=split(gy=2), clip=0.05, microbatches=3),
+        "2 x (1, 1, 2) x 2": Case(tied, tensor=split(gz=2), clip=0.05, microbatches=3),
+        "2 x (2, 1, 2)": Case(tensor=split(2, 1, 2), clip=0.05, microbatches=4),
+        "4 x (2, 1, 1)": Case(lambda: plain(8), stages=4, tensor=split(gx=2), microbatches=5),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_equals_a_serial_run(ranks: int) -> None:
+    for rank, found in enumerate(run_ranks(compare, ranks, CASES[ranks], timeout=400)):
+        for name, (loss, weight, alive) in found.items():
+            assert loss < CLOSE and weight < CLOSE, f"{name} on rank {rank}: {loss}, {weight}"
+            assert 1 <= alive <= 2 * CASES[ranks][name].stages, name
+
+
+def runs(folder: str) -> dict[str, Any]:
+    """Half precision beside float32, a checkpoint, and mistakes."""
+    ready()
+    found: dict[str, Any] = {}
+    for dtype in ("fp32", "bf16", "fp16"):
+        engine = start(Case(tied, dtype=dtype, tensor=split(gx=2), clip=0.3))
+        found[dtype] = train(engine, Case(tied, dtype=dtype, clip=0.3))
+        engine.destroy()
+    case = Case(tied, dtype="fp32", tensor=split(gz=2), steps=4)
+    engine = start(case)
+    train(engine, case, range(2))
+    engine.save_checkpoint(folder, tag="half way")
+    dist.barrier()
+    on, weights = train(engine, case, range(2, 4)), parameters(engine)
+    engine.destroy()
+    engine = start(case)
+    engine.load_checkpoint(folder, tag="half way")
+    found["resumed"] = on == train(engine, case, range(2, 4))
+    again = parameters(engine)
+    found["weights"] = all(torch.equal(weights[name], again[name]) for name in weights)
+    engine.destroy()
+    engine = start(replace(case, tensor=split(gx=2)))
+    with pytest.raises(ConfigError, match="was written on 2 stages with gx=1 gy=1 gz=2 and can be read there only"):
+        engine.load_checkpoint(folder, tag="half way")
+    engine.destroy()
+    found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
+    return found
+
+
+MISTAKES: dict[str, Case] = {
+    "sizes": Case(tensor=split(gx=3)),
+    "stream": Case(tied, tensor=split(gx=2, plan={"tied_modules.words": {"kind": "embedding"}})),
+    "nothing": Case(tensor=split(gx=2, plan={"*.upp": {"kind": "normal"}})),
+    "cut": Case(
+        layers=lambda: [nn.Linear(8, 8) for _ in range(6)],
+        tensor=split(gx=2, plan={"2": {"kind": "normal"}, "3": {"kind": "transposed"}}),
+    ),
+    "features": Case(
+        tensor=split(gx=2, plan={"*.up": {"kind": "normal", "heads": 5}, "*.down": {"kind": "transposed"}})
+    ),
+    "model axis": Case(
+        stages=None,  # type: ignore[arg-type]
+        tensor=split(gx=2),
+        module={
+            "topology": lambda: PipeModelDataParallelTopology(1, 4, 1),
+        },
+    ),
+}
+WORDS = {
+    "sizes": ("axonn.tensor_parallel: gx*gy*gz = 3*1*1 does not divide the 2 ranks of a stage",),
+    "stream": ("'tied_modules.words' is embedding", "whole"),
+    "nothing": ("'*.upp' matches no layer of any stage",),
+    "cut": ("layer 2 and its partner", "move the boundary"),
+    "features": ("heads",),
+    "model axis": ("a model axis of 4", "gx*gy = 2"),
+}
+
+
+def said(case: Case) -> str:
+    case = replace(case, module={k: v() if callable(v) else v for k, v in case.module.items()})
+    try:
+        start(case)
+    except ConfigError as error:
+        return str(error)
+    return "started"
+
+
+def test_precisions_checkpoints_and_mistakes(tmp_path: Path) -> None:
+    for found in run_ranks(runs, 4, str(tmp_path)):
+        assert found["fp16"] == pytest.approx(found["fp32"], rel=0.02)
+        assert found["bf16"] == pytest.approx(found["fp32"], rel=0.05)
+        assert found["resumed"] and found["weights"]
+        for name, words in found["mistakes"].items():
+            assert all(word in words for word in WORDS[name]), f"{name}: {words}"
+    names = {file.name for file in (tmp_path / "half way").iterdir()}
+    assert {f"mp_rank_{number:02d}_model_states.pt" for number in range(4)} <= names
+    assert {"layer_01-model_00-model_states.pt", "layer_01-model_01-model_states.pt"} <= names
+
+
+def rank_is_killed() -> str:
+    """The second of the ranks that compute the first stage is killed in the second batch."""
+    ready()
+    case = Case(dtype="fp32", tensor=split(gx=2), microbatches=6)
+    engine = start(case)
+    train(engine, case, range(1))
+    original = engine._backward_microbatch
+
+    def dies(*arguments: Any) -> Any:
+        if dist.get_rank() == 1 and arguments[0] == 3:
+            stop_or_kill("kill")
+        return original(*arguments)
+
+    engine._backward_microbatch = dies
+    for _ in range(3):
+        train(engine, case, range(1, 2))
+    return "went on"
+
+
+def test_a_killed_rank_of_a_stage_is_named() -> None:
+    (said,) = survivors(rank_is_killed, 4)
+    assert set(said) == {0, 2, 3}, said
+    assert all(words.startswith("StageLost: stage 0 (rank 1)") for words in said.values()), said

@@ -1,0 +1,107 @@
+"""The pipeline benchmark: what it is asked, what it says, and a small run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from plugins.cli import main
+from plugins.cluster import lacking
+from plugins.pipeline.events import Event
+from plugins.pipeline.timeline import mean_split, split
+from recipes.bench_pipeline.overlap import Overlap, hidden
+from recipes.bench_pipeline.report import BEST_TORCH, overlap_table, ratios, results, table
+from recipes.bench_pipeline.settings import SCENARIOS, Settings, parser, resolve
+from recipes.bench_pipeline.sides import BLOCKS, OURS, STOCK, TORCH
+from recipes.bench_pipeline.work import Pace
+
+needs_cluster = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
+
+
+def asked(*words: str) -> list[Settings]:
+    return resolve(parser().parse_args(words))
+
+
+def test_runs_that_are_asked_for() -> None:
+    assert [run.scenario for run in asked()] == list(SCENARIOS)
+    assert [run.link_jitter for run in asked()] == [0, 0, 0.5, 0]
+    sweep = asked("--figure", "stages", "--ranks", "8", "--layers", "16")
+    assert [(run.stages, run.microbatches) for run in sweep] == [(2, 4), (4, 8), (8, 16)]
+    assert [run.ranks for run in asked("--figure", "scaling", "--ranks", "8", "--layers", "16")] == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--layers", "6"), "--layers 6 do not divide by the 8 parts"),
+        (("--ranks", "1", "--layers", "2"), "--ranks 1 make no pipeline"),
+        (("--jitter", "2"), "--jitter 2.0 is not between 0 and 1"),
+        (("--figure", "stages", "--microbatches", "7"), "--microbatches 7 do not divide by the 2 pipelines"),
+        (("--rounds", "0"), "--rounds 0 is not at least 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "pipeline", *words, "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_passes_take_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    pace, again = Pace(1.0, 0.5, 2.0), Pace(1.0, 0.5, 2.0)
+    for one in (pace, again):
+        one.begin(3)
+        for _ in range(50):
+            one.spend(0, "forward")
+    assert slept[:50] == slept[50:] and len(set(slept)) == 50
+    assert 1 <= min(slept) < 1.5 and 2.5 < max(slept) <= 3
+
+
+def test_split_and_ratios() -> None:
+    waits = [Event("wait", -1, 2.0, 4.5), Event("transit", -1, 4.5, 5.0)]
+    events = [Event("forward", 0, 1.0, 2.0), *waits, Event("backward", 0, 5.0, 7.0)]
+    assert split(events) == {"compute": 3, "point-to-point": 0.5, "bubble": 2.5, "collective": 0, "optimizer": 0}
+    late = [Event("reduce", -1, 7.0, 8.0)]
+    assert mean_split([events, late])["bubble"] == (3.5 + 6) / 2
+    from recipes.bench_pipeline.measure import Side
+
+    sides = [Side(OURS, [1.0], [1.0, 2.0]), Side(STOCK, [1.0], [1.5, 3.0]), Side("torch 1F1B", [1.0], [1.0, 2.2])]
+    found = ratios(sides)
+    assert found[STOCK]["median"] == 1.5 and found[BEST_TORCH]["median"] == pytest.approx(1.05)
+    text = table(results([(Settings(), sides)]))
+    assert "deepspeed / message driven: 1.50 (1.50-1.50; asked: 1.1, met)" in text
+
+
+def test_hidden_share() -> None:
+    half = Overlap(1, [2.0], [1.0], [3.0], [2.5])
+    assert hidden(half) == [0.5] and hidden(Overlap(2, [2.0], [1.0], [3.0], [2.0])) == [1.0]
+    assert "best at 2: 100% of the shorter phase" in overlap_table([half, Overlap(2, [2.0], [1.0], [3.0], [2.0])])
+
+
+@needs_cluster
+def test_a_small_run(tmp_path: Path) -> None:
+    """All sides learn alike, and leave their files."""
+    words = [
+        "--ranks",
+        "2",
+        "--layers",
+        "4",
+        "--microbatches",
+        "4",
+        "--milliseconds",
+        "0.5",
+        "--rounds",
+        "1",
+        "--tokens",
+        "4",
+    ]
+    where = ["--width", "8", "--scenario", "jitter in links", "--name", "small", "--runs", str(tmp_path)]
+    assert main(["bench", "pipeline", *words, *where]) == 0
+    numbers = json.loads((tmp_path / "small" / "results.json").read_text())
+    assert [side["name"] for side in numbers["runs"][0]["sides"]] == [*BLOCKS, *TORCH]
+    with (tmp_path / "small" / "schedules.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(BLOCKS) + len(TORCH)
+    assert (tmp_path / "small" / "timeline.png").is_file() and (tmp_path / "small" / "schedules.png").is_file()

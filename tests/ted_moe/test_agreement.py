@@ -1,0 +1,81 @@
+"""Tensor ranks that were not given the same tokens: a sentence on every rank that would wait for them."""
+
+from itertools import product
+
+import torch
+
+import ted_moe
+from plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
+from ted_moe import Topology
+from ted_moe.agreement import answer, question
+from tests.distributed import run_ranks
+
+TOPOLOGIES = [
+    Topology(8, 2, 2),
+    Topology(8, 2, 4),
+    Topology(8, 4, 1),
+    Topology(8, 2, 4, False),
+    Topology(8, 4, 2, False),
+]
+MODES = {
+    "capacities": {"k": 2},
+    "no token dropped": {"k": 1, "drop_tokens": False},
+    "dropless": {"k": 2, "dropless": True},
+    "plain": {"k": 1, "duplicate_token_dropping": False},
+}
+WRONG = 5  # the rank that is given other tokens
+
+
+def attempt(layer, tokens):
+    try:
+        output, l_aux, _ = layer(tokens)
+    except ValueError as error:
+        return str(error)
+    (output.sum() + l_aux).backward()
+    return "went on"
+
+
+def unequal():
+    """What each mode says of one token more on one rank, and of as many others, after a step that was right."""
+    found = {}
+    for topology, (name, options) in product(TOPOLOGIES, MODES.items()):
+        groups = groups_of(topology)
+        torch.manual_seed(0)
+        layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, topology.expert, groups=groups, **options)
+        tokens = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(groups.rank("data")))
+        wrong = torch.distributed.get_rank() == WRONG
+        found[topology, name] = [
+            attempt(layer, tokens),
+            attempt(layer, torch.cat([tokens, tokens[:1]]) if wrong else tokens),
+            attempt(layer, -tokens if wrong and options.get("dropless") else tokens),
+        ]
+    return found
+
+
+def test_maxima_of_questions():
+    asked = [question(7, (12, 3), 0, 3), question(9, (20, 5), 1, 3), question(8, (1, 2), 2, 3)]
+
+    def maxima(*more):
+        return [max(column) for column in zip(*asked, *more, strict=True)]
+
+    assert answer(maxima(), 3) == (9, None)
+    assert answer(maxima(question(10, (19, 5), 1, 3)), 3) == (10, (1, 0, 19, 20))
+    assert answer(maxima(question(10, (1, 4), 2, 3)), 3) == (10, (2, 1, 2, 4))
+    assert answer([6], 3) == (6, None)
+
+
+def test_a_sentence_on_every_rank_that_would_wait():
+    everyone = run_ranks(unequal, 8, timeout=100)
+    for topology, (name, options) in product(TOPOLOGIES, MODES.items()):
+        waiting = topology.block_group(WRONG)
+        first = topology.tensor_group(WRONG)
+        start = f"ranks {first[0]} to {first[-1]} are one tensor group and were given "
+        for rank, found in enumerate(everyone):
+            right, longer, other = found[topology, name]
+            assert right == "went on", (rank, topology, name, right)
+            counts = start + "12 to 13 tokens; give the ranks of a tensor group the same tokens"
+            assert longer == (counts if rank in waiting else "went on"), (rank, topology, name, longer)
+            if options.get("dropless") and rank in waiting:
+                assert other.startswith(start + "as many tokens, which go to other experts"), other
+            else:
+                assert other == "went on", (rank, topology, name, other)
