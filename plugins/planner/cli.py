@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> int:
     top = _number("top", parsed.top)
     tokens = None if parsed.tokens is None else _tokens(parsed.tokens)
     answers = [answer(question, top) for question in questions]
+    if not any(found.shapes for asked in answers for found in asked.found.values()):
+        raise ConfigError(report.none_fits(answers[0]))
     if parsed.json != "-":
         print(_text(answers, parsed.explain, tokens))
     if parsed.json is not None:

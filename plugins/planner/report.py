@@ -160,11 +160,12 @@ def none_fits(asked: Answer) -> str:
         features, heads = model.divides
         return (
             f"{question.gpus} GPUs cannot be split{given}: gx must divide {heads} heads, gx and gy {' and '.join(map(str, features))} "
-            f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}"
+            f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}; ask for another number or batch"
         )
     return (
         f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {model.hidden} and {model.f} features, "
-        f"np {model.layers} layers, and nd a batch of {question.batch}, and their product with n2 be {question.gpus}"
+        f"np {model.layers} layers, and nd a batch of {question.batch}, and their product with n2 be {question.gpus}; "
+        "ask for another number or batch"
     )
 
 
