@@ -192,6 +192,13 @@ class Mesh:
         """Copies of a model, as for an average of its weights, share the mesh: groups cannot be copied."""
         return self
 
+    def destroy(self) -> None:
+        """Give back the process groups, which have threads and connections; nothing that uses the mesh works after it."""
+        made = {*self._groups.values(), self.device_mesh.get_group("stage")} - {dist.group.WORLD}
+        for group in made:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group along an axis, or of ``"model"``, ``"batch"``, ``"tokens"`` or ``"grid"``."""
         return self._groups[axis]

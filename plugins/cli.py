@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import NoReturn
 
 from plugins import __version__
 from plugins.config import ConfigError, schema
@@ -170,5 +171,16 @@ def _mistake(error: ConfigError) -> int:
     return 2
 
 
+def run() -> NoReturn:
+    """The command: `main`, and the end of the process."""
+    code = main()
+    if "RANK" in os.environ:
+        # A rank has said all: threads of its libraries, which may still run when the interpreter ends, must not abort it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from axonn_tp import Grid, Mesh
 from plugins.launch import launch
 
 
@@ -20,3 +21,11 @@ def _with_group(function: Callable[..., Any], arguments: tuple) -> Any:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return function(*arguments)
+
+
+def meshes(grids: Iterable[Grid]) -> Iterator[Mesh]:
+    """A mesh of each grid, one after the other: each of gloo's groups has a thread that looks a hundred times a second."""
+    for grid in grids:
+        mesh = Mesh(grid)
+        yield mesh
+        mesh.destroy()

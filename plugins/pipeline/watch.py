@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import time
@@ -35,7 +36,10 @@ class Watch:
         self._heard: StageLost | None = None
         self._began = math.inf  # of the collectives that run
         self._closed = threading.Event()
-        threading.Thread(target=self._listen, name="axonn-pipeline-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="axonn-pipeline-watch", daemon=True)
+        self._thread.start()
+        # A thread that comes back from the store when the interpreter is gone would abort the process.
+        atexit.register(self.close)
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
@@ -125,6 +129,8 @@ class Watch:
     def close(self) -> None:
         """The engine ends, and its thread with it."""
         self._closed.set()
+        self._thread.join(_LISTEN_SECONDS)
+        atexit.unregister(self.close)
 
     def waiting(self, stages: Sequence[int]) -> None:
         """Called now and then while this stage waits for others; tells them.

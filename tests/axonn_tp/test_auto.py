@@ -19,7 +19,7 @@ from axonn_tp.example import guesses
 from axonn_tp.linear_split import features
 from tests.axonn_tp.families import FAMILIES, GROUPED, NO_TOKENS, VOCABULARY, hf, litgpt
 from tests.axonn_tp.test_grids import largest_error
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 TOLERANCE = 1e-10
 
@@ -94,8 +94,8 @@ def train_on_grids(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     torch.manual_seed(1)
     models = {name: FAMILIES[name][0]().double() for name in names}
-    for grid in factorisations(dist.get_world_size()):
-        mesh = Mesh(grid)
+    for mesh in meshes(factorisations(dist.get_world_size())):
+        grid = mesh.grid
         for name, model in models.items():
             serial = copy.deepcopy(model)
             parallel = axonn_tp.parallelize(copy.deepcopy(model), mesh, "auto")
@@ -160,8 +160,8 @@ def test_pairs_of_known_families(family: str) -> None:
 def outputs_of_families() -> dict[str, float]:
     """Largest difference of each family's outputs from the serial model's, in float64."""
     found = {}
-    for grid in (Grid(2, 2, 1, 1), Grid(4, 1, 1, 1)):
-        mesh = Mesh(grid)
+    for mesh in meshes((Grid(2, 2, 1, 1), Grid(4, 1, 1, 1))):
+        grid = mesh.grid
         for family, (build, _) in FAMILIES.items():
             torch.manual_seed(2)
             model = build().double().eval()

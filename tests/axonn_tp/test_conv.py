@@ -16,7 +16,7 @@ from axonn_tp import Grid, LinearSplit, Mesh, Options, factorisations
 from axonn_tp.conv import Conv, Convolution, check_conv, conv_collectives, conv_layout, is_conv
 from plugins.ledger import Ledger
 from tests.axonn_tp.test_grids import TOLERANCE, whole
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 OPTIONS = (
     {"padding": 1},
@@ -94,7 +94,7 @@ def one_layer(serial: nn.Module, mesh: Mesh, split: LinearSplit, options: Option
 
 def on_grids() -> list:
     found = []
-    for index, mesh in enumerate(map(Mesh, factorisations(dist.get_world_size()))):
+    for index, mesh in enumerate(meshes(factorisations(dist.get_world_size()))):
         torch.manual_seed(index)
         options = Options(reshard_after_forward=bool(index % 2), overlap_all_reduce=index % 3 > 0)
         ways = itertools.cycle([(False, "split"), (True, "features"), (True, "split"), (False, "features")])

@@ -15,7 +15,7 @@ from plugins.ledger import Ledger
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import batch_for
 from tests.axonn_tp.test_grids import TOLERANCE, train_one_step
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 GRIDS = (Grid(2, 2, 1), Grid(4, 1, 1), Grid(1, 4, 1), Grid(2, 1, 2))
 HIDDEN = 8
@@ -104,8 +104,8 @@ def test_readers_of_one_tensor_equal_serial() -> None:
 def counted(family: str) -> list[tuple[str, list[str], list[str], int]]:
     """What goes over x, y and z in one pass, and what the placements say."""
     found = []
-    for grid in GRIDS:
-        mesh = Mesh(grid)
+    for mesh in meshes(GRIDS):
+        grid = mesh.grid
         for options in (Options(), Options(layout="replicated"), Options(regather_inputs=True))[
             : 3 if grid.gx == 2 else 1
         ]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import axonn_tp
 from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of
 from recipes.models.gpt import GPT, GPTConfig
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 TOLERANCE = 1e-10
 WORLDS = (1, 2, 4, 8)
@@ -122,8 +122,8 @@ def gpt_on_grids(config: GPTConfig, grids: list[Grid], options: Options, checkpo
     torch.manual_seed(3)
     ids = torch.randint(config.vocabulary, (8, config.context + 1))
     found = {}
-    for grid in grids:
-        mesh = Mesh(grid)
+    for mesh in meshes(grids):
+        grid = mesh.grid
         build = CheckpointedGPT if checkpointed else GPT
         found[str(grid)] = train_one_step(
             lambda build=build: build(config),
@@ -167,8 +167,8 @@ def attention_and_memory(grids: list[Grid]) -> dict[str, tuple[int, Counter[str]
         "regathered": Options(regather_inputs=True),
     }
     found = {}
-    for grid in grids:
-        mesh = Mesh(grid)
+    for mesh in meshes(grids):
+        grid = mesh.grid
         for how, options in choices.items():
             model = axonn_tp.parallelize(GPT(config), mesh, gpt_plan(config.heads), options)
             found[f"{grid} {how}"] = watched_forward(model, torch.randint(64, (4, 16)))

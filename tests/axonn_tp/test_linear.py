@@ -13,7 +13,7 @@ import axonn_tp
 from axonn_tp import Collective, Grid, Linear, LinearSplit, Mesh, factorisations, linear_collectives
 from plugins.ledger import Ledger
 from tests.axonn_tp.test_grids import TOLERANCE, WORLDS, whole
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 K, N, ROWS = 24, 40, 8
 
@@ -60,7 +60,7 @@ def one_layer(mesh: Mesh, transposed: bool, bias: bool) -> tuple[float, list, li
 def layers_on_grids() -> list:
     return [
         (mesh.grid, bias, *one_layer(mesh, transposed, bias))
-        for mesh in map(Mesh, factorisations(dist.get_world_size()))
+        for mesh in meshes(factorisations(dist.get_world_size()))
         for transposed, bias in ((False, True), (True, True), (False, False))
     ]
 
@@ -113,8 +113,8 @@ def odd_on_grids() -> list:
 
     batch = torch.randn(8, 2, 3, 7, dtype=torch.float64)
     return [
-        (grid, train_one_step(Odd, {}, lambda model, x: model(x), (batch,), Mesh(grid)))
-        for grid in factorisations(dist.get_world_size())
+        (mesh.grid, train_one_step(Odd, {}, lambda model, x: model(x), (batch,), mesh))
+        for mesh in meshes(factorisations(dist.get_world_size()))
     ]
 
 

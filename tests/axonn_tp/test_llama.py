@@ -17,7 +17,7 @@ from tests.axonn_tp.families import SIZES, hf
 from tests.axonn_tp.test_auto import token_loss
 from tests.axonn_tp.test_grids import EVERYTHING
 from tests.axonn_tp.test_unet import errors_of
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 
 def llama(heads: int, kv_heads: int, tied: bool) -> nn.Module:
@@ -66,8 +66,8 @@ def on_every_grid(heads: int, kv_heads: int, tied: bool) -> list[tuple[Grid, str
     torch.manual_seed(1)
     serial = llama(heads, kv_heads, tied)
     found = []
-    for index, grid in enumerate(factorisations(dist.get_world_size())):
-        mesh = Mesh(grid)
+    for index, mesh in enumerate(meshes(factorisations(dist.get_world_size()))):
+        grid = mesh.grid
         for layout in LAYOUTS if grid == Grid(2, 2, 2) else (LAYOUTS[index % 2],):
             found.append((grid, layout, *train_one_step(serial, mesh, replace(EVERYTHING, layout=layout))))
     return found

@@ -13,7 +13,7 @@ import axonn_tp
 from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
 from plugins.ledger import Ledger
 from tests.axonn_tp.test_grids import TOLERANCE
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 GRIDS = [Grid(1, 1, 1, 4), Grid(1, 1, 4, 1), Grid(2, 1, 2, 1), Grid(1, 1, 2, 2), Grid(1, 2, 1, 2)]
 OVERLAP = Options(overlap_all_reduce=True, overlap_reduce_scatter=True, overlap_all_gather=True)
@@ -36,8 +36,8 @@ def on_grids(grids: list[Grid]) -> None:
     serial = Model().double()
     batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
     plan = {"up": LayerPlan("normal"), "down": LayerPlan("transposed")}
-    for grid in grids:
-        mesh = Mesh(grid)
+    for mesh in meshes(grids):
+        grid = mesh.grid
         reference = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan, OVERLAP)
         model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan, OVERLAP)
         reducer = GradientReducer(model.parameters(), mesh, bucket_bytes=200)

@@ -19,7 +19,7 @@ from plugins.ledger import Ledger
 from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import TOLERANCE, batch_for, three_steps
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 
 def in_own_type() -> Any:
@@ -39,10 +39,8 @@ def kinds(plan: dict[str, LayerPlan]) -> Counter[str]:
 def trained(names: list[str]) -> dict[str, Any]:
     """Errors by model, grid and layout, and for two grids what the ledger saw beside what placements count."""
     found: dict[str, Any] = {}
-    for grid in factorisations(dist.get_world_size()):
-        if grid.gx * grid.gy == 1:
-            continue
-        mesh = Mesh(grid)
+    for mesh in meshes(grid for grid in factorisations(dist.get_world_size()) if grid.gx * grid.gy > 1):
+        grid = mesh.grid
         for name in names:
             torch.manual_seed(1)
             model = FAMILIES[name][0]().double()

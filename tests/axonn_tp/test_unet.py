@@ -17,7 +17,7 @@ from axonn_tp.collectives import all_reduce
 from axonn_tp.options import LAYOUTS
 from recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
 from recipes.models.unet_plan import unet_plan
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
 
 SMALL = UNetConfig(3, 16, (1, 2, 3), 1, (1,), heads=4, groups=8, zero_init=False)
 # Groups of four channels and more, which the cuts between eight ranks go through.
@@ -108,8 +108,8 @@ def one_step(config: UNetConfig, mesh: Mesh, options: Options) -> dict[str, floa
 
 def on_grids(config: UNetConfig) -> dict[str, dict[str, float]]:
     found = {}
-    for index, grid in enumerate(factorisations(dist.get_world_size())):
-        mesh = Mesh(grid)
+    for index, mesh in enumerate(meshes(factorisations(dist.get_world_size()))):
+        grid = mesh.grid
         for layout in LAYOUTS if grid == Grid(2, 2, 2) else (LAYOUTS[index % 2],):
             found[f"{grid} {layout}"] = one_step(config, mesh, Options(layout=layout))
     return found
