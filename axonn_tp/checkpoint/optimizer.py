@@ -121,12 +121,17 @@ def _is_number(value: Any) -> bool:
     )
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of its parameters, as learning rates."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
 def groups_of(optimizer: torch.optim.Optimizer, pieces: Pieces) -> list[Notes]:
     """Parameter groups with names for parameters."""
     return [
         {
             "params": [piece.name for piece in members],
-            "options": {key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+            "options": options_of(group),
         }
         for group, members in zip(optimizer.param_groups, pieces, strict=True)
     ]

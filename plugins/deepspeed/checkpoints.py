@@ -20,6 +20,7 @@ from deepspeed.utils import groups
 
 from axonn_tp import Mesh, full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
+from axonn_tp.checkpoint.training import Reading
 from plugins.config import ConfigError
 from plugins.deepspeed.complete import begin, find, publish
 from plugins.deepspeed.portable import PortableState
@@ -32,6 +33,7 @@ class GridCheckpoints(DeepSpeedEngine):
 
     mesh: Mesh
     has_moe_layers: bool
+    _without_portable = "resumes on the same grid only"
 
     @contextmanager
     def _own_groups(self) -> Iterator[None]:
@@ -81,15 +83,17 @@ class GridCheckpoints(DeepSpeedEngine):
     def _portable_state(self) -> PortableState:
         return PortableState(self)
 
-    def _save_portable(self, folder: Path, client_state: dict) -> None:
+    def _save_portable(self, folder: Path, client_state: dict) -> PortableState | None:
+        """Write the portable files; returns what they hold, if they can be."""
         state = self._portable_state()
         try:
             collected = state.collect(client_state)
         except CheckpointError as error:
             if dist.get_rank() == 0:
-                print(f"axonn: this checkpoint resumes on the same grid only: {error}", file=sys.stderr, flush=True)
-            return
+                print(f"axonn: this checkpoint {self._without_portable}: {error}", file=sys.stderr, flush=True)
+            return None
         state.write(folder, *collected)
+        return state
 
     def _layouts(self) -> dict[str, Any]:
         """The grid, how every parameter lies on it, and the stage of ZeRO, as JSON."""
@@ -131,9 +135,15 @@ class GridCheckpoints(DeepSpeedEngine):
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         try:
-            return str(folder), self._portable_state().load(folder / _PORTABLE, states, schedule, not load_module_only)
+            state = self._portable_state()
+            reading = self._reading(state, folder, states)
+            return str(folder), state.load(reading, states, schedule, not load_module_only)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
+
+    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
+        """What `PortableState.load` reads."""
+        return Reading(folder / _PORTABLE, state.ranks)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed's zero_to_fp32.py does not know the grid; `save_16bit_model` writes whole weights."""

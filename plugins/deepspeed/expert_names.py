@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from axonn_tp.checkpoint.state import Notes
+from plugins.deepspeed.stock_plan import EXPERT
 from plugins.deepspeed.ted_layers import TedMoE
-
-_EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 class ExpertNames:
@@ -29,10 +27,10 @@ class ExpertNames:
                 self._local[f"{prefix}deepspeed_moe.experts.deepspeed_experts."] = len(layer.local)
                 self._rank = layer.groups.rank("expert")
 
-    def outward(self, name: str) -> str:
-        """The name in a checkpoint."""
+    def outward(self, name: str, rank: int | None = None) -> str:
+        """The name in a checkpoint of what this rank, or another one of the expert ranks, has."""
         before, number, after, local = self._parts(name)
-        return f"{before}{number + self._rank * local}{after}" if local else name
+        return f"{before}{number + (self._rank if rank is None else rank) * local}{after}" if local else name
 
     def inward(self, name: str) -> str | None:
         """This rank's name for what a checkpoint holds; None for other ranks' experts."""
@@ -44,7 +42,7 @@ class ExpertNames:
 
     def _parts(self, name: str) -> tuple[str, int, str, int]:
         """What is before an expert's number, the number, what is behind it, and how many experts the rank has of the layer."""
-        found = _EXPERT.fullmatch(name)
+        found = EXPERT.fullmatch(name)
         if found is None:
             return name, 0, "", 0
         before, number, after = found.groups()

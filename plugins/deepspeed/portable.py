@@ -29,7 +29,7 @@ from axonn_tp.checkpoint.optimizer import (
 )
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, check_tensors, model_state, model_targets, restore_modules
-from axonn_tp.checkpoint.training import Reading, write
+from axonn_tp.checkpoint.training import write
 from plugins.deepspeed.expert_names import ExpertNames, merged
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 
@@ -92,11 +92,11 @@ class PortableState:
         """Write what `collect` returned."""
         write(folder, shards, notes, self.ranks)
 
-    def load(self, folder: Path, states: bool, schedule: bool, counters: bool) -> dict[str, Any]:
+    def load(self, reading: Any, states: bool, schedule: bool, counters: bool) -> dict[str, Any]:
         """Read what an engine on any grid wrote.
 
         Args:
-            folder: the checkpoint.
+            reading: the checkpoint, a `Reading` or what has its notes and its `read`.
             states: with the optimizer's states and the loss scale.
             schedule: with the scheduler's state.
             counters: with the counts of steps and samples.
@@ -107,7 +107,6 @@ class PortableState:
         Raises:
             CheckpointError: one sentence, the same on every rank.
         """
-        reading = Reading(folder, self.ranks)
         notes, states = reading.notes, states and self.optimizer is not None
         if self.names is not None:
             notes = self.names.notes(notes, self.names.inward)

@@ -1,7 +1,7 @@
 """Checkpoints of TED: one that any tensor, expert and data degree can load, and beside it DeepSpeed's own files.
 
-DeepSpeed's are those of a run without tensor parallelism, so that a stock engine of any ep_size reads the weights; the
-optimizer's states, too, where they are a plain torch optimizer's (ZeRO-0, float32), with the same ep_size.
+DeepSpeed's are those of a run without tensor parallelism on as many ranks: a stock engine of any ep_size and on any ranks reads the
+weights, one of the same ep_size on as many the optimizer's states, too (ZeRO-1 and 2; ZeRO-0 in float32).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from axonn_tp import Grid, layout_of
-from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.layout import Layout
 from plugins.config import ConfigError
 from plugins.deepspeed.checkpoints import _LAYOUTS, _PORTABLE, GridCheckpoints
 from plugins.deepspeed.complete import begin, find, publish
 from plugins.deepspeed.expert_names import ExpertNames
 from plugins.deepspeed.portable import PortableState
-from plugins.deepspeed.stock_weights import STATES, is_stock, read_weights
+from plugins.deepspeed.stock_reading import STATES, StockReading, is_stock
+from plugins.deepspeed.stock_states import save_states
 from plugins.deepspeed.ted_layers import TedMoE
 from ted_moe import Groups
 
@@ -33,6 +33,7 @@ class TedCheckpoints(GridCheckpoints):
     """The part of `TedEngine` that saves and loads."""
 
     groups: Groups
+    _without_portable = "holds the weights alone"
 
     def _portable_state(self) -> PortableState:
         return PortableState(self, ExpertNames(self.module))
@@ -51,8 +52,10 @@ class TedCheckpoints(GridCheckpoints):
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        self._save_portable(folder / _PORTABLE, client_state or {})
-        self._save_stock(folder, client_state or {})
+        state, shapes = self._save_portable(folder / _PORTABLE, client_state or {}), None
+        if state is not None and (self._plain or self.zero_optimization()):
+            shapes = save_states(self, folder, folder / _PORTABLE, state)
+        self._save_stock(folder, {**(client_state or {}), "param_shapes": shapes})
         if dist.get_rank() == 0:
             (folder / _LAYOUTS).write_text(json.dumps(self._layouts()))
         dist.barrier()
@@ -60,7 +63,7 @@ class TedCheckpoints(GridCheckpoints):
         return True
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
-        """Load what `save_checkpoint` wrote under any degrees, or the weights that a stock engine wrote.
+        """Load what `save_checkpoint` wrote under any degrees, or a stock engine without tensor parallelism.
 
         Raises:
             ConfigError: it was written in another way, is damaged, or does not fit the model.
@@ -71,36 +74,17 @@ class TedCheckpoints(GridCheckpoints):
         folder = Path(load_dir) / tag
         if not folder.is_dir():
             raise ConfigError(f"{load_dir} has no checkpoint {tag}; correct the folder, or the tag")
-        if (folder / _PORTABLE).is_dir():
+        if (folder / _PORTABLE).is_dir() or is_stock(folder):
             return self._load_portable(folder, *rest, **keywords)
-        if is_stock(folder):
-            return self._load_stock(folder, *rest, **keywords)
         raise ConfigError(
             f"{folder} is no checkpoint that was written under axonn.ted, nor by DeepSpeed-MoE without tensor parallelism; load it "
             "without the block, or start anew"
         )
 
-    def _load_stock(
-        self,
-        folder: Path,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str, dict]:
-        if not load_module_strict or custom_load_fn is not None:
-            raise ConfigError("load_module_strict=False and custom_load_fn do not go with axonn.ted; leave them out")
-        if load_optimizer_states and not load_module_only:
-            raise ConfigError(
-                f"{folder} was written without the block, and the optimizer's states in it belong to its degrees; pass "
-                "load_optimizer_states=False for the weights alone"
-            )
-        try:
-            only = load_module_only
-            return str(folder), read_weights(self, folder, load_lr_scheduler_states and not only, not only)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
+    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
+        if (folder / _PORTABLE).is_dir():
+            return super()._reading(state, folder, states)
+        return StockReading(self, state, folder, states)
 
     def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
         """Refused: DeepSpeed's has no experts of other ranks.
@@ -117,17 +101,9 @@ class TedCheckpoints(GridCheckpoints):
         """Files of ranks that hold the first replica."""
         if self.mesh.rank("data"):
             return
-        first = self.mesh.rank("x") == 0
-        alone = first or not self.groups.topology.expert_tensor_parallel
         module = {name: self._whole(value, value) for name, value in self.module.state_dict(keep_vars=True).items()}
-        if alone:
+        if self.mesh.rank("x") == 0 or not self.groups.topology.expert_tensor_parallel:
             self._save_experts(folder, module)
-        if self._plain:
-            assert self.optimizer is not None
-            states = self._whole_states(self.optimizer.state_dict())
-            if alone:
-                rank = self.groups.rank("expert")
-                torch.save({"optimizer": states}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
         if dist.get_rank() == 0:
             dense = {name: value for name, value in module.items() if ".deepspeed_experts." not in name}
             state = {
@@ -145,7 +121,7 @@ class TedCheckpoints(GridCheckpoints):
                 "ds_config": self.config,
                 "ds_version": _version(),
             }
-            torch.save(state, folder / f"mp_rank_00_{STATES}")
+            torch.save(state, folder / STATES)
 
     def _save_experts(self, folder: Path, module: dict[str, Any]) -> None:
         names = ExpertNames(self.module)
@@ -157,7 +133,7 @@ class TedCheckpoints(GridCheckpoints):
             if after and layer_name in layers:  # else it is another name of a layer
                 layer = layers.index(layer_name)
                 number = after.partition(".")[0]
-                files[f"layer_{layer}_expert_{number}_mp_rank_00_{STATES}"][names.outward(name)] = value
+                files[f"layer_{layer}_expert_{number}_{STATES}"][names.outward(name)] = value
         for file, tensors in files.items():
             torch.save(tensors, folder / file)
 
@@ -177,20 +153,6 @@ class TedCheckpoints(GridCheckpoints):
         shards = [torch.empty_like(held) for _ in range(self.mesh.size("x"))]
         dist.all_gather(shards, held.contiguous(), group=self.mesh.group("x"))
         return replace(layout, home=()).assemble(shards, Grid(gx=len(shards))).cpu()
-
-    def _whole_states(self, states: dict[str, Any]) -> dict[str, Any]:
-        """A torch optimizer's state_dict with whole states."""
-        parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]  # type: ignore[union-attr]
-        made = {}
-        for number, state in states["state"].items():
-            parameter = parameters[number]
-            made[number] = {
-                key: self._whole(value, parameter)
-                if isinstance(value, Tensor) and value.shape == parameter.shape
-                else value
-                for key, value in state.items()
-            }
-        return {**states, "state": made}
 
 
 def _version() -> str:
