@@ -60,6 +60,23 @@ def test_calls_that_do_not_match_are_named_on_every_rank() -> None:
         assert "all_reduce of 7 float32 (sum)" in text, text
 
 
+def _halves() -> None:
+    rank, _ = join(timeout=20)
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    other = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(1))]
+    halves = every.view(torch.float16), other.view(torch.float16)
+    for op, wanted in ((dist.ReduceOp.SUM, halves[0] + halves[1]), (dist.ReduceOp.PRODUCT, halves[0] * halves[1])):
+        got = halves[rank].clone()
+        dist.all_reduce(got, op)
+        number = ~wanted.isnan()
+        assert got.isnan().logical_xor(number).all()
+        assert got[number].view(torch.int16).equal(wanted[number].view(torch.int16))
+
+
+def test_every_half_precision_number_is_added_as_torch_does() -> None:
+    launch(_halves, 2, timeout=60)
+
+
 def _strides() -> None:
     """Rank 1's tensors have gaps, those of the others do not."""
     rank, size = join(timeout=20)

@@ -1,31 +1,50 @@
 #include "reduce.hpp"
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
 namespace pccl {
 namespace {
 
+template <class To, class From>
+To bits(From value) {
+  return std::bit_cast<To>(value);
+}
+
 struct BF16 {
-  uint16_t bits;
-  operator float() const {
-    uint32_t wide = uint32_t{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-  }
+  uint16_t value;
+  operator float() const { return bits<float>(uint32_t{value} << 16); }
   static BF16 from(float value) {
-    uint32_t wide;
-    std::memcpy(&wide, &value, sizeof wide);
+    uint32_t wide = bits<uint32_t>(value);
     if (value != value) return {static_cast<uint16_t>((wide >> 16) | 0x40)};
     return {static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};
   }
 };
 
+// Without a branch, which would keep the compiler from doing several numbers at once.
+uint32_t pick(bool first, uint32_t one, uint32_t other) {
+  uint32_t mask = 0u - uint32_t{first};
+  return (one & mask) | (other & ~mask);
+}
+
+// By hand: the compiler's own conversions are a function's call for each number, unless it is told of a processor that has them.
 struct F16 {
-  _Float16 value;
-  operator float() const { return value; }
-  static F16 from(float wide) { return {static_cast<_Float16>(wide)}; }
+  static constexpr uint32_t kShift = 13, kBias = 112u << 23;  // a float's exponent less a half's
+  uint16_t value;
+  operator float() const {
+    uint32_t sign = (value & 0x8000u) << 16, rest = value & 0x7fffu;
+    uint32_t normal = (rest << kShift) + kBias, special = (rest << kShift) | 0x7f800000u;
+    uint32_t small = bits<uint32_t>(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);
+    return bits<float>(sign | pick(rest < 0x400, small, pick(rest < 0x7c00, normal, special)));
+  }
+  static F16 from(float wide) {
+    uint32_t all = bits<uint32_t>(wide), sign = all >> 16 & 0x8000u, rest = all & 0x7fffffffu;
+    uint32_t normal = (rest + 0xfff + (rest >> kShift & 1) - kBias) >> kShift;
+    uint32_t small = bits<uint32_t>(bits<float>(rest) + 0.5f) - bits<uint32_t>(0.5f);  // whose last place is 2^-24
+    uint32_t special = 0x7c00u | pick(rest > 0x7f800000u, 0x200u | (rest >> kShift & 0x3ffu), 0);
+    return {static_cast<uint16_t>(sign | pick(rest < 0x38800000u, small, pick(rest < 0x47800000u, normal, special)))};
+  }
 };
 
 // torch's rule for bool: a sum is an or, a product an and.
