@@ -139,7 +139,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
     if collective == "broadcast":
         return Choice("binomial") if size <= 2**16 else Choice("chain", 4)
     if not several:
-        if collective == "all_reduce" and size <= 2**16:
+        if collective == "all_reduce" and size <= 2**14:
             return Choice("tiny")
         return Choice("direct")
     if collective == "all_reduce" and size <= 2**14:

@@ -48,7 +48,8 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
     elif size > _CHUNKED:
         between = ("ring", "direct") if size > _LARGE else ("log", "direct", "ring")
         found = [Choice(f"hierarchical_{pattern}_direct", chunks) for chunks in (2, 1) for pattern in between]
-        found += [Choice("hierarchical_ring_direct", 4), Choice("ring")] if size > _LARGE else [Choice("led_log")]
+        rings = [Choice("ring", chunks) for chunks in ((1, 2) if collective == "all_reduce" else (1,))]
+        found += [Choice("hierarchical_ring_direct", 4), *rings] if size > _LARGE else [Choice("led_log")]
     else:
         found = [Choice("led_radix4"), Choice("led_log")]
         found += [Choice(f"hierarchical_{pattern}_direct") for pattern in ("direct", "log")] + [Choice("direct")]
