@@ -2,9 +2,10 @@
 
 A link goes one way: whoever has something to send connects, and the receiver's thread accepts at any time, whatever its
 program is doing, so that no order of calls can lock. Between nodes a link is a TCP connection. Within one it is a unix
-socket and nameless memory that the sender hands through it: bytes go through that memory, and the receiver reads large
-messages from the sender's own (process_vm_readv) where the kernel allows it. Both sides prove knowledge of the group's
-secret, which its rank 0 hands out through the store.
+socket and nameless memory that the sender hands through it: bytes go through that memory. A large message the receiver
+reads from the sender's own memory (process_vm_readv), where the kernel allows it, or, where several of the node are sent
+the same, from the sender's board, which it has handed over too. Both sides prove knowledge of the group's secret, which
+its rank 0 hands out through the store.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ _MAGIC = b"AXPCCL01"
 _HELLO = struct.Struct("<8s8s16s32s")  # magic, group, identity, nonce
 _ANSWER = struct.Struct("<32s32s")  # nonce, proof
 _PROOF = struct.Struct("<32sQ8s")  # proof, address of a token, the token
-_READ, _SHARE = 1, 2  # the receiver reads the sender's memory; bytes go through the memory that was handed over
-_SHARED = 4096 + 8192 + 2**17  # bytes: counts, answers, messages
+_READ, _SHARE, _SHOW = 1, 2, 4
+"""The receiver reads the sender's memory; bytes go through the memory that was handed over; it has the sender's board."""
+_SHARED = 4096 + 8192 + 2**18  # bytes: counts, answers, messages
+_BOARD = 2**24  # bytes that processes of a node may read at a time; they take memory when they are first used
 _PATIENCE = 20.0  # seconds for a handshake
 _MOST_STRANGERS = 512  # handshakes under way; beyond, the one that takes longest ends
 
@@ -95,6 +98,9 @@ class Fabric:
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}
+        self._board = _memory(_BOARD)
+        if self._board >= 0:
+            core.set_board(os.dup(self._board))
         host = address_of(interfaces, local_rank)
         self._tcp = socket.create_server((host, 0), backlog=1024)
         self._unix = socket.socket(socket.AF_UNIX)
@@ -129,11 +135,12 @@ class Fabric:
             if self.core.linked(number):
                 return
             connection = self._reach(member, timeout)
-            memory = _memory() if connection.family == socket.AF_UNIX else -1
+            memory = _memory(_SHARED) if connection.family == socket.AF_UNIX else -1
             try:
-                ways = self._introduce(connection, group, member, memory)
+                handed = [made for made in (memory, self._board) if memory >= 0 and made >= 0]
+                ways = self._introduce(connection, group, member, handed)
                 shared = os.dup(memory) if ways & _SHARE else -1
-                self.core.add_outgoing(number, connection.detach(), ways & _READ, shared)
+                self.core.add_outgoing(number, connection.detach(), ways & _READ, shared, bool(ways & _SHOW))
             except LinkError:
                 connection.close()
                 raise
@@ -167,7 +174,7 @@ class Fabric:
                     ) from error
                 time.sleep(0.05)
 
-    def _introduce(self, connection: socket.socket, group: Group, member: Member, memory: int = -1) -> int:
+    def _introduce(self, connection: socket.socket, group: Group, member: Member, memory: Sequence[int] = ()) -> int:
         """The connecting side of the handshake, which hands `memory` over; the ways in which the other side will read."""
         mine, theirs = secrets.token_bytes(32), bytes.fromhex(member.identity)
         connection.settimeout(_PATIENCE)
@@ -179,8 +186,8 @@ class Fabric:
         token = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
         _let_read()
         last = _PROOF.pack(group.proof(b"sender", *said), ctypes.addressof(token), token.raw)
-        if memory >= 0:
-            last = last[socket.send_fds(connection, [last], [memory]) :]
+        if memory:
+            last = last[socket.send_fds(connection, [last], memory) :]
         connection.sendall(last)
         return _exactly(connection, 1)[0]
 
@@ -220,15 +227,17 @@ class Fabric:
                     return
                 process = _process_of(connection)
                 readable = process > 0 and _read(process, address, len(token)) == token
-                shared = len(handed) > 0
+                ways = _READ * readable + _SHARE * (len(handed) > 0) + _SHOW * (len(handed) > 1)
+                board = handed.pop() if len(handed) > 1 else -1
                 # The engine listens before the other side may send.
                 self.core.add_incoming(
                     self.number(identity.hex()),
                     os.dup(connection.fileno()),
                     process if readable else 0,
                     handed.pop() if handed else -1,
+                    board,
                 )
-                connection.sendall(bytes([_READ * readable + _SHARE * shared]))
+                connection.sendall(bytes([ways]))
         except (OSError, EOFError, struct.error, RuntimeError):
             pass
         finally:
@@ -239,13 +248,13 @@ class Fabric:
 
 
 def _exactly(connection: socket.socket, size: int, handed: list[int] | None = None) -> bytes:
-    """So many bytes; into `handed` goes a descriptor that comes with them through a unix socket."""
+    """So many bytes; into `handed` go descriptors that come with them through a unix socket."""
     got = b""
     while len(got) < size:
         if handed is None or connection.family != socket.AF_UNIX:
             part = connection.recv(size - len(got))
         else:
-            part, descriptors, _, _ = socket.recv_fds(connection, size - len(got), 1, socket.MSG_CMSG_CLOEXEC)
+            part, descriptors, _, _ = socket.recv_fds(connection, size - len(got), 2, socket.MSG_CMSG_CLOEXEC)
             handed += descriptors
         if not part:
             raise EOFError("the connection ended")
@@ -253,13 +262,13 @@ def _exactly(connection: socket.socket, size: int, handed: list[int] | None = No
     return got
 
 
-def _memory() -> int:
+def _memory(size: int) -> int:
     """Nameless memory of this user's that cannot change its size, or -1 where there is none to be had."""
     made = -1
     try:
         made = os.memfd_create("axonn-pccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(made, 0o600)
-        os.ftruncate(made, _SHARED)
+        os.ftruncate(made, size)
         fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError:
         if made >= 0:

@@ -36,20 +36,27 @@ class Core:
     def linked(self, peer: int) -> bool:
         return peer in self.outgoing
 
-    def add_outgoing(self, peer: int, handle: int, process: int, memory: int) -> None:
-        self._keep(memory)
+    def set_board(self, memory: int) -> None:
+        self.board = self._kept(memory)
+
+    def add_outgoing(self, peer: int, handle: int, process: int, memory: int, boarded: bool) -> None:
+        self.memories.append(self._kept(memory))
+        self.boarded = boarded
         self.outgoing[peer] = process
         self.sockets.append(socket.socket(fileno=handle))
 
-    def add_incoming(self, peer: int, handle: int, process: int, memory: int) -> None:
-        self._keep(memory)
+    def add_incoming(self, peer: int, handle: int, process: int, memory: int, board: int) -> None:
+        self.memories.append(self._kept(memory))
+        self.seen = self._kept(board)
         self.incoming.append((peer, process))
         self.sockets.append(socket.socket(fileno=handle))
 
-    def _keep(self, memory: int) -> None:
-        self.memories.append(os.fstat(memory).st_ino if memory >= 0 else -1)
-        if memory >= 0:
-            os.close(memory)
+    def _kept(self, memory: int) -> int:
+        if memory < 0:
+            return -1
+        found = os.fstat(memory).st_ino
+        os.close(memory)
+        return found
 
 
 @pytest.fixture()
@@ -79,7 +86,7 @@ def test_members_meet(pair: tuple[Fabric, Fabric, Group], near: bool) -> None:
     assert process in ((os.getpid(), 0) if near else (0,))
     assert list(one.core.outgoing.values()) == [1 if process else 0]
     assert one.core.memories == other.core.memories  # the same
-    assert (one.core.memories[0] >= 0) == near
+    assert (one.core.memories[0] >= 0) == one.core.boarded == (other.core.seen == one.core.board) == near
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -77,7 +77,7 @@ class Call : public c10d::Work {
  public:
   Call(int rank, c10d::OpType kind, Tensors outputs, std::shared_ptr<Finisher> finisher, uint64_t sequence)
       : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), sequence_(sequence),
-        future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+        future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors())) {}
 
   void expect(int runs) {
     left_ = runs;

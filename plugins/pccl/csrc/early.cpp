@@ -17,27 +17,27 @@ void Engine::take_early(Run& run, int32_t index, Early& early) {
   const Op& op = run.program->ops[index];
   auto link = links_.find(early.link);
   int peer = groups_.at(run.group).peers[op.peer];
-  if (early.header.frame == Frame::kRemote) {
+  Pieces to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
+  if (early.header.elsewhere()) {
     if (link == links_.end())
       return fail_group(run.group, describe(run) + " waits for " + rank_name(run.group, peer) + ", but " + lost_.at(peer), true);
-    if (accept(*link->second, run, index, early.header)) read_remote(run, index, early.body, early.link, early.header);
+    if (accept(*link->second, run, early.header, to.bytes())) read_remote(run, index, early.body, early.link, early.header);
     return;
   }
-  std::vector<Piece> to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
-  if (early.header.bytes != total(to))
-    return fail_group(run.group, describe(run) + " expects a message of " + std::to_string(total(to)) + " bytes from " +
+  if (early.header.bytes != to.bytes())
+    return fail_group(run.group, describe(run) + " expects a message of " + std::to_string(to.bytes()) + " bytes from " +
                                      rank_name(run.group, peer) + " and gets " + std::to_string(early.header.bytes), true);
   if (op.kind == Kind::kReceive) {
-    copy(Cursor(std::move(to)), Cursor({{early.body.data(), early.body.size()}}));
+    copy(Cursor(std::move(to)), Cursor(Pieces(early.body.data(), early.body.size())));
   } else {
-    Link reducer;
-    reducer.sink.kind = Sink::Kind::kReduce;
-    reducer.sink.left = early.body.size();
-    reducer.sink.to = Cursor(std::move(to));
-    reducer.sink.from = Cursor(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
-    reducer.sink.type = run.signature.type;
-    reducer.sink.reduction = run.signature.reduction;
-    reducer.pour(early.body.data(), early.body.size());
+    Sink sums;
+    sums.kind = Sink::Kind::kReduce;
+    sums.left = early.body.size();
+    sums.to = Cursor(std::move(to));
+    sums.from = Cursor(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
+    sums.type = run.signature.type;
+    sums.reduction = run.signature.reduction;
+    sums.pour(early.body.data(), early.body.size());
   }
   finish(run, index);
 }

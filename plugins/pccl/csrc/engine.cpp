@@ -160,7 +160,7 @@ void Engine::lead(Begun begun) {
     if (begun.run->over) break;
     Clock::time_point now = Clock::now();
     bool spin = spins && now < until;
-    if (spin && tries % kLook != 0) {
+    if (spin && (tries + 1) % kLook != 0) {
       spins = give_way(now);
       continue;
     }
@@ -177,16 +177,10 @@ void Engine::lead(Begun begun) {
   wake();  // it may still wait for events, and knows nothing of deadlines
 }
 
-// What is thrown on the way (there is no memory for a message) ends what is under way, never the process.
-void Engine::guarded(const std::function<void()>& step, uint64_t link) {
-  try {
-    step();
-  } catch (const std::exception& error) {
-    std::string why = std::string("the engine failed: ") + error.what();
-    // The others are told before they find a link ended.
-    for (auto& [key, group] : groups_) fail_group(key, "rank " + std::to_string(group.ranks[group.rank]) + ": " + why, true);
-    lose(link, why);
-  }
+void Engine::failed(const std::string& why, uint64_t link) {
+  // The others are told before they find a link ended.
+  for (auto& [key, group] : groups_) fail_group(key, "rank " + std::to_string(group.ranks[group.rank]) + ": " + why, true);
+  lose(link, why);
 }
 
 int Engine::wait_milliseconds() {

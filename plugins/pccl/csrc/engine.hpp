@@ -41,11 +41,13 @@ struct Run {
   std::shared_ptr<const Program> program;
   Signature signature;
   Buffers buffers;
-  std::vector<char> work;
+  std::unique_ptr<char[]> work;
   std::vector<int32_t> waits;
-  std::deque<int32_t> ready;
+  std::vector<int32_t> ready;
+  size_t begun = 0;  // of those
   std::vector<bool> finished;
   size_t left = 0;
+  std::map<int32_t, size_t> shown;  // places on the board, by the first op that sends what lies there
   bool advancing = false, over = false;
   std::chrono::duration<double> timeout;
   Clock::time_point deadline, asks;  // when those that it waits for are asked
@@ -66,11 +68,13 @@ class Engine {
   explicit Engine(size_t most_early = size_t{256} << 20);
   ~Engine();
 
+  // Takes memory, a descriptor, for this process' board, before there are links; throws where it is none.
+  void set_board(int memory);
   // Links to and from a peer process, over connected sockets that the engine owns from here on. `process` > 0: its memory
   // may be read here (incoming), or ours there (outgoing). `memory`: a descriptor of what bytes go through instead of the
-  // socket, or -1; throws where it is none, with both closed.
-  void add_outgoing(int peer, int socket, pid_t process, int memory = -1);
-  void add_incoming(int peer, int socket, pid_t process, int memory = -1);
+  // socket, or -1; `board`: the peer's, or -1; `boarded`: it has ours. Throws where one is none, with all closed.
+  void add_outgoing(int peer, int socket, pid_t process, int memory = -1, bool boarded = false);
+  void add_incoming(int peer, int socket, pid_t process, int memory = -1, int board = -1);
   // Throws in a process that was forked from the engine's.
   void check_process() const;
   // Whether there is a link to a peer still.
@@ -122,8 +126,21 @@ class Engine {
   Turn take_over();
   void launch(const std::shared_ptr<Run>& run);
   bool near(const Run& run) const;
-  void guarded(const std::function<void()>& step, uint64_t link);
-  void add_link(int peer, int socket, pid_t process, int memory, bool incoming);
+  // What is thrown on the way (there is no memory for a message) ends what is under way, never the process.
+  template <class Step>
+  void guarded(const Step& step, uint64_t link) {
+    try {
+      step();
+    } catch (const std::exception& error) {
+      failed(std::string("the engine failed: ") + error.what(), link);
+    }
+  }
+  void failed(const std::string& why, uint64_t link);
+  struct Shared {
+    std::unique_ptr<SharedMemory> memory;
+    std::unique_ptr<Board> board;
+  };
+  void add_link(int peer, int socket, pid_t process, int memory, int board, bool boarded, bool incoming);
   int wait_milliseconds();
   void expire();
   void ask(Run& run);
@@ -135,6 +152,7 @@ class Engine {
   void advance(Run& run);
   void begin(Run& run, int32_t op);
   void send(Run& run, int32_t op);
+  std::optional<size_t> show(Run& run, int32_t like, const Pieces& pieces);
   void receive(Run& run, int32_t op);
   void finish(Run& run, int32_t op);
   void complete(Run& run);
@@ -152,7 +170,7 @@ class Engine {
   bool on_header(Link& link);
   void on_body(Link& link);
   void on_acknowledged(Link& link, const Header& header);
-  bool accept(Link& link, Run& run, int32_t op, const Header& header);
+  bool accept(Link& link, Run& run, const Header& header, size_t expected);
   void take_early(Run& run, int32_t op, Early& early);
   void keep_early(Link& link, const Key& key, Early early);
   void drop_early(uint64_t group, std::optional<uint64_t> sequence);
@@ -160,7 +178,11 @@ class Engine {
   bool crowded(const Link& link) const;
   void pause(Link& link, bool paused);
   void resume(int peer);
+  bool read_board(Run& run, int32_t op, const std::vector<char>& row, const Link& link, const Header& header);
+  void acknowledge(Link& link, Run& run, int32_t op, const Header& header);
   void read_remote(Run& run, int32_t op, const std::vector<char>& pieces, uint64_t link, const Header& header);
+  void dispatch(Link& link, Message message);
+  bool write(Link& link, Message& message);
   void flush(Link& link);
   void lose(uint64_t link, const std::string& why);
   void watch(const Link& link, int change);
@@ -196,7 +218,8 @@ class Engine {
   std::map<Key, Early> early_;
   std::atomic<size_t> early_count_ = 0;
   size_t paused_ = 0;  // links
-  std::map<Key, Posted> unread_;  // sent as kRemote, not acknowledged yet
+  std::map<Key, Posted> unread_;  // sent as kRemote or kBoard, not acknowledged yet
+  std::unique_ptr<Board> board_;
   std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them
 };
 

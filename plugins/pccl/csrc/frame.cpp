@@ -71,17 +71,17 @@ std::string Header::read(const unsigned char* from) {
   signature.schedule = take<uint32_t>(from);
   tag = take<uint32_t>(from);
   pieces = take<uint32_t>(from);
-  if (frame < Frame::kData || frame > Frame::kAsk) return "its frame is of no known kind";
+  if (frame < Frame::kData || frame > Frame::kBoard) return "its frame is of no known kind";
   if (signature.collective >= Collective::kEnd || signature.type >= Type::kEnd || signature.reduction >= Reduction::kEnd)
     return "its frame is of no known operation";
   if (bytes > kMostBytes) return "its frame is too long";
   if (frame == Frame::kError && bytes > kMostText) return "its reason is too long";
   if (frame == Frame::kError && bytes == 0) return "its reason is missing";
   if ((frame == Frame::kAck || frame == Frame::kAsk) && bytes != 0) return "its frame has a body where there is none";
-  if ((frame == Frame::kRemote) != (pieces != 0) || pieces > kMostPieces) return "its frame names a wrong number of pieces";
+  if (elsewhere() != (pieces != 0) || pieces > (frame == Frame::kBoard ? 1 : kMostPieces)) return "its frame names a wrong number of pieces";
   return "";
 }
 
-uint64_t Header::body() const { return frame == Frame::kRemote ? pieces * kPieceBytes : bytes; }
+uint64_t Header::body() const { return elsewhere() ? pieces * kPieceBytes : bytes; }
 
 }  // namespace pccl

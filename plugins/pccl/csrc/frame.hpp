@@ -13,6 +13,7 @@ enum class Frame : uint8_t {
   kAck = 3,     // no body: a kRemote message was read, its memory may be reused
   kError = 4,   // body: why the sender gave the operation up
   kAsk = 5,     // no body: the sender has waited long; where the receiver has left the call to another library it says so
+  kBoard = 6,   // body: where on the sender's board it lies; else as kRemote
 };
 
 enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kEnd };
@@ -50,6 +51,8 @@ struct Header {
   // Reads and checks; the reason why it is refused, or "".
   std::string read(const unsigned char* from);
   uint64_t body() const;
+  // Whether the body says where the message is.
+  bool elsewhere() const { return frame == Frame::kRemote || frame == Frame::kBoard; }
 };
 
 size_t type_bytes(Type type);

@@ -78,11 +78,8 @@ void Engine::tell(uint64_t id, uint64_t group, const std::string& why) {
   header.group = group;
   header.bytes = why.size();
   header.write(message.header);
-  Link& link = *links_.at(id);
-  link.queue.push_back(std::move(message));
-  Message& last = link.queue.back();
-  last.body = Cursor({{last.owned.data(), last.owned.size()}});
-  flush(link);
+  message.body = Cursor(Pieces(message.owned.data(), message.owned.size()));
+  dispatch(*links_.at(id), std::move(message));
 }
 
 void Engine::leave(uint64_t group, uint64_t sequence, const Signature& signature) {
@@ -165,11 +162,9 @@ void Engine::ask(Run& run) {
     const auto& links = outgoing_.contains(peer) ? outgoing_ : incoming_;
     auto known = links.find(peer);
     if (known == links.end()) continue;
-    Link& link = *links_.at(known->second);
     Message message;
     header.write(message.header);
-    link.queue.push_back(std::move(message));
-    flush(link);
+    dispatch(*links_.at(known->second), std::move(message));
   }
 }
 

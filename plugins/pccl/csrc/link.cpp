@@ -16,8 +16,8 @@ namespace pccl {
 namespace {
 
 constexpr size_t kBuffer = 8192;           // holds a header and a short message
-constexpr size_t kScratch = 128 * 1024;    // fits a core's own cache
 constexpr size_t kAtOnce = 1024 * 1024;    // of one link before the others have a turn
+constexpr int kParts = 64;                 // of memory that the kernel is given together
 
 // Sockets that a fork is to close; a mutex of its own, which no fork finds locked. Never destroyed: the engine's thread goes on
 // while the process ends.
@@ -48,64 +48,84 @@ void Cursor::skip(size_t bytes) {
     size_t step = std::min(bytes, here());
     within_ += step;
     bytes -= step;
-    if (within_ == pieces_[at_].bytes) ++at_, within_ = 0;
+    if (within_ == piece().bytes) ++at_, within_ = 0;
   }
 }
 
-size_t Cursor::left() const {
-  size_t sum = 0;
-  for (size_t i = at_; i < pieces_.size(); ++i) sum += pieces_[i].bytes;
-  return sum - within_;
+int Cursor::parts(iovec* to, int room, size_t most) const {
+  int count = 0;
+  size_t within = within_;
+  for (size_t at = at_; at < pieces_.size() && count < room && most > 0; ++at) {
+    const Piece& next = pieces_.begin()[at];
+    size_t step = std::min(next.bytes - within, most);
+    to[count++] = {next.at + within, step};
+    most -= step;
+    within = 0;
+  }
+  return count;
 }
 
 void copy(Cursor to, Cursor from) {
   while (!to.done() && !from.done()) {
     size_t step = std::min(to.here(), from.here());
-    if (to.data() != from.data()) std::memmove(to.data(), from.data(), step);
+    bool apart = to.data() + step <= from.data() || from.data() + step <= to.data();
+    if (apart) stream(to.data(), from.data(), step);
+    else if (to.data() != from.data()) std::memmove(to.data(), from.data(), step);
     to.skip(step);
     from.skip(step);
   }
 }
 
-void Link::settle() {
-  size_t element = type_bytes(sink.type), used = 0;
-  size_t whole = sink.held / element * element;
-  while (used < whole) {
-    size_t step = std::min({whole - used, sink.to.here(), sink.from.here()});
-    combine(sink.type, sink.reduction, sink.to.data(), sink.from.data(), &sink.scratch[used], step / element);
-    sink.to.skip(step);
-    sink.from.skip(step);
-    used += step;
+// Whole elements.
+void Sink::reduce(const char* at, size_t bytes) {
+  while (bytes > 0) {
+    size_t step = std::min({bytes, to.here(), from.here()});
+    combine(type, reduction, to.data(), from.data(), at, step / type_bytes(type));
+    to.skip(step);
+    from.skip(step);
+    at += step;
+    bytes -= step;
   }
-  std::memmove(sink.scratch.data(), sink.scratch.data() + used, sink.held - used);
-  sink.held -= used;
 }
 
-void Link::pour(const char* from, size_t bytes) {
-  sink.left -= bytes;
-  switch (sink.kind) {
-    case Sink::Kind::kDiscard: return;
-    case Sink::Kind::kOwn: sink.own.insert(sink.own.end(), from, from + bytes); return;
-    case Sink::Kind::kPlace:
+void Sink::pour(const char* at, size_t bytes) {
+  left -= bytes;
+  switch (kind) {
+    case Kind::kDiscard: return;
+    case Kind::kOwn:
+      if (own.empty()) own.reserve(std::min(left + bytes, kAtOnce));
+      own.insert(own.end(), at, at + bytes);
+      return;
+    case Kind::kPlace:
       while (bytes > 0) {
-        size_t step = std::min(bytes, sink.to.here());
-        std::memcpy(sink.to.data(), from, step);
-        sink.to.skip(step);
-        from += step;
+        size_t step = std::min(bytes, to.here());
+        stream(to.data(), at, step);
+        to.skip(step);
+        at += step;
         bytes -= step;
       }
       return;
-    case Sink::Kind::kReduce:
-      sink.scratch.resize(kScratch);
-      while (bytes > 0) {
-        size_t step = std::min(bytes, kScratch - sink.held);
-        std::memcpy(&sink.scratch[sink.held], from, step);
-        sink.held += step;
-        from += step;
+    case Kind::kReduce:
+      size_t element = type_bytes(type);
+      if (held > 0) {
+        size_t step = std::min(bytes, element - held);
+        std::memcpy(part + held, at, step);
+        held += step;
+        at += step;
         bytes -= step;
-        if (sink.held == kScratch || sink.left == 0) settle();
+        if (held < element) return;
+        reduce(part, element);
       }
+      size_t whole = bytes / element * element;
+      reduce(at, whole);
+      held = bytes - whole;
+      if (held > 0) std::memcpy(part, at + whole, held);
   }
+}
+
+char* Link::room() {
+  if (!scratch_) scratch_ = std::make_unique_for_overwrite<char[]>(kScratch);
+  return scratch_.get();
 }
 
 ssize_t Link::get(iovec* parts, int count) {
@@ -114,6 +134,17 @@ ssize_t Link::get(iovec* parts, int count) {
   ssize_t got = shared->in().read(parts, count, bell);
   if (bell) ring_bell();
   return got < 0 && errno == EAGAIN && ended ? 0 : got;
+}
+
+// From the shared memory into the sink.
+ssize_t Link::pass() {
+  const char* at = nullptr;
+  ssize_t here = shared->in().ahead(at);
+  if (here < 0) return errno == EAGAIN && ended ? 0 : here;
+  size_t step = std::min<size_t>(here, sink.left);
+  sink.pour(at, step);
+  if (shared->in().skip(step)) ring_bell();
+  return static_cast<ssize_t>(step);
 }
 
 ssize_t Link::put(iovec* parts, int count) {
@@ -127,6 +158,27 @@ ssize_t Link::put(iovec* parts, int count) {
   block.msg_iov = parts;
   block.msg_iovlen = count;
   return sendmsg(socket, &block, MSG_NOSIGNAL);
+}
+
+bool Link::write(Message& message) {
+  while (message.header_sent < Header::kBytes || !message.body.done()) {
+    iovec parts[kParts];
+    int count = 0;
+    if (message.header_sent < Header::kBytes)
+      parts[count++] = {message.header + message.header_sent, Header::kBytes - message.header_sent};
+    count += message.body.parts(parts + count, kParts - count, SIZE_MAX);
+    ssize_t sent = put(parts, count);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    if (sent < 0) {
+      broken = std::string("its link broke: ") + std::strerror(errno);
+      return false;
+    }
+    size_t of_header = std::min<size_t>(sent, Header::kBytes - message.header_sent);
+    message.header_sent += of_header;
+    message.body.skip(sent - of_header);
+  }
+  return true;
 }
 
 // Where it cannot be, the peer has been woken already, or has gone, which is an event of its own.
@@ -147,16 +199,8 @@ ssize_t Link::fill() {
   drained = false;
   bool direct = in_body && begin == end && sink.left >= kBuffer;
   if (direct && sink.kind == Sink::Kind::kPlace) {
-    std::vector<iovec> parts;
-    size_t planned = 0;
-    Cursor ahead = sink.to;
-    while (!ahead.done() && planned < std::min(sink.left, kAtOnce) && parts.size() < 64) {
-      size_t step = std::min(ahead.here(), std::min(sink.left, kAtOnce) - planned);
-      parts.push_back({ahead.data(), step});
-      ahead.skip(step);
-      planned += step;
-    }
-    ssize_t got = get(parts.data(), static_cast<int>(parts.size()));
+    iovec parts[kParts];
+    ssize_t got = get(parts, sink.to.parts(parts, kParts, std::min(sink.left, kAtOnce)));
     if (got > 0) {
       sink.to.skip(got);
       sink.left -= got;
@@ -164,17 +208,14 @@ ssize_t Link::fill() {
     return got;
   }
   if (direct && sink.kind == Sink::Kind::kReduce) {
-    sink.scratch.resize(kScratch);
-    iovec part{&sink.scratch[sink.held], std::min(kScratch - sink.held, sink.left)};
+    if (shared) return pass();
+    iovec part{room(), std::min(kScratch, sink.left)};
     ssize_t got = get(&part, 1);
-    if (got > 0) {
-      sink.held += got;
-      sink.left -= got;
-      if (sink.held == kScratch || sink.left == 0) settle();
-    }
+    if (got > 0) sink.pour(room(), got);
     return got;
   }
   if (direct && sink.kind == Sink::Kind::kOwn) {
+    if (shared) return pass();
     size_t before = sink.own.size(), step = std::min(sink.left, kAtOnce);
     sink.own.resize(before + step);
     iovec part{&sink.own[before], step};

@@ -20,18 +20,18 @@ namespace pccl {
 class Cursor {
  public:
   Cursor() = default;
-  explicit Cursor(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {
-    std::erase_if(pieces_, [](const Piece& piece) { return piece.bytes == 0; });
-  }
+  explicit Cursor(Pieces pieces) : pieces_(std::move(pieces)) {}
   bool done() const { return at_ == pieces_.size(); }
-  char* data() const { return pieces_[at_].at + within_; }
-  size_t here() const { return done() ? 0 : pieces_[at_].bytes - within_; }
+  char* data() const { return piece().at + within_; }
+  size_t here() const { return done() ? 0 : piece().bytes - within_; }
   void skip(size_t bytes);
-  size_t left() const;
-  const std::vector<Piece>& pieces() const { return pieces_; }
+  // Up to `room` parts of what is ahead, of at most so many bytes together; how many.
+  int parts(iovec* to, int room, size_t most) const;
 
  private:
-  std::vector<Piece> pieces_;
+  const Piece& piece() const { return pieces_.begin()[at_]; }
+
+  Pieces pieces_;
   size_t at_ = 0, within_ = 0;
 };
 
@@ -58,16 +58,26 @@ struct Sink {
   int32_t op = -1;
   Type type = Type::kU8;
   Reduction reduction = Reduction::kNone;
-  std::vector<char> scratch;
-  size_t held = 0;  // bytes in scratch
+  char part[8];     // of an element, the rest of which is still to come
+  size_t held = 0;  // bytes of it
+
+  // Takes so many bytes of the body.
+  void pour(const char* at, size_t bytes);
+
+ private:
+  void reduce(const char* at, size_t bytes);
 };
 
 struct Link {
+  static constexpr size_t kScratch = 128 * 1024;  // fits a core's own cache
+
   uint64_t id = 0;
   int peer = -1, socket = -1;
   pid_t process = 0;
   std::unique_ptr<SharedMemory> shared;  // what the bytes go through; the socket then only wakes, and ends
   bool ended = false;                    // that socket has
+  std::unique_ptr<Board> board;          // the peer's, of what comes in
+  bool boarded = false;                  // the peer has ours
   std::string broken;                    // why it cannot be written to
   bool incoming = false, wants_write = false, paused = false, hung_up = false;
   bool drained = false;  // the last `fill` got less than it had room for
@@ -80,25 +90,26 @@ struct Link {
   bool in_body = false;
   Header header;
   Sink sink;
-
-  // Bytes into the sink, from the buffer or wherever they were read.
-  void pour(const char* from, size_t bytes);
   // Reads into the sink or the buffer: bytes, 0 at the end of the stream, -1 with errno.
   ssize_t fill();
-  // As writev.
-  ssize_t put(iovec* parts, int count);
+  // Where kScratch bytes that are to be added up lie meanwhile.
+  char* room();
+  // Writes what can be written of a message; whether that is all. Where it can never be, `broken` says why.
+  bool write(Message& message);
   // Takes what woke this process, and whether the peer has gone.
   void hear();
   // Whether there is anything to do, where bytes go through memory.
   bool busy() const { return (!paused && shared->in().readable()) || (wants_write && shared->out().writable()); }
   // Has the peer wake this process when there is.
   void sleep() const;
-  // Combines what is in the scratch.
-  void settle();
 
  private:
   ssize_t get(iovec* parts, int count);
+  ssize_t pass();
+  ssize_t put(iovec* parts, int count);
   void ring_bell() const;
+
+  std::unique_ptr<char[]> scratch_;
 };
 
 // A forked child must not hold its parent's sockets: peers would not see the parent end.

@@ -4,20 +4,32 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine.hpp"
 
 namespace pccl {
 
-void Engine::add_outgoing(int peer, int socket, pid_t process, int memory) { add_link(peer, socket, process, memory, false); }
+void Engine::set_board(int memory) {
+  auto made = std::make_shared<std::unique_ptr<Board>>(std::make_unique<Board>(memory, true));  // which a std::function can hold
+  post([=, this] { board_ = std::move(*made); });
+}
 
-void Engine::add_incoming(int peer, int socket, pid_t process, int memory) { add_link(peer, socket, process, memory, true); }
+void Engine::add_outgoing(int peer, int socket, pid_t process, int memory, bool boarded) {
+  add_link(peer, socket, process, memory, -1, boarded, false);
+}
 
-void Engine::add_link(int peer, int socket, pid_t process, int memory, bool incoming) {
-  auto made = std::make_shared<std::unique_ptr<SharedMemory>>();  // which a std::function can hold
+void Engine::add_incoming(int peer, int socket, pid_t process, int memory, int board) {
+  add_link(peer, socket, process, memory, board, false, true);
+}
+
+void Engine::add_link(int peer, int socket, pid_t process, int memory, int board, bool boarded, bool incoming) {
+  auto made = std::make_shared<Shared>();
   try {
-    if (memory >= 0) *made = std::make_unique<SharedMemory>(memory, incoming);
+    if (memory >= 0) made->memory = std::make_unique<SharedMemory>(std::exchange(memory, -1), incoming);
+    if (board >= 0) made->board = std::make_unique<Board>(std::exchange(board, -1), false);
   } catch (...) {
+    if (board >= 0) close(board);
     close(socket);
     throw;
   }
@@ -28,7 +40,9 @@ void Engine::add_link(int peer, int socket, pid_t process, int memory, bool inco
   }
   post([=, this] {
     auto link = std::make_unique<Link>();
-    link->shared = std::move(*made);
+    link->shared = std::move(made->memory);
+    link->board = std::move(made->board);
+    link->boarded = boarded;
     link->id = next_link_++;
     link->peer = peer;
     link->socket = socket;

@@ -1,5 +1,6 @@
 #include "program.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace pccl {
@@ -54,24 +55,58 @@ Program Program::parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_
       made.ops[first].before.push_back(static_cast<int32_t>(i));
     }
     made.ops.push_back(std::move(op));
+    made.liken(static_cast<int32_t>(i));
   }
   return made;
 }
 
-size_t total(const std::vector<Piece>& pieces) {
+// Finds the first send of what a send sends, since it was last written. Input and output may be one memory, so blocks count.
+void Program::liken(int32_t index) {
+  Op& op = ops[index];
+  if (op.kind != Kind::kSend) return;
+  op.like = index;
+  std::vector<int32_t> blocks = blocks_of(op.from);
+  for (int32_t before = index - 1; before >= 0; --before) {
+    const Op& other = ops[before];
+    if (other.kind == Kind::kSend) {
+      if (other.chunk != op.chunk || !(other.from == op.from)) continue;
+      op.like = other.like;
+      break;
+    }
+    bool meets = other.chunk == op.chunk || other.chunk < 0 || op.chunk < 0;
+    std::vector<int32_t> written = blocks_of(other.to);
+    if (meets && std::ranges::find_first_of(written, blocks) != written.end()) break;
+  }
+  ++ops[op.like].alike;
+}
+
+void Pieces::add(char* at, size_t bytes) {
+  if (bytes == 0) return;
+  Piece* last = count_ == 0 ? nullptr : count_ > kFew ? &many_.back() : &few_[count_ - 1];
+  // As numbers: what a peer says of its memory need be no addresses.
+  if (last && reinterpret_cast<uintptr_t>(last->at) + last->bytes == reinterpret_cast<uintptr_t>(at)) {
+    last->bytes += bytes;
+    return;
+  }
+  if (count_ == kFew) many_.assign(few_, few_ + kFew);
+  if (count_ < kFew) few_[count_] = {at, bytes};
+  else many_.push_back({at, bytes});
+  ++count_;
+}
+
+size_t Pieces::bytes() const {
   size_t sum = 0;
-  for (const Piece& piece : pieces) sum += piece.bytes;
+  for (const Piece& piece : *this) sum += piece.bytes;
   return sum;
 }
 
-std::vector<Piece> Buffers::pieces(const std::vector<Span>& spans, int32_t chunk, int32_t chunks) const {
-  std::vector<Piece> made;
+Pieces Buffers::pieces(const std::vector<Span>& spans, int32_t chunk, int32_t chunks) const {
+  Pieces made;
   for (const Span& span : spans) {
     for (int32_t i = 0; i < span.count; ++i) {
       size_t length = starts[span.block + i + 1] - starts[span.block + i];
       size_t from = chunk < 0 ? 0 : length * chunk / chunks;
       size_t to = chunk < 0 ? length : length * (chunk + 1) / chunks;
-      if (from == to) continue;
       size_t slot = static_cast<size_t>(span.slot) + i;
       char* base;
       if (span.place == Place::kWork) {
@@ -80,11 +115,7 @@ std::vector<Piece> Buffers::pieces(const std::vector<Span>& spans, int32_t chunk
         bool whole = span.place == Place::kInput ? whole_input : whole_output;
         base = (span.place == Place::kInput ? input : output) + (whole ? starts[slot] * element : 0);
       }
-      Piece piece{base + from * element, (to - from) * element};
-      if (!made.empty() && made.back().at + made.back().bytes == piece.at)
-        made.back().bytes += piece.bytes;
-      else
-        made.push_back(piece);
+      made.add(base + from * element, (to - from) * element);
     }
   }
   return made;

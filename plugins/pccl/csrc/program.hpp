@@ -14,6 +14,8 @@ enum class Place : int32_t { kInput, kOutput, kWork };
 struct Span {
   Place place;
   int32_t slot, block, count;
+
+  bool operator==(const Span&) const = default;
 };
 
 struct Op {
@@ -23,6 +25,8 @@ struct Op {
   std::vector<Span> to, from;
   std::vector<int32_t> before;  // ops that wait for this one
   int32_t waits = 0;            // for how many this one waits
+  int32_t like = -1;            // of sends: the first one of the same data
+  int32_t alike = 0;            // of that: how many there are
 };
 
 struct Piece {
@@ -30,7 +34,23 @@ struct Piece {
   size_t bytes;
 };
 
-size_t total(const std::vector<Piece>& pieces);
+// Neighbours are joined. The first few need no memory of their own.
+class Pieces {
+ public:
+  Pieces() = default;
+  Pieces(char* at, size_t bytes) { add(at, bytes); }
+  void add(char* at, size_t bytes);
+  size_t size() const { return count_; }
+  const Piece* begin() const { return count_ > kFew ? many_.data() : few_; }
+  const Piece* end() const { return begin() + count_; }
+  size_t bytes() const;
+
+ private:
+  static constexpr size_t kFew = 2;
+  Piece few_[kFew] = {};
+  size_t count_ = 0;
+  std::vector<Piece> many_;
+};
 
 struct Program {
   int32_t size = 0, rank = 0, chunks = 1, work_slots = 0;
@@ -40,6 +60,9 @@ struct Program {
   // From the flat lists of program.py; throws std::invalid_argument where they are not a program.
   static Program parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_slots, uint32_t digest,
                        const std::vector<int32_t>& ops, const std::vector<int32_t>& spans, const std::vector<int32_t>& after);
+
+ private:
+  void liken(int32_t op);
 };
 
 // Where the blocks of one run lie.
@@ -50,8 +73,8 @@ struct Buffers {
   std::vector<size_t> starts;                      // of each block, in elements, and the end
   size_t longest = 0;                              // block, in elements
 
-  // Memory of spans, in order; neighbours are joined.
-  std::vector<Piece> pieces(const std::vector<Span>& spans, int32_t chunk, int32_t chunks) const;
+  // Memory of spans, in order.
+  Pieces pieces(const std::vector<Span>& spans, int32_t chunk, int32_t chunks) const;
 };
 
 }  // namespace pccl

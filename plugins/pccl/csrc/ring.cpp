@@ -1,11 +1,6 @@
 #include "ring.hpp"
 
-#include <fcntl.h>
-#include <linux/magic.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/vfs.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -59,26 +54,30 @@ ssize_t Ring::read(const iovec* parts, int count, bool& bell) {
     copy(own_ + done, static_cast<char*>(parts[i].iov_base), step, false);
     done += step;
   }
-  own_ += done;
-  control_->read.store(own_);
-  bell = control_->writer_waits.load() && control_->writer_waits.exchange(0);
+  bell = skip(done);
   return static_cast<ssize_t>(done);
 }
 
-SharedMemory::Mapping SharedMemory::map(int memory) {
-  struct stat found;
-  struct statfs kind;
-  int seals = fcntl(memory, F_GET_SEALS);
-  bool sealed = seals >= 0 && (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) == (F_SEAL_SHRINK | F_SEAL_GROW);
-  bool fits = sealed && fstat(memory, &found) == 0 && fstatfs(memory, &kind) == 0 && kind.f_type == TMPFS_MAGIC &&
-              found.st_size > static_cast<off_t>(kControls + kAnswers);
-  size_t bytes = fits ? found.st_size : 0, messages = bytes - kControls - kAnswers;
-  fits = fits && messages <= kMostMessages && std::has_single_bit(messages);
-  void* base = fits ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0) : MAP_FAILED;
-  close(memory);
-  if (base == MAP_FAILED) throw std::runtime_error("the memory of a link cannot be mapped");
-  madvise(base, bytes, MADV_DONTFORK);
-  return {static_cast<char*>(base), bytes};
+ssize_t Ring::ahead(const char*& at) const {
+  size_t there = control_->written.load() - own_, from = own_ & (capacity_ - 1);
+  if (there > capacity_) return errno = EPROTO, -1;
+  if (there == 0) return errno = EAGAIN, -1;
+  at = data_ + from;
+  return static_cast<ssize_t>(std::min(there, capacity_ - from));
+}
+
+bool Ring::skip(size_t bytes) {
+  own_ += bytes;
+  control_->read.store(own_);
+  return control_->writer_waits.load() && control_->writer_waits.exchange(0);
+}
+
+Mapping SharedMemory::map(int memory) {
+  Mapping made = map_sealed(memory, kControls + kAnswers + 1, true);
+  size_t messages = made.bytes - kControls - kAnswers;
+  if (messages <= kMostMessages && std::has_single_bit(messages)) return made;
+  munmap(made.base, made.bytes);
+  throw std::runtime_error("the memory of a link has no such size");
 }
 
 SharedMemory::SharedMemory(int memory, bool incoming) : SharedMemory(map(memory), incoming) {}

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "board.hpp"
+
 namespace pccl {
 
 // What both ends see of a ring; the other end may write anything here at any time.
@@ -28,6 +30,10 @@ class Ring {
   // Sets `bell` where the other end asked to be woken.
   ssize_t write(const iovec* parts, int count, bool& bell);
   ssize_t read(const iovec* parts, int count, bool& bell);
+  // Bytes that can be read in one piece, from `at` on; -1 as `read` where there are none.
+  ssize_t ahead(const char*& at) const;
+  // They have been read; whether the other end asked to be woken.
+  bool skip(size_t bytes);
   bool readable() const { return control_->written.load() != own_; }
   bool writable() const { return own_ - control_->read.load() < capacity_; }
 
@@ -47,8 +53,7 @@ class Ring {
 // A link's memory, as one of its ends sees it.
 class SharedMemory {
  public:
-  // Maps `memory`, a descriptor that it closes. Throws where it is not sealed memory of a size that can be: a file that shrinks would
-  // end this process.
+  // As map_sealed; throws for a size that cannot be, too.
   SharedMemory(int memory, bool incoming);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
@@ -57,10 +62,6 @@ class SharedMemory {
   Ring& out() { return out_; }
 
  private:
-  struct Mapping {
-    char* base;
-    size_t bytes;
-  };
   SharedMemory(Mapping mapping, bool incoming);
   static Mapping map(int memory);
 

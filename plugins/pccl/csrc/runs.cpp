@@ -1,5 +1,6 @@
 // How a program is carried out: ops begin as soon as those that they wait for are done.
 #include <algorithm>
+#include <cstring>
 
 #include "engine.hpp"
 #include "reduce.hpp"
@@ -7,8 +8,8 @@
 namespace pccl {
 namespace {
 
-// From here on reading the sender's memory beats two copies through a socket.
-constexpr size_t kRemoteBytes = 64 * 1024;
+// From here on reading the sender's memory beats two copies: through a socket, and through memory that both have.
+constexpr size_t kRemoteBytes = 64 * 1024, kRemoteBeyondShared = 128 * 1024;
 
 }  // namespace
 
@@ -29,6 +30,7 @@ Begun Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Pro
   buffers.whole_output = signature.collective != Collective::kReduceScatter;
   buffers.element = type_bytes(signature.type);
   size_t blocks = run->program->size, each = signature.elements / blocks, longer = signature.elements % blocks;
+  buffers.starts.reserve(blocks + 1);
   for (size_t block = 0; block <= blocks; ++block) buffers.starts.push_back(block * each + std::min(block, longer));
   buffers.longest = each + (longer > 0);
   Turn turn = here ? take_over() : Turn();
@@ -57,11 +59,13 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
     if (!(early.header.signature == run->signature))
       return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
   }
-  run->work.resize(run->program->work_slots * run->buffers.longest * run->buffers.element);
-  run->buffers.work = run->work.data();
+  run->work = std::make_unique_for_overwrite<char[]>(run->program->work_slots * run->buffers.longest * run->buffers.element);
+  run->buffers.work = run->work.get();
   const auto& ops = run->program->ops;
   run->left = ops.size();
   run->finished.resize(ops.size());
+  run->waits.reserve(ops.size());
+  run->ready.reserve(ops.size());
   for (size_t i = 0; i < ops.size(); ++i) {
     run->waits.push_back(ops[i].waits);
     if (ops[i].waits == 0) run->ready.push_back(static_cast<int32_t>(i));
@@ -96,7 +100,7 @@ void Engine::forget(Run& run) {
         begun.owned.insert(begun.owned.end(), rest.data(), rest.data() + rest.here());
         rest.skip(rest.here());
       }
-      begun.body = begun.owned.empty() ? Cursor() : Cursor({{begun.owned.data(), begun.owned.size()}});
+      begun.body = begun.owned.empty() ? Cursor() : Cursor(Pieces(begun.owned.data(), begun.owned.size()));
     }
   }
   auto found = runs_.find({run.group, run.sequence});
@@ -107,11 +111,7 @@ void Engine::forget(Run& run) {
 void Engine::advance(Run& run) {
   if (run.advancing) return;
   run.advancing = true;
-  while (!run.ready.empty() && !run.over) {
-    int32_t op = run.ready.front();
-    run.ready.pop_front();
-    begin(run, op);
-  }
+  while (run.begun < run.ready.size() && !run.over) begin(run, run.ready[run.begun++]);
   run.advancing = false;
   if (run.left == 0 && !run.over) complete(run);
 }
@@ -143,6 +143,8 @@ void Engine::complete(Run& run) {
     size_t rank = run.program->rank, own = buffers.starts[rank + 1] - buffers.starts[rank];
     divide(run.signature.type, buffers.output, buffers.whole_output ? buffers.starts.back() : own, run.program->size);
   }
+  // Where a run is given up they stay taken: somebody may be about to read them.
+  for (auto [op, at] : run.shown) board_->give_back(at);
   forget(run);
   run.done("");
 }
@@ -156,34 +158,58 @@ void Engine::send(Run& run, int32_t index) {
     return fail_group(run.group, describe(run) + " has no link to " + rank_name(run.group, peer) +
                                      (lost_.contains(peer) ? ": " + lost_.at(peer) : ""), true);
   Link& link = *links_.at(out->second);
-  std::vector<Piece> pieces = run.buffers.pieces(op.from, op.chunk, run.program->chunks);
+  Pieces pieces = run.buffers.pieces(op.from, op.chunk, run.program->chunks);
   Header header;
   header.frame = Frame::kData;
   header.signature = run.signature;
   header.group = run.group;
   header.sequence = run.sequence;
-  header.bytes = total(pieces);
+  header.bytes = pieces.bytes();
   header.tag = op.tag;
   Message message;
   message.group = run.group;
   message.sequence = run.sequence;
   message.run = &run;
   message.op = index;
-  if (link.process > 0 && header.bytes >= kRemoteBytes && pieces.size() <= Header::kMostPieces) {
-    header.frame = Frame::kRemote;
-    header.pieces = static_cast<uint32_t>(pieces.size());
-    for (const Piece& piece : pieces) {
-      uint64_t row[2] = {reinterpret_cast<uintptr_t>(piece.at), piece.bytes};
+  size_t remote = link.shared ? kRemoteBeyondShared : kRemoteBytes;
+  std::optional<size_t> shown = link.boarded && header.bytes >= remote ? show(run, op.like, pieces) : std::nullopt;
+  if (shown || (link.process > 0 && header.bytes >= remote && pieces.size() <= Header::kMostPieces)) {
+    header.frame = shown ? Frame::kBoard : Frame::kRemote;
+    auto add = [&](uint64_t at, uint64_t bytes) {
+      uint64_t row[2] = {at, bytes};
       message.owned.insert(message.owned.end(), reinterpret_cast<char*>(row), reinterpret_cast<char*>(row + 2));
-    }
+      ++header.pieces;
+    };
+    if (shown) add(*shown, header.bytes);
+    else
+      for (const Piece& piece : pieces) add(reinterpret_cast<uintptr_t>(piece.at), piece.bytes);
     unread_[{run.group, run.sequence, peer, op.tag}] = {&run, index};
     message.op = -1;  // done when it is acknowledged
   }
   header.write(message.header);
-  link.queue.push_back(std::move(message));
-  Message& last = link.queue.back();
-  last.body = last.owned.empty() ? Cursor(std::move(pieces)) : Cursor({{last.owned.data(), last.owned.size()}});
-  flush(link);
+  message.body = Cursor(message.owned.empty() ? std::move(pieces) : Pieces(message.owned.data(), message.owned.size()));
+  dispatch(link, std::move(message));
+}
+
+// Lays on the board what several ranks of the node are to read; where. Not where there is no room.
+std::optional<size_t> Engine::show(Run& run, int32_t like, const Pieces& pieces) {
+  auto found = run.shown.find(like);
+  if (found != run.shown.end()) return found->second;
+  const auto& ops = run.program->ops;
+  if (ops[like].alike < 2) return std::nullopt;
+  const std::vector<int>& peers = groups_.at(run.group).peers;
+  auto reads = [&](const Op& op) {
+    if (op.like != like) return false;
+    auto out = outgoing_.find(peers[op.peer]);
+    return out != outgoing_.end() && links_.at(out->second)->boarded;
+  };
+  if (std::ranges::count_if(ops, reads) < 2) return std::nullopt;
+  std::optional<size_t> at = board_->take(pieces.bytes());
+  if (!at) return at;
+  run.shown[like] = *at;
+  char* to = board_->at(*at);
+  for (const Piece& piece : pieces) to = static_cast<char*>(std::memcpy(to, piece.at, piece.bytes)) + piece.bytes;
+  return at;
 }
 
 void Engine::receive(Run& run, int32_t index) {
@@ -205,9 +231,7 @@ void Engine::receive(Run& run, int32_t index) {
 }
 
 // Whether a message is as long as its op expects; the group fails where not.
-bool Engine::accept(Link& link, Run& run, int32_t index, const Header& header) {
-  const Op& op = run.program->ops[index];
-  size_t expected = total(run.buffers.pieces(op.to, op.chunk, run.program->chunks));
+bool Engine::accept(Link& link, Run& run, const Header& header, size_t expected) {
   if (header.bytes == expected) return true;
   fail_group(run.group, describe(run) + " expects a message of " + std::to_string(expected) + " bytes from " +
                             rank_name(run.group, link.peer) + " and gets " + std::to_string(header.bytes), true);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "engine.hpp"
 
@@ -59,7 +60,7 @@ void Engine::read(Link& link) {
         if (!on_header(link) || !links_.contains(id)) return;
       }
       size_t step = std::min(link.end - link.begin, link.sink.left);
-      if (step) link.pour(reinterpret_cast<char*>(&link.buffer[link.begin]), step);
+      if (step) link.sink.pour(reinterpret_cast<char*>(&link.buffer[link.begin]), step);
       link.begin += step;
       if (link.sink.left > 0) break;
       link.in_body = false;
@@ -76,7 +77,7 @@ bool Engine::on_header(Link& link) {
   link.sink = Sink();
   link.sink.left = header.body();
   link.in_body = true;
-  bool data = header.frame == Frame::kData || header.frame == Frame::kRemote;
+  bool data = header.frame == Frame::kData || header.elsewhere();
   if (!link.incoming && header.frame == Frame::kAck) return true;
   if (!link.incoming && data) {
     lose(link.id, "it sent data against the direction of its link");
@@ -86,7 +87,7 @@ bool Engine::on_header(Link& link) {
     lose(link.id, "it acknowledged what was not sent");
     return false;
   }
-  if (header.frame == Frame::kRemote && link.process <= 0) {
+  if (header.frame == Frame::kBoard ? !link.board : header.frame == Frame::kRemote && link.process <= 0) {
     lose(link.id, "its memory is not to be read here");
     return false;
   }
@@ -118,14 +119,15 @@ bool Engine::on_header(Link& link) {
   if (found == posted_.end()) return true;
   Posted posted = found->second;
   posted_.erase(found);
-  if (!accept(link, *posted.run, posted.op, header)) {
+  const Op& op = posted.run->program->ops[posted.op];
+  const Program& program = *posted.run->program;
+  Pieces to = posted.run->buffers.pieces(op.to, op.chunk, program.chunks);
+  if (!accept(link, *posted.run, header, to.bytes())) {
     link.sink.kind = Sink::Kind::kDiscard;
     return true;
   }
-  const Op& op = posted.run->program->ops[posted.op];
-  const Program& program = *posted.run->program;
   link.sink.kind = op.kind == Kind::kReduce ? Sink::Kind::kReduce : Sink::Kind::kPlace;
-  link.sink.to = Cursor(posted.run->buffers.pieces(op.to, op.chunk, program.chunks));
+  link.sink.to = Cursor(std::move(to));
   link.sink.from = Cursor(posted.run->buffers.pieces(op.from, op.chunk, program.chunks));
   link.sink.run = posted.run;
   link.sink.op = posted.op;
@@ -136,16 +138,17 @@ bool Engine::on_header(Link& link) {
 
 void Engine::on_body(Link& link) {
   Header header = link.header;
-  Sink sink = std::move(link.sink);
-  link.sink = Sink();
+  Sink::Kind kind = std::exchange(link.sink.kind, Sink::Kind::kDiscard);
+  Run* whose = static_cast<Run*>(std::exchange(link.sink.run, nullptr));
+  std::vector<char> own = std::exchange(link.sink.own, {});
   if (header.frame == Frame::kAck) return on_acknowledged(link, header);
-  if (sink.kind == Sink::Kind::kDiscard) return;
+  if (kind == Sink::Kind::kDiscard) return;
   if (header.frame == Frame::kAsk) {
     left_elsewhere(header.group, header.sequence, link.peer, header);
     return;
   }
   if (header.frame == Frame::kError) {
-    std::string why(sink.own.begin(), sink.own.end());
+    std::string why(own.begin(), own.end());
     // It is shown to a person, by way of Python's strings.
     std::replace_if(why.begin(), why.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
     if (groups_.contains(header.group))
@@ -154,13 +157,12 @@ void Engine::on_body(Link& link) {
       broken_early_[header.group] = why;
     return;
   }
-  if (sink.kind == Sink::Kind::kPlace || sink.kind == Sink::Kind::kReduce)
-    return finish(*static_cast<Run*>(sink.run), sink.op);
+  if (kind != Sink::Kind::kOwn) return finish(*whose, link.sink.op);
   Key key{header.group, header.sequence, link.peer, header.tag};
   auto run = runs_.find({header.group, header.sequence});
   if (run != runs_.end() && !(header.signature == run->second->signature))
     return fail_group(header.group, mismatch(*run->second, link.peer, header), true);
-  Early early{header, std::move(sink.own), link.id};
+  Early early{header, std::move(own), link.id};
   // Its op may have come to wait for it while it arrived.
   auto found = posted_.find(key);
   if (found != posted_.end()) {
@@ -181,35 +183,28 @@ void Engine::on_acknowledged(Link& link, const Header& header) {
   finish(*posted.run, posted.op);
 }
 
+// Writes a message at once, or else when its turn has come.
+void Engine::dispatch(Link& link, Message message) {
+  if (link.queue.empty() && link.broken.empty() && write(link, message)) {
+    if (message.op >= 0) finish(*static_cast<Run*>(message.run), message.op);
+    return;
+  }
+  link.queue.push_back(std::move(message));
+  flush(link);
+}
+
+// As the link's; it is not lost before what the peer said last is read, nor while others hold it.
+bool Engine::write(Link& link, Message& message) {
+  bool all = link.write(message);
+  if (!link.broken.empty()) dying_.push_back(link.id);
+  return all;
+}
+
 void Engine::flush(Link& link) {
   uint64_t id = link.id;
   while (!link.queue.empty() && link.broken.empty()) {
     Message& message = link.queue.front();
-    iovec parts[64];
-    int count = 0;
-    if (message.header_sent < Header::kBytes)
-      parts[count++] = {message.header + message.header_sent, Header::kBytes - message.header_sent};
-    Cursor ahead = message.body;
-    while (!ahead.done() && count < 64) {
-      parts[count++] = {ahead.data(), ahead.here()};
-      ahead.skip(ahead.here());
-    }
-    ssize_t sent = 0;
-    if (count > 0) {
-      sent = link.put(parts, count);
-      if (sent < 0 && errno == EINTR) continue;
-      if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-      if (sent < 0) {
-        // It is not lost before what the peer said last is read, nor while others hold it.
-        link.broken = std::string("its link broke: ") + std::strerror(errno);
-        dying_.push_back(id);
-        return;
-      }
-    }
-    size_t of_header = std::min<size_t>(sent, Header::kBytes - message.header_sent);
-    message.header_sent += of_header;
-    message.body.skip(sent - of_header);
-    if (message.header_sent < Header::kBytes || !message.body.done()) continue;
+    if (!write(link, message)) break;
     auto run = message.op < 0 ? runs_.end() : runs_.find({message.group, message.sequence});
     int32_t op = message.op;
     link.queue.pop_front();
@@ -218,7 +213,7 @@ void Engine::flush(Link& link) {
       if (!links_.contains(id)) return;
     }
   }
-  bool wanted = !link.queue.empty();
+  bool wanted = !link.queue.empty() && link.broken.empty();
   if (wanted == link.wants_write) return;
   link.wants_write = wanted;
   watch(link, EPOLL_CTL_MOD);

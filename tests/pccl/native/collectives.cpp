@@ -14,24 +14,31 @@ struct Call {
 };
 
 // Links of every pair, each way; `process`: the receiver reads large messages out of the sender's memory; `shared`: bytes go
-// through memory that both have mapped.
-void connect(std::vector<std::unique_ptr<Engine>>& engines, pid_t process, bool shared) {
+// through memory that both have mapped; `boards`: what goes to several is laid out once.
+void connect(std::vector<std::unique_ptr<Engine>>& engines, pid_t process, bool shared, bool boards) {
   int size = static_cast<int>(engines.size());
+  std::vector<int> board(size, -1);
+  for (int rank = 0; boards && rank < size; ++rank) {
+    board[rank] = memory_of_link(1 << 20);
+    engines[rank]->set_board(dup(board[rank]));
+  }
   for (int from = 0; from < size; ++from)
     for (int to = 0; to < size; ++to) {
       if (from == to) continue;
       auto [out, in] = pair_of_sockets();
       int memory = shared ? memory_of_link(16384) : -1;
-      engines[to]->add_incoming(from, in, process, shared ? dup(memory) : -1);
-      engines[from]->add_outgoing(to, out, process, memory);
+      engines[to]->add_incoming(from, in, process, shared ? dup(memory) : -1, boards ? dup(board[from]) : -1);
+      engines[from]->add_outgoing(to, out, process, memory, boards);
     }
+  for (int each : board)
+    if (each >= 0) close(each);
 }
 
 void round(std::mt19937_64& draw) {
   int size = 1 + static_cast<int>(draw() % 6), calls = 1 + static_cast<int>(draw() % 12);
   std::vector<std::unique_ptr<Engine>> engines;
   for (int rank = 0; rank < size; ++rank) engines.push_back(std::make_unique<Engine>(draw() % 2 ? 5000 : 1 << 28));
-  connect(engines, draw() % 2 ? getpid() : 0, draw() % 2);
+  connect(engines, draw() % 2 ? getpid() : 0, draw() % 2, draw() % 2);
   std::vector<int> ranks(size);
   for (int rank = 0; rank < size; ++rank) ranks[rank] = rank;
   for (int rank = 0; rank < size; ++rank) engines[rank]->add_group(5, ranks, ranks, rank, 60);
@@ -40,7 +47,7 @@ void round(std::mt19937_64& draw) {
   std::atomic<int> left = size * calls;
   for (int call = 0; call < calls; ++call) {
     bool gather = draw() % 2;
-    size_t elements = draw() % 3 == 0 ? draw() % 60000 : draw() % 50;
+    size_t elements = draw() % 20 == 0 ? draw() % 400000 : draw() % 3 == 0 ? draw() % 60000 : draw() % 50;
     int chunks = 1 + static_cast<int>(draw() % 3);
     if (gather) elements = elements / size * size;
     size_t each = elements / size;

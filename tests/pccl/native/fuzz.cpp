@@ -82,6 +82,8 @@ struct End {
   }
 };
 
+constexpr size_t kOnBoard = 32768;  // bytes
+
 class Episode {
  public:
   explicit Episode(bool clean) : clean_(clean), engine_(std::make_unique<Engine>(below(3) ? 1 << 20 : 1500)) {
@@ -162,7 +164,7 @@ class Episode {
 
   void reconnect_in(int peer) {
     auto [socket, memory] = in_[peer].renew(false, clean_);
-    engine_->add_incoming(peer, socket, !clean_ && below(2) ? getpid() : 0, memory);
+    engine_->add_incoming(peer, socket, !clean_ && below(2) ? getpid() : 0, memory, below(2) ? memory_of_link(kOnBoard) : -1);
   }
   void reconnect_out(int peer) {
     auto [socket, memory] = out_[peer].renew(true, clean_);
@@ -192,7 +194,7 @@ class Episode {
   Header plausible() {
     Header header;
     uint64_t kind = below(40);
-    header.frame = kind == 0 ? Frame::kError : kind < 6 ? Frame::kRemote : kind < 8 ? Frame::kAck : kind < 11 ? Frame::kAsk : Frame::kData;
+    header.frame = kind == 0 ? Frame::kError : kind < 4 ? Frame::kRemote : kind < 6 ? Frame::kBoard : kind < 8 ? Frame::kAck : kind < 11 ? Frame::kAsk : Frame::kData;
     const Call& like = *calls_[below(6)];
     header.signature = signature(Collective::kAllReduce, like.data.size());
     if (below(8) == 0) header.signature.elements = below(50);
@@ -201,6 +203,7 @@ class Episode {
     header.tag = static_cast<uint32_t>(below(4));
     header.bytes = header.frame == Frame::kAck || header.frame == Frame::kAsk ? 0 : below(3) ? first_of(like.data.size(), kSize, 1) * 4 : below(5000);
     if (header.frame == Frame::kRemote) header.pieces = 1 + static_cast<uint32_t>(below(3));
+    if (header.frame == Frame::kBoard) header.pieces = 1;
     return header;
   }
 
@@ -213,6 +216,9 @@ class Episode {
         uint64_t row[2] = {below(4) ? reinterpret_cast<uintptr_t>(memory.data()) : draw(), below(4) ? share : below(7) ? below(99) : draw()};
         made.add(row, sizeof row);
       }
+    } else if (header.frame == Frame::kBoard) {
+      uint64_t row[2] = {below(4) ? below(kOnBoard) : draw(), below(9) ? header.bytes : draw()};
+      made.add(row, sizeof row);
     } else {
       for (uint64_t i = 0; i < header.bytes && header.bytes < 100000; ++i) made.push_back(static_cast<char>(draw()));
     }
