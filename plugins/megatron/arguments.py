@@ -45,7 +45,7 @@ def add_flags(module: ModuleType) -> None:
             settings = rules.before(args)
             try:
                 result = validate(args, *rest, **named)
-            except (AssertionError, ValueError, RuntimeError) as error:
+            except Exception as error:
                 said = _in_a_line(error)
                 raise ConfigError(f"Megatron refuses these arguments: {said}; change what it names") from error
             rules.after(args, settings)
@@ -62,9 +62,13 @@ def add_flags(module: ModuleType) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    """What an error says, or the assertion that says nothing."""
+    """What a refusal says; of an assertion that says nothing, and of any other error, the line as well."""
+    said = " ".join(str(error).split())
+    if said and isinstance(error, (AssertionError, ValueError, RuntimeError)):
+        return said
     raised = traceback.extract_tb(error.__traceback__)[-1]
-    return " ".join(str(error).split()) or f"{raised.line} ({raised.filename.rpartition('/')[2]}, line {raised.lineno})"
+    where = f"{raised.line} ({raised.filename.rpartition('/')[2]}, line {raised.lineno})"
+    return f"{said}: {where}" if said else where
 
 
 def fail(error: ConfigError) -> NoReturn:

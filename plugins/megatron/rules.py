@@ -33,6 +33,7 @@ def before(args: Any) -> Settings:
     for feature in FEATURES:
         _check_feature(args, feature)
     _check_engine(args)
+    _check_stages(args)
     sizes = {axis: _size(args, axis) for axis in AXES}
     if "auto" in sizes.values():
         from plugins.megatron.auto_sizes import choose_sizes
@@ -65,6 +66,7 @@ def after(args: Any, settings: Settings) -> None:
         raise ConfigError(mistake)
     _check_batch(args, settings)
     _check_rows(args, settings)
+    _check_shared(args, settings)
 
 
 def indivisible(args: Any, settings: Settings) -> str | None:
@@ -201,6 +203,12 @@ def _grid(settings: Settings) -> str:
     return f"--axonn-gx {settings.gx}, --axonn-gy {settings.gy}, --axonn-gz {settings.gz}"
 
 
+def _check_stages(args: Any) -> None:
+    stages = args.pipeline_model_parallel_size
+    if stages < 1:
+        raise ConfigError(f"--pipeline-model-parallel-size {stages} is less than 1; give the number of pipeline stages")
+
+
 def _check_world(args: Any, settings: Settings) -> None:
     stages = args.pipeline_model_parallel_size
     ranks = settings.tensor * settings.gz * stages
@@ -249,6 +257,16 @@ def _check_rows(args: Any, settings: Settings) -> None:
                 f"--axonn-gz {gz} does not divide the {rows} rows ({what}) of a weight's block, as --ckpt-format torch_dist needs; "
                 "use a gz that does, or --ckpt-format torch"
             )
+
+
+def _check_shared(args: Any, settings: Settings) -> None:
+    """Megatron sums the norms of z's shares as those of experts, and asserts that no expert is a copy of another stage's."""
+    tied = not args.untie_embeddings_and_output_weights
+    if args.log_params_norm and tied and settings.gz > 1 and args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"--log-params-norm does not go with {IMPL} where embeddings are tied over pipeline stages and split by --axonn-gz "
+            f"{settings.gz}; leave it out, or give --untie-embeddings-and-output-weights"
+        )
 
 
 def _check_batch(args: Any, settings: Settings) -> None:

@@ -6,6 +6,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from plugins.cluster import Cluster
@@ -87,7 +88,7 @@ def compare(point: Settings, run: Callable[[Training], list[Run]]) -> tuple[list
 
 
 def _brief(run: Callable[[Training], list[Run]], training: Training, what: str) -> float:
-    seconds = min(run(training)[0].seconds)
+    (seconds,) = run(replace(training, steps=1))[0].seconds
     if sys.stderr.isatty():
         print(f"{what}: {seconds:.3f} s", file=sys.stderr, flush=True)
     return seconds

@@ -49,6 +49,7 @@ _SWITCHES = (
     *("inference_dynamic_batching", "perform_rl_step", "use_legacy_models", "multi_latent_attention"),
     *("use_tp_pp_dp_mapping", "use_mp_args_from_checkpoint_args", "apply_layernorm_1p"),
     *("overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
+    *("log_params_norm", "untie_embeddings_and_output_weights"),
 )
 
 

@@ -141,6 +141,27 @@ WRONG = {
         "--overlap-param-gather-with-optimizer-step does not .* use --overlap-param-gather",
     ),
     "auto": ([*ON, "--axonn-gx", "auto", "--axonn-gy", "3"], "no grid of 8 ranks with --axonn-gy 3"),
+    "tied-norm": (
+        [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm"],
+        "--log-params-norm does not go with .* --untie-embeddings-and-output-weights",
+    ),
+    "auto-missing": (
+        [*ON, "--axonn-gz", "auto", "--micro-batch-size", "-1"],
+        "--micro-batch-size is missing or less than 1, without which no size can be auto",
+    ),
+    "auto-heads": (
+        [*ON, "--axonn-gx", "auto", "--num-attention-heads", "7"],
+        "--num-attention-heads 7 does not divide --hidden-size 64; .* or give --kv-channels",
+    ),
+    "no-stages": (
+        [*ON, "--pipeline-model-parallel-size", "0"],
+        "--pipeline-model-parallel-size 0 is less than 1; give the number",
+    ),
+    "negative": ([*ON, "--axonn-gx", "-1"], "--axonn-gx -1 is neither an integer of at least 1"),
+    "no-heads": (
+        [*ON, "--num-attention-heads", "0"],
+        "Megatron refuses these arguments: integer .*by zero: .* line ",
+    ),
 }
 
 
