@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from math import sqrt
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.schedule import TrainSchedule
-from torch import Tensor
+from torch import Tensor, nn
 
 from plugins import __version__
-from plugins.config import Axonn
+from plugins.config import Axonn, ConfigError
+from plugins.deepspeed.complete import find
 from plugins.deepspeed.pipeline_passes import StagePasses, checkpoint_layers
 from plugins.deepspeed.pipeline_sums import PipelineSums
 from plugins.pipeline.block import Pipeline
 from plugins.pipeline.events import Event, Kind, Recorder
+from plugins.pipeline.lead import Lead
 from plugins.pipeline.packing import Message
 from plugins.pipeline.schedule import Action, Stage, automatic_limit
 from plugins.pipeline.transport import Arrival, StageLost, Transport
@@ -51,8 +56,10 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
         self._recorder: Recorder | None = None
         interval = set_checkpointing(self.module, self._pipeline.activation_checkpointing)
         wire = TorchWire(self.grid.pipe_groups, self.device)
-        self._watch = Watch(str(next(_engines)), self.stage_id, wire.ranks)
+        self._watch = Watch(str(next(_engines)), self.grid.pipe_groups)
         self._transport = Transport(wire, self.stage_id, self.num_stages, self._watch.waiting)
+        groups = self._computing_together()
+        self._lead = Lead(groups, wire.timeout) if max(map(len, groups)) > 1 else None
         if self.global_rank == 0:
             print(
                 f"axonn {__version__}: pipeline of {self.num_stages} stages, {self._pipeline.schedule}, pipeline_limit "
@@ -82,6 +89,35 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
         self._watch.close()
         self._transport.close()
 
+    # Checkpoints
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple:
+        """DeepSpeed's.
+
+        Raises:
+            ConfigError: it was written on other stages, and optimizer state is to be read.
+        """
+        rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if load_optimizer_states and not load_module_only and not self.load_universal_checkpoint():
+            folder = Path(load_dir) / str(find(load_dir, tag))
+            files = len(list(folder.glob("mp_rank_*_model_states.pt")))
+            if files not in (0, self.mp_world_size):
+                stages = files * self.num_stages // self.mp_world_size
+                raise ConfigError(
+                    f"{folder} was written on {stages} stages, where each has the optimizer state of its own layers, and this run has "
+                    f"{self.num_stages}; use {stages}, or load_optimizer_states=False, with which the weights are read"
+                )
+        return super().load_checkpoint(load_dir, tag, *rest)
+
     # The batch
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
@@ -92,6 +128,15 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
         """
         with self._determined():
             return super().train_batch(data_iter)
+
+    def eval_batch(self, *rest: Any, **keywords: Any) -> Any:
+        """DeepSpeed's.
+
+        Raises:
+            StageLost: another rank is gone; names it.
+        """
+        with self._watch.collectives():
+            return super().eval_batch(*rest, **keywords)
 
     @contextmanager
     def _determined(self) -> Iterator[None]:
@@ -159,23 +204,42 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
                 self._run(stage, action, arrived, training)
         self._transport.end()
 
+    def _computing_together(self) -> list[list[int]]:
+        """Groups of ranks that meet in collectives inside a pass, and so must make their passes in one order."""
+        topology = self.grid.topology()
+        found = torch.tensor([int(any(_meets_replicas(layer) for layer in self.module.modules()))], device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found:
+            return [topology.filter_match(pipe=stage) for stage in range(self.num_stages)]
+        return topology.get_axis_comm_lists("model") or [[rank] for rank in range(dist.get_world_size())]
+
+    def _together(self) -> Any:
+        return nullcontext() if self._lead is None else self._watch.collectives()
+
     def _next(self, stage: Stage) -> Action | None:
-        return stage.next()
+        if self._lead is None:
+            return stage.next()
+        with self._together():
+            return self._lead.next(stage)
 
     def _run(self, stage: Stage, action: Action, arrived: dict[bool, deque[Message]], training: bool) -> None:
         start = perf_counter()
         kind, microbatch = action
-        if kind == "forward":
-            message = None if stage.is_first else arrived[True].popleft()
-            sent = self._forward_microbatch(microbatch, message, training)
-        else:
-            message = None if stage.is_last else arrived[False].popleft()
-            sent = self._backward_microbatch(microbatch, message)
+        with self._together():
+            if kind == "forward":
+                message = None if stage.is_first else arrived[True].popleft()
+                sent = self._forward_microbatch(microbatch, message, training)
+            else:
+                message = None if stage.is_last else arrived[False].popleft()
+                sent = self._backward_microbatch(microbatch, message)
         self._note(kind, microbatch, start)
         if sent is not None:
             start = perf_counter()
             (self._transport.send_input if kind == "forward" else self._transport.send_gradient)(sent)
             self._note("send", microbatch, start)
+        if training and kind == "forward" and microbatch == stage.microbatches - 1:
+            with self._watch.collectives():
+                self._expect_loss()
 
     def _take_in(self, stage: Stage, arrived: dict[bool, deque[Message]], wait: bool) -> Arrival | None:
         arrival = self._transport.receive(wait)
@@ -183,6 +247,11 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
             arrived[arrival.is_input].append(arrival.message)
             (stage.input_arrived if arrival.is_input else stage.gradient_arrived)(arrival.message.microbatch)
         return arrival
+
+
+def _meets_replicas(layer: nn.Module) -> bool:
+    """Whether a layer's passes have collectives of data-parallel ranks."""
+    return isinstance(layer, nn.SyncBatchNorm) or (isinstance(layer, MoE) and layer.ep_size > 1)
 
 
 def checkpoint_interval(layers: int, all_layers: int) -> int:

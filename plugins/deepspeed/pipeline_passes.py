@@ -200,6 +200,8 @@ class StagePasses(PipelineEngine):
             self.outputs = outputs
         single = isinstance(self.loss, Tensor)
         self.fwd_outputs.append(self.loss.detach() if single else [part.detach() for part in self.loss])
+        if not self.module.training:
+            return self.loss
         self.total_loss = _added(self.total_loss, self.loss)
         more = self.module.get_additional_losses()
         if more is not None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 class PipelineSums(PipelineEngine):
     """The part of the engine that sums gradients, norms and losses."""
 
+    _expected: tuple[Tensor, Any] | None = None
+
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """DeepSpeed's gradient sum, which knows no float64; that we sum ourselves."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -52,6 +54,21 @@ class PipelineSums(PipelineEngine):
         whole = self.grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
         return whole and not getattr(parameter, "ds_pipe_replicated", False)
 
+    def _expect_loss(self) -> None:
+        """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.
+
+        On an accelerator a collective that waits would hold a part of it.
+        """
+        if self.is_pipe_parallel and not self.is_last_stage() and self.device.type == "cpu":
+            numbers = self._loss_numbers()
+            group = self.grid.get_pipe_parallel_group()
+            work = dist.broadcast(numbers, src=self._loss_stage_global_rank(), group=group, async_op=True)
+            self._expected = numbers, work
+
+    def _loss_numbers(self) -> Tensor:
+        names = self.module.get_additional_losses() or ()
+        return torch.empty(3 + len(names), dtype=torch.float64, device=self.device)
+
     def _aggregate_total_loss(self) -> Tensor:
         """The batch's loss, averaged over microbatches and data-parallel ranks, on every stage."""
         names = list(self.module.get_additional_losses() or ()) if not self.is_last_stage() else []
@@ -67,8 +84,13 @@ class PipelineSums(PipelineEngine):
             wide = torch.tensor([float(own[0].dtype == torch.float64)], dtype=torch.float64, device=self.device)
             numbers = torch.cat([wide, sums[:1], averages])
         else:
-            numbers = torch.empty(3 + len(names), dtype=torch.float64, device=self.device)
-        wide, self.dp_group_loss, loss, *others = self._from_last_stage(numbers)
+            numbers = self._loss_numbers()
+        expected, self._expected = self._expected, None
+        if expected is None:
+            wide, self.dp_group_loss, loss, *others = self._from_last_stage(numbers)
+        else:
+            expected[1].wait()
+            wide, self.dp_group_loss, loss, *others = _typed(expected[0])
         self.agg_additional_losses = OrderedDict(zip(names, others, strict=True)) if names else None
         return loss
 
@@ -86,5 +108,10 @@ class PipelineSums(PipelineEngine):
         source = self._loss_stage_global_rank() if source is None else source
         if self.is_pipe_parallel:
             dist.broadcast(numbers, src=source, group=self.grid.get_pipe_parallel_group())
-        kind = dtype or (torch.float64 if numbers[0] else torch.float32)
-        return [number.to(kind) for number in numbers]
+        return _typed(numbers, dtype)
+
+
+def _typed(numbers: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Numbers of which the first says whether they were float64."""
+    kind = dtype or (torch.float64 if numbers[0] else torch.float32)
+    return [number.to(kind) for number in numbers]

@@ -27,10 +27,6 @@ from plugins.deepspeed.optimizers import MixedPrecisionOptimizer
 from plugins.deepspeed.pipeline_engine import MessageDrivenEngine
 from plugins.deepspeed.stage_split import KEY, regroup, stage_grid, stage_plan
 from plugins.deepspeed.wrapped_optimizer import loss_scaler
-from plugins.pipeline.lead import Lead
-from plugins.pipeline.packing import Message
-from plugins.pipeline.schedule import Action, Stage
-from plugins.pipeline.wires import world_timeout
 
 _NOTE = "axonn_grid.json"
 
@@ -72,27 +68,13 @@ class TensorPipelineEngine(MessageDrivenEngine):
         parallelize(model, self.mesh, plan, options(self._split))
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
-        ranks = range(model.num_stages * grid.world)
-        size = grid.gx * grid.gy * grid.gz
-        groups = [ranks[first : first + size] for first in ranks[::size]]
-        self._beside = next(group for group in groups if self.global_rank in group)
-        self._lead = Lead(groups, world_timeout(self.device)) if size > 1 else None
 
     # The batch
 
-    def _next(self, stage: Stage) -> Action | None:
-        if self._lead is None:
-            return super()._next(stage)
-        with self._watch.together(self._beside):
-            return self._lead.next(stage)
-
-    def _forward_microbatch(self, microbatch: int, message: Message | None, training: bool) -> Message | None:
-        with self._watch.together(self._beside):
-            return super()._forward_microbatch(microbatch, message, training)
-
-    def _backward_microbatch(self, microbatch: int, message: Message | None) -> Message | None:
-        with self._watch.together(self._beside):
-            return super()._backward_microbatch(microbatch, message)
+    def _computing_together(self) -> list[list[int]]:
+        grid = self.mesh.grid
+        ranks, size = range(self.num_stages * grid.world), grid.gx * grid.gy * grid.gz
+        return [list(ranks[first : first + size]) for first in ranks[::size]]
 
     def _next_batch(self) -> Any:
         """The first replica's batch, so that ranks of one x-y plane compute on the same."""

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -33,12 +34,12 @@ class StageLost(RuntimeError):
     Attributes:
         stage: the neighbour.
         in_vain: it was waited for until the time was up, and may itself have waited; else the link to it is gone.
-        rank: that is gone; None: the stage's in this pipeline.
+        agreed: all ranks name the same one in its words.
     """
 
-    def __init__(self, stage: int, words: str, in_vain: bool = False, rank: int | None = None) -> None:
-        super().__init__(stage, words, in_vain, rank)
-        self.stage, self.in_vain, self.rank, self._words = stage, in_vain, rank, words
+    def __init__(self, stage: int, words: str, in_vain: bool = False, agreed: bool = False) -> None:
+        super().__init__(stage, words, in_vain, agreed)
+        self.stage, self.in_vain, self.agreed, self._words = stage, in_vain, agreed, words
 
     def __str__(self) -> str:
         return self._words
@@ -75,8 +76,10 @@ class Transport:
             for is_input in (True, False)
             if 0 <= (stage - 1 if is_input else stage + 1) < stages
         }
+        sender = None if wire.polls else _Sender()
+        self._sender = sender
         self._outgoing = {
-            is_input: _Outgoing(wire, is_input, peer := stage + 1 if is_input else stage - 1, clocks[peer])
+            is_input: _Outgoing(wire, is_input, peer := stage + 1 if is_input else stage - 1, clocks[peer], sender)
             for is_input in (True, False)
             if 0 <= (stage + 1 if is_input else stage - 1) < stages
         }
@@ -91,12 +94,18 @@ class Transport:
             microbatches: messages due from each neighbour.
             window: messages that may wait here unread from a neighbour, and be unsent to one.
             backward: whether gradients will come.
+
+        Raises:
+            StageLost: a stage is gone.
         """
         for outgoing in self._outgoing.values():
             outgoing.window = window
         for is_input, incoming in self._incoming.items():
             if is_input or backward:
-                incoming.begin(microbatches, window)
+                try:
+                    incoming.begin(microbatches, window)
+                except RuntimeError as error:
+                    raise incoming.lost(error) from None
                 if not self._polls:
                     self._listeners[is_input].jobs.put(microbatches)
 
@@ -140,6 +149,8 @@ class Transport:
         """End the threads that wait at links."""
         for listener in self._listeners.values():
             listener.jobs.put(None)
+        if self._sender is not None:
+            self._sender.jobs.put(None)
 
     def _idle(self) -> None:
         if self._on_idle is not None:
@@ -228,7 +239,7 @@ class _Incoming:
         return StageLost(
             self.peer,
             f"stage {self.stage} waited for the {what} of microbatch {self.taken} from stage {self.peer}: {error}",
-            _in_vain(error),
+            in_vain(error),
         )
 
 
@@ -251,11 +262,55 @@ class _Listener:
                     return
 
 
+class _Started:
+    """A message that another thread starts to send."""
+
+    def __init__(self, start: Callable[[], Pending]) -> None:
+        self.start, self.tried = start, threading.Event()
+        self.pending: Pending | None = None
+        self.error: RuntimeError | None = None
+
+    def run(self) -> None:
+        try:
+            self.pending = self.start()
+        except RuntimeError as error:
+            self.error = error
+        self.tried.set()
+
+    def done(self) -> bool:
+        return self.tried.is_set() and (self.pending is None or self.pending.done())
+
+    def wait(self) -> None:
+        self.tried.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.pending is not None
+        self.pending.wait()
+
+
+class _Sender:
+    """A thread that starts messages, where a wire takes them only as fast as the system does, so that a stage goes on computing."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[_Started | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="axonn-pipeline-sender", daemon=True).start()
+
+    def send(self, start: Callable[[], Pending]) -> Pending:
+        started = _Started(start)
+        self.jobs.put(started)
+        return started
+
+    def _run(self) -> None:
+        while (started := self.jobs.get()) is not None:
+            started.run()
+
+
 class _Outgoing:
     """Messages to one neighbour, from a ring of buffers: a send is waited for when its buffer's turn comes again."""
 
-    def __init__(self, wire: Wire, is_input: bool, peer: int, clock: Clock) -> None:
+    def __init__(self, wire: Wire, is_input: bool, peer: int, clock: Clock, sender: _Sender | None) -> None:
         self.wire, self.peer, self.channel, self.clock = wire, peer, 0 if is_input else 2, clock
+        self._start = (lambda start: start()) if sender is None else sender.send
         self.rooms = deque([FIRST_ROOM] * AHEAD)
         self.totals: deque[int] = deque(maxlen=_REMEMBERED)
         self.ring: deque[tuple[Packed, list[Pending], int]] = deque()
@@ -268,10 +323,10 @@ class _Outgoing:
         self.rooms.append(packed.later)
         self.totals.append(packed.total)
         try:
-            pending = [self.wire.send(packed.buffer[:room], self.peer, self.channel)]
+            pending = [self._start(partial(self.wire.send, packed.buffer[:room], self.peer, self.channel))]
             if packed.total > room:
                 rest = packed.buffer[room : packed.total]
-                pending.append(self.wire.send(rest, self.peer, self.channel + 1))
+                pending.append(self._start(partial(self.wire.send, rest, self.peer, self.channel + 1)))
         except RuntimeError as error:
             raise self._lost(message.microbatch, error) from None
         self.ring.append((packed, pending, message.microbatch))
@@ -294,10 +349,10 @@ class _Outgoing:
 
     def _lost(self, microbatch: int, error: RuntimeError) -> StageLost:
         words = f"microbatch {microbatch} could not be sent to stage {self.peer}: {error}"
-        return StageLost(self.peer, words, _in_vain(error))
+        return StageLost(self.peer, words, in_vain(error))
 
 
-def _in_vain(error: RuntimeError) -> bool:
-    # Libraries raise one class for both.
+def in_vain(error: RuntimeError) -> bool:
+    """Whether a link's error is that the time was up; libraries raise one class for both."""
     words = str(error).lower()
     return "timeout" in words or "timed out" in words

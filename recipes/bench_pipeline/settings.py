@@ -46,8 +46,8 @@ class Settings:
     jitter: float = 0.5
     latency: str = "2ms"
     bandwidth: str | None = "1Gbit"
-    width: int = 256
-    tokens: int = 64
+    width: int = 64
+    tokens: int = 256
     rounds: int = 7
     scenario: str = STEADY
     parameters: int = 16_000_000

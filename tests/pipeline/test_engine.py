@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineError
 
 from plugins.autoload import activate
+from plugins.config import ConfigError
 from plugins.pipeline.schedule import POLICIES, automatic_limit
 from tests.distributed import run_ranks
 from tests.pipeline.losing import stop_or_kill, survivors
@@ -50,12 +51,12 @@ CASES: dict[int, dict[str, Case]] = {
         "1f1b": Case(block={"schedule": "1f1b"}),
         "gpipe": Case(block={"schedule": "gpipe"}),
         "gpipe in rounds": Case(block={"schedule": "gpipe", "pipeline_limit": 2}, microbatches=5),
-        "one microbatch": Case(microbatches=1),
+        "one microbatch": Case(tied, microbatches=1, optimizer="SGD", clip=0.05),
         "more microbatches than the limit": Case(microbatches=6),
         "limit 1": Case(block={"pipeline_limit": 1}, microbatches=3),
         "limit 5": Case(block={"pipeline_limit": 5}, microbatches=7),
         "tied, clipped": Case(tied, clip=0.05, microbatches=5),
-        "tuples": Case(tuples, microbatches=3),
+        "tuples": Case(tuples, microbatches=3, optimizer="SGD"),
         "shapes that change": Case(tied, microbatches=7, tokens=varying),
         "checkpointing": Case(tied, block={"activation_checkpointing": "auto"}),
         "checkpointing by 2": Case(tuples, block={"activation_checkpointing": 2}),
@@ -66,7 +67,8 @@ CASES: dict[int, dict[str, Case]] = {
         "SAMO by layer": Case(samo={"sparsity": 0.9, "scope": "layer"}),
     },
     4: {
-        "4 stages": Case(stages=4, microbatches=6),
+        "4 stages": Case(lambda: plain(7), stages=4, microbatches=6, optimizer="SGD"),
+        "1 x 4": Case(tied, stages=1, microbatches=3, clip=0.05),
         "4 stages, tied, fewer microbatches than stages": Case(tied, stages=4, microbatches=3, clip=0.05),
         "2 x 2": Case(tied, microbatches=5, clip=0.05, tokens=varying),
         "4 stages, uneven, deterministic": Case(
@@ -195,7 +197,7 @@ def delay_messages(engine: Any) -> None:
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, and two more: by the same engine, and from the checkpoint by ours and by stock."""
+    """Two steps, a checkpoint, and two more: by the same engine, and from the checkpoint by ours, by stock and on other stages."""
     ready()
     found: dict[str, Any] = {}
     for stage in (0, 1):
@@ -213,6 +215,14 @@ def resumed(folder: str) -> dict[str, Any]:
                 engine.load_checkpoint(folder, tag=f"{writer}{stage}")
                 found[f"{writer} to {reader}, stage {stage}"] = (on, train(engine, case, range(2, 4)))
                 engine.destroy()
+        engine = start(replace(case, stages=1))
+        with pytest.raises(ConfigError, match="was written on 2 stages, .* and this run has 1; use 2, or load_opt"):
+            engine.load_checkpoint(folder, tag=f"ours{stage}")
+        engine.load_checkpoint(folder, tag=f"ours{stage}", load_optimizer_states=False)
+        whole, half = parameters(engine), start(case)
+        half.load_checkpoint(folder, tag=f"ours{stage}")
+        found[f"weights, stage {stage}"] = (all(torch.equal(whole[k], p) for k, p in parameters(half).items()), True)
+        engine.destroy(), half.destroy()
     return found
 
 

@@ -218,7 +218,7 @@ def stage_dies(kind: str) -> str:
     """Stage 2 of 4 is killed, or hangs, while the others wait for it."""
     stage, ranks = dist.get_rank(), [0, 1, 2, 3]
     wire = TorchWire([ranks], CPU, timeout=6.0 if kind == "stop" else 60.0)
-    watch = Watch("test", stage, ranks)
+    watch = Watch("test", [ranks])
     transport = Transport(wire, stage, 4, watch.waiting)
     transport.begin(4, 4)
     dist.barrier()
@@ -231,11 +231,34 @@ def stage_dies(kind: str) -> str:
     return "heard something"
 
 
+def one_computes() -> str:
+    """Stage 2 of 4 is killed, and stage 3 comes to the collective when the others, and the store with them, have left."""
+    stage = dist.get_rank()
+    watch = Watch("test", [[0, 1, 2, 3]])
+    dist.barrier()
+    if stage == 2:
+        stop_or_kill("kill")
+    if stage == 3:
+        time.sleep(16)
+    try:
+        with watch.collectives():
+            dist.all_reduce(torch.ones(1000))
+    except StageLost as error:
+        return str(watch.lost(error))
+    return "went on"
+
+
 def test_a_lost_stage_is_named_by_all() -> None:
     for said in survivors(stage_dies, 4, [("kill",), ("stop",)]):
         assert set(said) == {0, 1, 3}, said
         for words in said.values():
             assert "stage 2 (rank 2) of the pipeline was lost" in words and "microbatch 0" in words, said
+
+
+def test_a_stage_that_computes_is_not_taken_for_lost() -> None:
+    (said,) = survivors(one_computes, 4)
+    assert set(said) == {0, 1, 3}, said
+    assert all(words.startswith("stage 2 (rank 2) of the pipeline was lost;") for words in said.values()), said
 
 
 MPI = """

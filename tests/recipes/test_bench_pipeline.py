@@ -51,13 +51,19 @@ def test_mistakes_are_one_sentence(words: tuple[str, ...], said: str, capsys: py
 def test_passes_take_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("time.perf_counter", lambda: sum(slept))
     pace, again = Pace(1.0, 0.5, 2.0), Pace(1.0, 0.5, 2.0)
     for one in (pace, again):
         one.begin(3)
         for _ in range(50):
             one.spend(0, "forward")
-    assert slept[:50] == slept[50:] and len(set(slept)) == 50
+    assert slept[:50] == pytest.approx(slept[50:]) and len(set(slept[:50])) == 50
     assert 1 <= min(slept) < 1.5 and 2.5 < max(slept) <= 3
+    even = Pace(1.0)
+    even.worked(sum(slept) - 0.25)
+    even.spend(0, "forward")
+    even.spend(0, "forward")
+    assert slept[-2:] == pytest.approx([0.75, 1.0])
 
 
 def test_split_and_ratios() -> None:
