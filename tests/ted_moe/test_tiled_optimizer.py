@@ -239,7 +239,7 @@ def test_wrong_arguments():
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["adamw", "maximizing", "foreach", "momentum", "adadelta"])
+@pytest.mark.parametrize("name", FACTORIES)
 def test_memory_of_a_step(name):
     """A tile, whatever the optimizer allocates and however large the model is; the first step also makes the state."""
     tile_size, mebibyte = 2**15, 2**20
