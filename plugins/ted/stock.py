@@ -101,6 +101,7 @@ class Comparison:
         experts: in all.
         dtype: of tokens and experts; gates are in float32 always.
         device: where both run.
+        training: or evaluation, which has a capacity of its own.
     """
 
     topology: Topology
@@ -111,6 +112,7 @@ class Comparison:
     experts: int = EXPERTS
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
+    training: bool = True
 
     def stock(self) -> nn.Module:
         """DeepSpeed's layer with all experts."""
@@ -140,7 +142,7 @@ class Comparison:
     def _placed(self, layer: Any, gate: nn.Module) -> Any:
         layer.to(device=self.device, dtype=self.dtype)
         gate.float()
-        return layer
+        return layer.train(self.training)
 
 
 def part_of(layer: ted_moe.MoE, full: dict[str, Tensor], groups: Groups) -> dict[str, Tensor]:
