@@ -248,6 +248,34 @@ def one_computes() -> str:
     return "went on"
 
 
+def begins_again() -> str:
+    """Stage 1 of 2 is killed between batches, and stage 0 begins the next one when it knows that the link is closed."""
+    wire = TorchWire([[0, 1]], CPU)
+    watch = Watch("test", [[0, 1]])
+    transport = Transport(wire, dist.get_rank(), 2, watch.waiting)
+    message = Message(0, (torch.ones(3),), True, (True,))
+    transport.begin(1, 1)
+    if dist.get_rank() == 1:
+        transport.receive(True)
+        transport.send_gradient(message)
+        transport.end()
+        stop_or_kill("kill")
+    transport.send_input(message)
+    transport.receive(True)
+    time.sleep(1)
+    try:
+        transport.begin(1, 1)
+        transport.receive(True)
+    except StageLost as error:
+        return str(watch.lost(error))
+    return "heard something"
+
+
+def test_a_stage_lost_between_batches_is_named() -> None:
+    (said,) = survivors(begins_again, 2)
+    assert said[0].startswith("stage 1 (rank 1) of the pipeline was lost; stage 0 waited for the gradient"), said
+
+
 def test_a_lost_stage_is_named_by_all() -> None:
     for said in survivors(stage_dies, 4, [("kill",), ("stop",)]):
         assert set(said) == {0, 1, 3}, said
