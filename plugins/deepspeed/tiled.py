@@ -173,7 +173,7 @@ def check(raw: Mapping[str, Any], block: Axonn) -> None:
         (
             stage == 1 and halved.get("enabled", False) is True and sums in ("fp32", "float32"),
             "does not go with bf16 and data_types.grad_accum_dtype = fp32 at zero_optimization.stage = 1, whose optimizer is not "
-            "tiled; use stage 2, or leave grad_accum_dtype out",
+            "tiled; leave grad_accum_dtype out",
         ),
         (
             _section(zero, "offload_optimizer").get("device", "none") != "none",
