@@ -1,7 +1,7 @@
-"""One pass at a time for the ranks that compute a stage together: their messages may arrive in other orders.
+"""One order of passes for ranks of a stage that meet in collectives inside a pass: their messages may arrive in other orders.
 
-Ranks of one stage's tensor group meet in collectives inside every pass. The first of them takes what Algorithm 2 takes, says
-so, and the others compute the same as soon as their own message is there; it will be, for their neighbours follow, too.
+Those are a tensor group, or all replicas where a layer has collectives of its own. The first of them takes what Algorithm 2 takes,
+says so, and the others compute the same as soon as their own message is there; it will be, for their neighbours follow, too.
 """
 
 from __future__ import annotations
