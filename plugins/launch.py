@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import random
@@ -16,6 +17,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+# What torch imports with the first optimizer, and DeepSpeed with the first engine, takes longer than they themselves:
+# once before the ranks are forked, not in each of them.
+_IMPORTED_LATE = ("torch._dynamo", "deepspeed.compile.backend")
 
 
 class RankFailed(RuntimeError):
@@ -72,6 +77,10 @@ def launch(
         RankFailed: the first rank that failed.
         TimeoutError: the ranks did not finish in time.
     """
+    for module in _IMPORTED_LATE:
+        if module.partition(".")[0] in sys.modules:
+            with suppress(ImportError):
+                importlib.import_module(module)
     fork = multiprocessing.get_context("fork")
     port = free_port()
     readers: dict[Connection, int] = {}

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # What optimizers import; once here, not in every rank.
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn

@@ -12,7 +12,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Imported here, so that forked ranks need not.
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401  an optimizer imports it
 import torch.distributed as dist  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
