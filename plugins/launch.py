@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -168,6 +169,7 @@ def _rank(
     parent: int,
     writer: Connection,
 ) -> None:
+    gc.freeze()  # a collection does not walk, and so copy, all that was imported before the fork
     if sys.platform == "linux":
         die_with_parent = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
