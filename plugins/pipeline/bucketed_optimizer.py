@@ -35,11 +35,11 @@ class BucketedOptimizer(TiledOptimizer):
 
         optimizer = BucketedOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True), model.parameters())
 
-    With `group`, `step` also averages the gradients over data-parallel ranks, in chunks of coarsening·bucket_size elements, and
-    updates a chunk as soon as its average is there and while that of the next is under way (section 3.3.3). A gradient that
-    backward did not bring counts as zeros. To the bit the result is that of averaging all of these chunks first. Clipping
-    and loss scaling need every gradient before the first update, so with either nothing overlaps; with a
-    `torch.amp.GradScaler` call `reduce` before ``scaler.step(optimizer)``.
+    With `group`, `step` also averages the gradients over data-parallel ranks, in chunks of coarsening·bucket_size
+    elements, the last one in halves, and updates a chunk as soon as its average is there and while that of the next is
+    under way (section 3.3.3). A gradient that backward did not bring counts as zeros. To the bit the result is that of
+    averaging all of these chunks first. Clipping and loss scaling need every gradient before the first update, so with
+    either nothing overlaps; with a `torch.amp.GradScaler` call `reduce` before ``scaler.step(optimizer)``.
 
     Args:
         optimizer_factory: makes the torch optimizer from parameter groups.
@@ -123,7 +123,7 @@ class BucketedOptimizer(TiledOptimizer):
             chunk.wait()
 
     def _averaged(self) -> Iterator[Chunk]:
-        chunks = chunks_of(self._stores, self.coarsening * self.bucket_size)
+        chunks = chunks_of(self._stores, self.coarsening * self.bucket_size, self.bucket_size)
         if self.group is None or self._reduced:
             yield from chunks
             return

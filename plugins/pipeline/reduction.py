@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.pipeline.host_store import HostStore, align, ranges
+
+_AHEAD = 1
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,27 @@ class Chunk:
             self.work.wait()
 
 
-def chunks_of(stores: Iterable[HostStore], size: int) -> list[Chunk]:
-    """Cut stores into chunks of `size` elements."""
-    return [Chunk(store, *part) for store in stores for part in ranges(0, store.length, align(size))]
+def chunks_of(stores: Iterable[HostStore], size: int, least: int | None = None) -> list[Chunk]:
+    """Cut stores into chunks of `size` elements, and the last one into halves down to `least`: nothing hides its update."""
+    chunks = [Chunk(store, *part) for store in stores for part in ranges(0, store.length, align(size))]
+    while least is not None and chunks and (length := chunks[-1].end - chunks[-1].begin) > align(least):
+        last = chunks.pop()
+        middle = last.begin + align(length // 2)
+        chunks += [replace(last, end=middle), replace(last, begin=middle)]
+    return chunks
 
 
 def averaged(chunks: Iterable[Chunk], group: dist.ProcessGroup) -> Iterator[Chunk]:
-    """Chunks in their order, averaged over the ranks of a group; of each that comes the next one is under way.
+    """Chunks in their order, averaged over the ranks of a group; of each that comes the next ones are under way.
 
-    One at a time: two would share the network, and the first would be there no sooner than the second.
+    Two at a time: a chunk goes back and forth, and sums are computed, while the network has the other's bytes.
     """
-    before: Chunk | None = None
+    started: deque[Chunk] = deque()
     for chunk in chunks:
-        part = _divided(chunk, group)
-        if before is not None:
-            before.wait()
-        started = replace(chunk, work=dist.all_reduce(part, group=group, async_op=True))
-        if before is not None:
-            yield before
-        before = started
-    if before is not None:
-        yield before
+        started.append(replace(chunk, work=dist.all_reduce(_divided(chunk, group), group=group, async_op=True)))
+        if len(started) > _AHEAD:
+            yield started.popleft()
+    yield from started
 
 
 def _divided(chunk: Chunk, group: dist.ProcessGroup) -> Tensor:

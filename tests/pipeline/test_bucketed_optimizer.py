@@ -142,6 +142,15 @@ def test_gradients_stand_end_to_end():
     assert sum(len(part) for part in parts) == 33 * 5 + 5 and len(parts) == 4
 
 
+def test_the_last_chunk_goes_in_halves():
+    store = HostStore(0, [nn.Parameter(torch.zeros(100, 100))])
+    sizes = [chunk.end - chunk.begin for chunk in chunks_of([store], 4096, 512)]
+    ends = [chunk.end for chunk in chunks_of([store], 4096, 512)]
+    assert ends == [sum(sizes[: i + 1]) for i in range(len(sizes))] and ends[-1] == store.length
+    assert sizes[:2] == [4096, 4096] and len(sizes) > 3 and sizes[2:] == sorted(sizes[2:], reverse=True)
+    assert sizes[-1] <= 512 and [chunk.begin for chunk in chunks_of([store], 4096)] == [0, 4096, 8192]
+
+
 def _averages(cases):
     """What each case's parameters are after some steps, with overlap and without, and of whole gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
