@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor, nn
@@ -65,6 +66,17 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
                 f"axonn {__version__}: pipeline of {self.num_stages} stages, {self._pipeline.schedule}, pipeline_limit "
                 f"{self._limit(self.micro_batches)}, activations checkpointed every {interval} layers"
             )
+
+    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
+        """DeepSpeed's, without the step that it takes at stage 0 before there are gradients: that decays weights, and counts."""
+        fresh = not optimizer.state
+        made = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
+        if fresh and not isinstance(made, ZeROOptimizer):
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group.pop("step", None)
+            made.refresh_fp32_params()
+        return made
 
     # Records
 

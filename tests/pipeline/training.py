@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,7 @@ class Case:
     module: dict[str, Any] = field(default_factory=dict)
     samo: dict[str, Any] | None = None
     tensor: dict[str, Any] | None = None
+    offload: dict[str, Any] | None = None
 
     @property
     def words(self) -> bool:
@@ -152,9 +153,10 @@ def config(case: Case) -> dict[str, Any]:
         **case.extra,
     }
     if case.dtype in ("fp16", "bf16"):
-        made[case.dtype] = {"enabled": True, **({"initial_scale_power": 4} if case.dtype == "fp16" else {})}
+        scale = {"initial_scale_power": 4} if case.dtype == "fp16" else {}
+        made[case.dtype] = {"enabled": True, **scale, **case.extra.get(case.dtype, {})}
     if case.block is not None:
-        others = {"samo": case.samo, "tensor_parallel": case.tensor}
+        others = {"samo": case.samo, "tensor_parallel": case.tensor, "offload_optimizer": case.offload}
         made["axonn"] = {"pipeline": case.block, **{key: value for key, value in others.items() if value is not None}}
     return made
 
@@ -203,7 +205,7 @@ def parameters(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def train(engine: Any, case: Case, steps: range | None = None) -> list[float]:
+def train(engine: Any, case: Case, steps: Sequence[int] | None = None) -> list[float]:
     """Losses of a run."""
     grid = engine.grid
     batches = case.batches(grid.data_parallel_size)
@@ -214,8 +216,8 @@ def train(engine: Any, case: Case, steps: range | None = None) -> list[float]:
     return losses
 
 
-def serial(case: Case, replicas: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and parameters of the run on one process in float64, by plain PyTorch."""
+def serial(case: Case, replicas: int, steps: Sequence[int] | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of the run, or of some of its steps, on one process in float64, by plain PyTorch."""
     # Random numbers of the same seed are others in float64.
     torch.set_default_dtype(torch.float64 if case.dtype == "fp64" else torch.float32)
     modules, calls, ties = nn.ModuleDict(), [], nn.ModuleDict()
@@ -244,7 +246,8 @@ def serial(case: Case, replicas: int) -> tuple[list[float], dict[str, Tensor]]:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
-    for step in case.batches(replicas):
+    batches = case.batches(replicas)
+    for step in batches if steps is None else [batches[number] for number in steps]:
         micros = [micro for replica in step for micro in replica]
         total = 0.0
         for x, labels in micros:
