@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter_ns
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ DTYPES = (
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _WORD = 8
 _FIXED = 7  # words: bytes in all, room for a later message, microbatch, two times, form, number of tensors
+_USUAL = 32  # words that say what a message is, unless its tensors are many or of many dims
 _ALIGNED = 64
 FIRST_ROOM = 64
 """Bytes that a receiver expects before it knows anything: at least the fixed words."""
@@ -23,8 +26,7 @@ UNKNOWN = -(2**63)
 """A time that nobody has measured."""
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What one stage tells another.
 
     Attributes:
@@ -67,13 +69,18 @@ class Packed:
     parts: list[Tensor]
     heard: int = UNKNOWN
 
+    def __post_init__(self) -> None:
+        words = self.buffer[: 5 * _WORD].view(torch.int64)
+        # Whoever comes from a wait has cold caches, and pays tens of microseconds for each of torch's operations.
+        self._head: Any = words.numpy() if self.buffer.device.type == "cpu" else words
+
     def write(self, message: Message) -> None:
         """The numbers of another message of the same kind."""
         present = (tensor for tensor in message.tensors if tensor is not None)
         for part, tensor in zip(self.parts, present, strict=True):
             part.copy_(tensor.detach())
-        head = self.buffer[: 5 * _WORD].view(torch.int64)
-        head[:] = torch.tensor((self.total, self.later, message.microbatch, perf_counter_ns(), self.heard))
+        numbers = (self.total, self.later, message.microbatch, perf_counter_ns(), self.heard)
+        self._head[:] = numbers if isinstance(self._head, np.ndarray) else torch.tensor(numbers)
 
 
 def pack(
@@ -136,7 +143,7 @@ def pack(
 
 def sizes(packed: Tensor) -> tuple[int, int]:
     """Bytes of a message of which `FIRST_ROOM` bytes are there, and the room for a later one."""
-    total, later = packed[: 2 * _WORD].view(torch.int64).tolist()
+    total, later = _words(packed, 0, 2)
     return total, later
 
 
@@ -145,22 +152,28 @@ def times(packed: Tensor) -> tuple[int, int]:
 
     Both in nanoseconds; `UNKNOWN` where it has heard of nothing.
     """
-    sent, heard = packed[3 * _WORD : 5 * _WORD].view(torch.int64).tolist()
+    sent, heard = _words(packed, 3, 5)
     return sent, heard
+
+
+def _words(packed: Tensor, begin: int, end: int) -> list[int]:
+    """Some of a message's integers, as many as there are."""
+    whole = packed.numel() // _WORD
+    if packed.device.type == "cpu":
+        return packed.numpy()[begin * _WORD : min(end, whole) * _WORD].view(np.int64).tolist()
+    return packed[begin * _WORD : min(end, whole) * _WORD].view(torch.int64).tolist()
 
 
 def unpack(packed: Tensor) -> Message:
     """The inverse of `pack`; the tensors share the memory of `packed`."""
-    words = packed[: _FIXED * _WORD].view(torch.int64).tolist()
-    _, _, microbatch, _, _, single, count = words
+    words = _words(packed, 0, _USUAL)
+    _, _, microbatch, _, _, single, count = words[:_FIXED]
     tensors: list[Tensor | None] = []
     wanted = []
     shapes, at = [], _FIXED
-    # One read is enough for what is usual: few tensors of few dims.
-    words = packed[: min(packed.numel() // _WORD, _FIXED + 8 * count) * _WORD].view(torch.int64).tolist()
     for _ in range(count):
         if len(words) < at + 3 or len(words) < at + 3 + words[at + 2]:
-            words = packed[: packed.numel() // _WORD * _WORD].view(torch.int64)[: at + 512].tolist()
+            words = _words(packed, 0, at + 512)
         number, flag, dims = words[at : at + 3]
         shapes.append((number, words[at + 3 : at + 3 + dims]))
         wanted.append(bool(flag))
