@@ -95,12 +95,13 @@ class PipelineSums(PipelineEngine):
         return loss
 
     def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A number of one rank, by default of the last stage, on every stage."""
+        """A number of one rank, by default of the last stage, on every stage; where it is not from, of shape (1,) as DeepSpeed's."""
         source = self._loss_stage_global_rank() if src_rank is None else src_rank
         numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.global_rank == source:
             numbers[0], numbers[1] = float(data.dtype == torch.float64), data.detach().reshape(())
-        return self._from_last_stage(numbers, source, dtype)[1]
+        found = self._from_last_stage(numbers, source, dtype)[1]
+        return found if self.global_rank == source else found.reshape(1)
 
     def _from_last_stage(
         self, numbers: Tensor, source: int | None = None, dtype: torch.dtype | None = None

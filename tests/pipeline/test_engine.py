@@ -125,8 +125,9 @@ def beside_stock(cases: dict[str, Case]) -> dict[str, Any]:
             one = replace(case, block=block)
             engine = start(one)
             losses = train(engine, one)
-            evaluated = engine.eval_batch(iter(one.batches(4)[0][engine.grid.data_parallel_id])).item()
-            sides.append((type(engine).__name__, [*losses, evaluated], parameters(engine)))
+            evaluated = engine.eval_batch(iter(one.batches(4)[0][engine.grid.data_parallel_id]))
+            assert evaluated.dim() == int(not engine.is_last_stage())
+            sides.append((type(engine).__name__, [*losses, evaluated.item()], parameters(engine)))
             if block is not None:
                 refusals(engine)
             engine.destroy()
