@@ -156,7 +156,7 @@ def _check_words(words: list[str], ours: list[str]) -> None:
         flag, equals, value = word.partition("=")
         if not word.startswith("-") or word[1:2].isdigit():
             values += 1
-            if last == _OVERLAP or not last.startswith("--axonn-") or values <= (last != _TUNE):
+            if last == _OVERLAP or last not in ours or values <= (last != _TUNE):
                 continue
             raise ConfigError(f"{last} is followed by {word}, a value too many; leave that out")
         if flag.startswith("--axonn") and flag not in ours:

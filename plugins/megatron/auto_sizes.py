@@ -62,10 +62,8 @@ def model_of(args: Any) -> Transformer:
         ConfigError: sizes that no grid can be chosen without.
     """
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
-        if (getattr(args, name) or 0) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is missing or less than 1, without which no size can be auto; give it"
-            )
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name.replace('_', '-')} is missing, without which no size can be auto; give it")
     if not args.kv_channels and args.hidden_size % args.num_attention_heads:
         raise ConfigError(
             f"--num-attention-heads {args.num_attention_heads} does not divide --hidden-size {args.hidden_size}; "

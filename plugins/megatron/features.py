@@ -35,6 +35,7 @@ _EXPERTS = "the groups of expert parallelism are those of z"
 _SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
 _KERNEL = "Transformer Engine's own linear layers, which do that, are replaced"
 _OTHER = "layers of that kind are not split over a grid"
+_LOGITS = "a rank's logits are of other words than in Megatron's own split"
 _TED = "leave it out, or train the model with TED under DeepSpeed"
 _ONE = "leave it at 1"
 
@@ -100,13 +101,22 @@ FEATURES = (
         "use vanilla",
         ("vanilla", "off-by-one"),
     ),
+    Feature("spec", "it may name layers that are not replaced", "leave it out", ()),
+    Feature("enable_mhc_connections", "the residual stream that is split is one"),
+    Feature("use_transformer_engine_op_fuser", _KERNEL),
+    Feature("use_grouped_gemm_for_dense_mlp", _KERNEL),
+    Feature("fused_residual_rmsnorm", "norms here sum their moments over ranks"),
+    Feature("logits_save_dir", _LOGITS, "leave it out", ()),
+    Feature("logits_load_dir", _LOGITS, "leave it out", ()),
     Feature("use_kitchen_attention", _KERNEL),
     Feature("kitchen_config_file", _KERNEL, "leave it out", ()),
     Feature("kitchen_recipe_number", _KERNEL, "leave it out", ()),
     Feature("qk_clip", "it rescales whole weights, and a rank has a share"),
     Feature("modelopt_enabled", "it replaces layers that are replaced already"),
-    Feature("optimizer", "it needs whole matrices, and a rank has a share", "use adam or sgd", ("adam", "sgd")),
-    Feature("apply_layernorm_1p", "norms here multiply by the weight itself"),
+    Feature("optimizer", "a rank has shares of matrices, of which others want all", "use adam or sgd", ("adam", "sgd")),
+    Feature(
+        "layernorm_zero_centered_gamma", "norms here multiply by the weight itself", written="--apply-layernorm-1p"
+    ),
     Feature(
         "overlap_param_gather_with_optimizer_step",
         "weights split over z have an optimizer of their own, which steps after the gather has begun",

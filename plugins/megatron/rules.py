@@ -17,6 +17,11 @@ from plugins.megatron.settings import LAYOUTS, OVERLAPS, Settings
 
 IMPL = "--tensor-model-parallel-impl axonn3d"
 AXES = ("gx", "gy", "gz")
+_SIZES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+    *("seq_length", "micro_batch_size", "make_vocab_size_divisible_by", "pipeline_model_parallel_size"),
+    "num_virtual_stages_per_pipeline_rank",
+)
 
 
 def before(args: Any) -> Settings:
@@ -33,7 +38,7 @@ def before(args: Any) -> Settings:
     for feature in FEATURES:
         _check_feature(args, feature)
     _check_engine(args)
-    _check_stages(args)
+    _check_sizes(args)
     sizes = {axis: _size(args, axis) for axis in AXES}
     if "auto" in sizes.values():
         from plugins.megatron.auto_sizes import choose_sizes
@@ -140,7 +145,8 @@ def _check_feature(args: Any, feature: Feature) -> None:
     # By type, too: True is not the size 1.
     if value is None or any(value == one and type(value) is type(one) for one in feature.allowed):
         return
-    shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {getattr(value, 'name', value)}"
+    words = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
+    shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {words}"
     raise ConfigError(f"{shown} does not go with {IMPL}: {feature.why}; {feature.remedy}")
 
 
@@ -203,10 +209,12 @@ def _grid(settings: Settings) -> str:
     return f"--axonn-gx {settings.gx}, --axonn-gy {settings.gy}, --axonn-gz {settings.gz}"
 
 
-def _check_stages(args: Any) -> None:
-    stages = args.pipeline_model_parallel_size
-    if stages < 1:
-        raise ConfigError(f"--pipeline-model-parallel-size {stages} is less than 1; give the number of pipeline stages")
+def _check_sizes(args: Any) -> None:
+    """Megatron takes some of these below 1, and we divide by them or split them."""
+    for name in _SIZES:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is less than 1; give a positive number")
 
 
 def _check_world(args: Any, settings: Settings) -> None:

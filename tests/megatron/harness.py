@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,21 @@ VARIANTS = {
     "--untie-embeddings-and-output-weights --disable-bias-linear --use-distributed-optimizer",
 }
 """What is turned on in turn; all but the 8 microbatches a step of every variant, which accumulate on fewer than 8 ranks."""
+
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+
+
+def missing() -> str:
+    """Why the scripts of a checkout cannot run here; empty where they can."""
+    if not CHECKOUT:
+        return (
+            "MEGATRON_LM_PATH names no checkout of Megatron-LM, whose pretrain_gpt.py is not in megatron-core's wheel"
+        )
+    tokenizer = Path(CHECKOUT, "megatron", "training", "tokenizer", "bert_tokenization.py")
+    if tokenizer.is_file() and find_spec("six") is None and not Path(CHECKOUT, "six.py").is_file():
+        return "six is not installed, which Megatron-LM imports; pip install six"
+    return ""
 
 
 def run(script: Path, cases: dict[str, tuple[int, list[str]]], timeout: float = 600) -> dict[str, dict]:

@@ -11,6 +11,7 @@ _SIZES = {
     "expert_tensor_parallel_size": None,
     "num_distributed_optimizer_instances": 1,
     "num_layers": None,
+    "num_layers_per_virtual_pipeline_stage": None,
     "hidden_size": None,
     "num_attention_heads": None,
     "num_query_groups": 1,
@@ -47,7 +48,7 @@ _SWITCHES = (
     *("sequence_parallel", "use_megatron_fsdp", "use_torch_fsdp2", "tp_comm_overlap", "enable_cuda_graph"),
     *("distribute_saved_activations", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "flash_decode"),
     *("inference_dynamic_batching", "perform_rl_step", "use_legacy_models", "multi_latent_attention"),
-    *("use_tp_pp_dp_mapping", "use_mp_args_from_checkpoint_args", "apply_layernorm_1p"),
+    *("use_tp_pp_dp_mapping", "use_mp_args_from_checkpoint_args"),
     *("overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
     *("log_params_norm", "untie_embeddings_and_output_weights"),
 )
@@ -62,7 +63,9 @@ def add_megatron_arguments(parser):
         parser.add_argument(_flag(name), action="store_true")
     parser.add_argument("--no-gradient-accumulation-fusion", action="store_false", dest="gradient_accumulation_fusion")
     parser.add_argument("--no-persist-layer-norm", action="store_true")
+    parser.add_argument("--apply-layernorm-1p", action="store_true", dest="layernorm_zero_centered_gamma")
     parser.add_argument("--rampup-batch-size", nargs="*")
+    parser.add_argument("--spec", nargs="*")
     return parser
 
 
@@ -78,6 +81,8 @@ def validate_args(args, defaults=None):
     assert args.world_size % model == 0
     assert not args.overlap_param_gather, "--overlap-param-gather only\nwith more"
     args.data_parallel_size = args.world_size // model
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        assert args.num_layers % args.num_layers_per_virtual_pipeline_stage == 0
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
     if args.ffn_hidden_size is None:

@@ -13,6 +13,7 @@ import pytest
 
 from plugins.megatron import arguments, features, patch, rules
 from plugins.megatron.settings import Settings
+from tests.megatron import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = [
@@ -81,6 +82,7 @@ WRONG = {
     "fsdp2": ([*ON, "--use-torch-fsdp2"], "--use-torch-fsdp2 does not"),
     "comm-overlap": ([*ON, "--tp-comm-overlap"], "--tp-comm-overlap does not .* --axonn-overlap"),
     "graphs": ([*ON, "--cuda-graph-impl", "local"], "--cuda-graph-impl local does not"),
+    "spec": ([*ON, "--spec", "somebodys.layers", "spec"], r"--spec somebodys.layers spec does not go with"),
     "saved": ([*ON, "--distribute-saved-activations"], "--distribute-saved-activations does not"),
     "latent": ([*ON, "--multi-latent-attention"], "--multi-latent-attention does not"),
     "muon": ([*ON, "--optimizer", "muon"], "--optimizer muon does not .* use adam or sgd"),
@@ -117,6 +119,7 @@ WRONG = {
     "typo-without-impl": (["--axonn-layuot=replicated"], "--axonn-layuot is not known; use --axonn-layout"),
     "two-values": ([*ON, "--axonn-gx", "2", "4"], "--axonn-gx is followed by 4, a value too many; leave that out"),
     "two-values-equals": ([*ON, "--axonn-gx=2", "4"], "--axonn-gx is followed by 4, a value too many"),
+    "two-impls": ([*ON, "axonn3d"], "--tensor-model-parallel-impl is followed by axonn3d, a value too many"),
     "switch-value": ([*ON, "--axonn-tune-matmuls", "yes"], "--axonn-tune-matmuls is followed by yes"),
     "switch-equals": ([*ON, "--axonn-tune-matmuls=yes"], "--axonn-tune-matmuls takes no value; leave =yes out"),
     "rampup": (
@@ -145,9 +148,9 @@ WRONG = {
         [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm"],
         "--log-params-norm does not go with .* --untie-embeddings-and-output-weights",
     ),
-    "auto-missing": (
+    "no-samples": (
         [*ON, "--axonn-gz", "auto", "--micro-batch-size", "-1"],
-        "--micro-batch-size is missing or less than 1, without which no size can be auto",
+        "--micro-batch-size -1 is less than 1; give",
     ),
     "auto-heads": (
         [*ON, "--axonn-gx", "auto", "--num-attention-heads", "7"],
@@ -155,13 +158,16 @@ WRONG = {
     ),
     "no-stages": (
         [*ON, "--pipeline-model-parallel-size", "0"],
-        "--pipeline-model-parallel-size 0 is less than 1; give the number",
+        "--pipeline-model-parallel-size 0 is less than 1; give a positive number",
     ),
     "negative": ([*ON, "--axonn-gx", "-1"], "--axonn-gx -1 is neither an integer of at least 1"),
-    "no-heads": (
-        [*ON, "--num-attention-heads", "0"],
+    "no-heads": ([*ON, "--num-attention-heads", "0"], "--num-attention-heads 0 is less than 1; give"),
+    "virtual-zero": (
+        [*ON, "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "0"],
         "Megatron refuses these arguments: integer .*by zero: .* line ",
     ),
+    "no-hidden": ([*ON, "--hidden-size", "0"], "--hidden-size 0 is less than 1; give"),
+    "no-groups": ([*ON, "--group-query-attention", "--num-query-groups", "0"], "--num-query-groups 0 is less than 1"),
 }
 
 
@@ -326,17 +332,13 @@ print("told:" + json.dumps(told))
 """
 
 
+@pytest.mark.skipif(bool(harness.missing()), reason=harness.missing())
 def test_the_real_parser(tmp_path):
-    place = os.environ.get("MEGATRON_LM_PATH")
-    if not place:
-        pytest.skip(
-            "MEGATRON_LM_PATH is not set: a checkout of Megatron-LM, whose megatron.training is not in the wheel"
-        )
     model = [*MODEL, "--max-position-embeddings", "512", "--lr", "1e-3", "--mock-data"]
     cases = [[*model, *flags] for flags, _ in WRONG.values()]
     cases += [model, [*model, *ON, "--axonn-gx", "2", "--axonn-gy", "2", "--no-gradient-accumulation-fusion"]]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), place)), "WORLD_SIZE": "8"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), harness.CHECKOUT)), "WORLD_SIZE": "8"}
     done = subprocess.run(
         [sys.executable, "-c", REAL, str(tmp_path / "cases.json")], env=environment, capture_output=True, text=True
     )
