@@ -147,6 +147,13 @@ def _on_any_ranks(original: Any) -> Any:
     @wraps(original)
     def sharded_state_dict(self: Any, model: Any = None, is_loading: bool = False, *args: Any, **named: Any) -> Any:
         kind = (named.get("metadata") or {}).get("distrib_optim_sharding_type")
+        if kind is None:
+            fail(
+                ConfigError(
+                    "--load: it was saved without --use-distributed-optimizer, and its optimizer's state is of another form; load it "
+                    "without that, or with --no-load-optim"
+                )
+            )
         if kind != _SAME_ANYWHERE:
             fail(
                 ConfigError(

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,6 +81,7 @@ def enable_core() -> bool:
     _answer_for_cuda()
     _OnCpu().__enter__()
     on_import("megatron.core.tensor_parallel.random", _set_states_at_once)
+    on_import("megatron.core.pipeline_parallel.p2p_communication", _send_copies)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_news)
     return True
 
@@ -127,6 +129,19 @@ def _answer_for_cuda() -> None:
 def _set_states_at_once(random: ModuleType) -> None:
     """Else torch would put off setting a generator's state until there is CUDA."""
     random._lazy_call = lambda act, **kwargs: act()  # type: ignore[attr-defined]
+
+
+def _send_copies(communication: ModuleType) -> None:
+    """Gloo sends from where a tensor lies, which the interleaved schedule empties as soon as the send has begun."""
+    start = communication._p2p_ops
+
+    @wraps(start)
+    def p2p_ops(**tensors: Any) -> Any:
+        sent = {name: tensors[name] for name in ("tensor_send_prev", "tensor_send_next")}
+        copies = {name: one.detach().clone() for name, one in sent.items() if one is not None}
+        return start(**{**tensors, **copies})
+
+    communication._p2p_ops = p2p_ops  # type: ignore[attr-defined]
 
 
 def _is_cuda(device: Any) -> bool:

@@ -143,6 +143,8 @@ MODELS = {
     "bert_layer_local_spec": "BERT",
     "T5Model": "T5",
     "LLaVAModel": "a vision-language model",
+    "model_provider_llava_vlm": "a multimodal model",
+    "MimoBuildConfig": "a multimodal model",
     "MambaModel": "Mamba",
     "mamba_builder": "Mamba",
     "HybridModel": "a hybrid of Mamba and attention",

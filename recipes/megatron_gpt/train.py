@@ -183,8 +183,15 @@ def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _state(model: DistributedDataParallel, optimizer: MegatronOptimizer, step: int, loading: bool) -> dict[str, Any]:
-    weights = unwrap_model(model).sharded_state_dict()
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading), "step": step}
+    # A distributed optimizer's state in the form that any ranks can read.
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = unwrap_model(model).sharded_state_dict(metadata=metadata)
+    told = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+    return {"model": weights, "optimizer": told, "step": step}
 
 
 def _save(model: DistributedDataParallel, optimizer: MegatronOptimizer, folder: Path, step: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import queue
+import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -153,37 +153,40 @@ def test_a_checkpoint_goes_on_anywhere(runs: list[dict], name: str) -> None:
                 assert np.allclose(losses, told["whole"], rtol=tolerance), (route, other, losses, told["whole"])
 
 
-def test_the_pretrain_script(tmp_path: Path) -> None:
-    """What is saved after 4 iterations on (2, 1, 2, 1) goes on on (1, 2, 1, 2) and in stock Megatron of two tensor ranks."""
-    place = os.environ.get("MEGATRON_LM_PATH")
-    if not place:
-        pytest.skip("MEGATRON_LM_PATH is not set: a checkout of Megatron-LM, whose pretrain_gpt.py is not in the wheel")
+needs_script = pytest.mark.skipif(bool(harness.missing()), reason=harness.missing())
+
+
+@needs_script
+@pytest.mark.parametrize("asynchronous", [[], ["--async-save"]], ids=["at once", "in the background"])
+def test_the_pretrain_script(tmp_path: Path, asynchronous: list[str]) -> None:
+    """What is saved after 4 iterations on (2, 1, 2, 1) goes on on (1, 2, 1, 2) and in stock Megatron of two tensor ranks; its own, with us."""
     common = [*harness.CPU, *harness.MODEL, *harness.MOCK, "--train-iters", "8"]
     impl = ["--tensor-model-parallel-impl", "axonn3d"]
-    save = ["--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4"]
-    load = ["--load", str(tmp_path)]
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    save, load = [*asynchronous, "--save-interval", "4", "--exit-interval", "4", "--save"], ["--load"]
     found = harness.run(
-        Path(place, "pretrain_gpt.py"),
+        Path(harness.CHECKOUT, "pretrain_gpt.py"),
         {
             "whole": (1, common),
-            "first": (4, [*common, *impl, "--axonn-gx", "2", "--axonn-gz", "2", *save]),
-            "elsewhere": (4, [*common, *impl, "--axonn-gy", "2", *load]),
-            "stock": (2, [*common, "--tensor-model-parallel-size", "2", *load]),
+            "first": (4, [*common, *impl, "--axonn-gx", "2", "--axonn-gz", "2", *save, ours]),
+            "elsewhere": (4, [*common, *impl, "--axonn-gy", "2", *load, ours]),
+            "stock": (2, [*common, "--tensor-model-parallel-size", "2", *load, ours]),
+            "stock saves": (2, [*common, "--tensor-model-parallel-size", "2", *save, theirs]),
+            "loaded": (4, [*common, *impl, "--axonn-gx", "2", "--axonn-gz", "2", *load, theirs]),
         },
     )
     first, last = (
         {what: found["whole"][what][part] for what in ("losses", "norms")} for part in (slice(4), slice(4, 8))
     )
-    for name, wanted in (("first", first), ("elsewhere", last), ("stock", last)):
+    for name in ("first", "elsewhere", "stock", "stock saves", "loaded"):
+        wanted = first if name in ("first", "stock saves") else last
         assert harness.difference(wanted, found[name]) < 1e-5, (name, found[name])
 
 
+@needs_script
 @pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["whole", "split"])
 def test_files_of_format_torch(tmp_path: Path, optimizer: list[str]) -> None:
     """They go on on the grid that saved them; stock Megatron reads those of a grid that splits as it does, over x alone."""
-    place = os.environ.get("MEGATRON_LM_PATH")
-    if not place:
-        pytest.skip("MEGATRON_LM_PATH is not set: a checkout of Megatron-LM, whose pretrain_gpt.py is not in the wheel")
     common = [*harness.CPU, *harness.MODEL, *harness.MOCK, *optimizer, "--train-iters", "8", "--ckpt-format", "torch"]
     impl = ["--tensor-model-parallel-impl", "axonn3d"]
     xz, y, x = (
@@ -192,7 +195,7 @@ def test_files_of_format_torch(tmp_path: Path, optimizer: list[str]) -> None:
     save, load = (["--save-interval", "4", "--exit-interval", "4", "--save"], ["--load"])
     stock = (4, [*common, "--tensor-model-parallel-size=2", *load, str(tmp_path / "x")])
     found = harness.run(
-        Path(place, "pretrain_gpt.py"),
+        Path(harness.CHECKOUT, "pretrain_gpt.py"),
         {
             "whole": (1, common),
             "xz saves": (4, [*xz, *save, str(tmp_path / "xz")]),
@@ -266,12 +269,23 @@ def test_files_of_another_grid_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_states_of_other_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (
+            {"distrib_optim_sharding_type": "dp_reshardable"},
+            "of type dp_reshardable, which only the ranks that saved it can read; save it with",
+        ),
+        ({}, "it was saved without --use-distributed-optimizer, .*; load it without that, or with --no-load-optim"),
+    ],
+)
+def test_states_of_another_form_are_refused(
+    metadata: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     take = checkpoint_optimizer._on_any_ranks(None)
     with pytest.raises(SystemExit):
-        take(None, {}, True, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
-    told = capsys.readouterr().err
-    assert "of type dp_reshardable, which only the ranks that saved it can read; save it with" in told
+        take(None, {}, True, metadata=metadata)
+    assert re.search(words, capsys.readouterr().err)
 
 
 def test_random_states_of_another_grid_are_left() -> None:

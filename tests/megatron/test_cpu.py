@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -93,3 +94,19 @@ def test_switch(program: str, switch: str, said: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
+
+
+def test_what_is_sent_is_a_copy() -> None:
+    """Gloo reads it later, when the interleaved schedule has emptied it."""
+    import torch
+
+    from plugins.megatron import cpu
+
+    communication = ModuleType("p2p_communication")
+    communication._p2p_ops = lambda **given: given  # type: ignore[attr-defined]
+    cpu._send_copies(communication)
+    output, buffer = torch.ones(3), torch.zeros(3)
+    begun = communication._p2p_ops(tensor_send_prev=None, tensor_send_next=output, tensor_recv_prev=buffer)
+    output.data = torch.empty(1)
+    assert begun["tensor_send_next"].tolist() == [1, 1, 1] and begun["tensor_send_prev"] is None
+    assert begun["tensor_recv_prev"] is buffer

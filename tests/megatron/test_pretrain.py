@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.harness import CPU, MOCK, MODEL, VARIANTS, difference, run
+from tests.megatron.harness import CHECKOUT, CPU, MOCK, MODEL, VARIANTS, difference, missing, run
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 TOLERANCE = 1e-5
-needs_script = pytest.mark.skipif(
-    CHECKOUT is None,
-    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM, whose pretrain_gpt.py is not in megatron-core's wheel",
-)
+needs_script = pytest.mark.skipif(bool(missing()), reason=missing())
 GRIDS = [(1, 1, 1, 4), (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
 GRIDS += [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)]
 EIGHT = [(2, 2, 2, 1), (2, 1, 2, 2), (2, 2, 1, 2)]
@@ -36,7 +31,7 @@ def stock(variant: str, *more: str, data: list[str] = MOCK) -> tuple[int, list[s
 
 def differences(cases: dict[str, tuple[int, list[str]]], timeout: float = 1800) -> dict[str, float | str]:
     """How far every case but the first is from it, where that is too far; ``pytest -s`` shows all."""
-    found = run(Path(CHECKOUT or "", "pretrain_gpt.py"), cases, timeout)
+    found = run(Path(CHECKOUT, "pretrain_gpt.py"), cases, timeout)
     wanted = found.pop(next(iter(cases)))
     assert "error" not in wanted, wanted["error"]
     apart = {name: result.get("error") or difference(wanted, result) for name, result in found.items()}
@@ -71,17 +66,33 @@ def test_prepared_text(tmp_path: Path) -> None:
     assert differences(cases) == {}
 
 
+def saved(folder: Path, begin: tuple[int, list[str]]) -> list[str]:
+    """Flags that load what one step of a run left."""
+    ranks, words = begin
+    save = ["--save", str(folder), "--save-interval", "1", "--ckpt-format", "torch_dist", "--train-iters", "1"]
+    begun = run(Path(CHECKOUT, "pretrain_gpt.py"), {"begin": (ranks, [*words, *save])})["begin"]
+    assert "error" not in begun, begun["error"]
+    return ["--load", str(folder), "--ckpt-format", "torch_dist", "--finetune", "--no-load-optim", "--no-load-rng"]
+
+
 @needs_script
 @pytest.mark.parametrize("first", [(1, 1, 1, 1), (2, 1, 2, 1)])
 def test_pipeline_goes_on_from_weights_without_one(tmp_path: Path, first: tuple[int, ...]) -> None:
     """Stages draw their first weights from seeds of their own, also in stock Megatron, so all start from one checkpoint."""
-    script = Path(CHECKOUT or "", "pretrain_gpt.py")
-    saved = ["--save", str(tmp_path), "--save-interval", "1", "--ckpt-format", "torch_dist", "--train-iters", "1"]
-    begin = stock("plain", *saved) if first == (1, 1, 1, 1) else flags(first, "plain", *saved)
-    begun = run(script, {"begin": begin})["begin"]
-    assert "error" not in begun, begun["error"]
-    load = ["--load", str(tmp_path), "--ckpt-format", "torch_dist", "--finetune", "--no-load-optim", "--no-load-rng"]
+    load = saved(tmp_path, stock("plain") if first == (1, 1, 1, 1) else flags(first, "plain"))
     cases = {"stock": stock("plain", *load)}
     for grid in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1)):
         cases[f"{grid} on each of two stages"] = flags(grid, "plain", *load, stages=2)
+    assert differences(cases) == {}
+
+
+@needs_script
+@pytest.mark.parametrize("variant", ["plain", "overlapped", "llama"])
+def test_interleaved_stages(tmp_path: Path, variant: str) -> None:
+    layers = ["--num-layers", "4"]
+    load = [*layers, *saved(tmp_path, stock(variant, *layers))]
+    cases = {"stock": stock(variant, *load)}
+    for grid in ((2, 1, 1, 1), (1, 1, 2, 1), (1, 2, 1, 1)):
+        more = [*load, "--num-layers-per-virtual-pipeline-stage", "1"]
+        cases[f"{grid} on each of two stages, twice"] = flags(grid, variant, *more, stages=2)
     assert differences(cases) == {}
