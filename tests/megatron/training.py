@@ -193,15 +193,18 @@ def train(case: Case) -> dict[str, Any]:
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
     if case.ddp.get("overlap_grad_reduce"):
         config.no_sync_func = model.no_sync
-    losses, norms = [], []
+    losses, norms, zeros = [], [], []
     for step in range(case.steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         losses.append(_step(case, model, step))
-        norms.append(float(optimizer.step()[1]))
+        _, norm, empty = optimizer.step()
+        norms.append(float(norm))
+        zeros.append(empty)
     if case.ddp.get("overlap_param_gather"):
         model.disable_forward_pre_hook()
-    return {"losses": losses, "norms": norms, "replicas": _replicas(model), "weights": _weights(model, case)}
+    told = {"losses": losses, "norms": norms, "zeros": zeros}
+    return {**told, "replicas": _replicas(model), "weights": _weights(model, case)}
 
 
 def _optimizer(case: Case, model: DistributedDataParallel) -> Any:
