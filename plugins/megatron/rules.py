@@ -88,7 +88,7 @@ def indivisible(args: Any, settings: Settings) -> str | None:
     groups = args.num_query_groups if args.group_query_attention else heads
     if groups % gx and gx % groups:
         return f"--num-query-groups {groups} is neither a multiple of --axonn-gx {gx} nor divides it; change one of the two"
-    width = (heads + 2 * groups) * (getattr(args, "kv_channels", None) or hidden // heads)
+    width = _qkv(args, heads, groups, getattr(args, "kv_channels", None) or hidden // heads)
     sizes = [
         ("--num-attention-heads", heads, "gx", gx),
         ("the width of queries, keys and values,", width, "gx", gx),
@@ -101,6 +101,12 @@ def indivisible(args: Any, settings: Settings) -> str | None:
         if size % by:
             return f"{flag} {size} does not divide by --axonn-{axis} {by}, which splits it; change one of the two"
     return None
+
+
+def _qkv(args: Any, heads: int, groups: int, channels: int) -> int:
+    """Width of queries, of as many gates where there are any, keys and values."""
+    queries = 2 * heads if getattr(args, "attention_output_gate", False) else heads
+    return (queries + 2 * groups) * channels
 
 
 def check_host() -> None:
@@ -253,7 +259,7 @@ def _check_rows(args: Any, settings: Settings) -> None:
         return
     gx, gy, gz = settings.gx, settings.gy, settings.gz
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = (args.num_attention_heads + 2 * groups) * args.kv_channels
+    heads = _qkv(args, args.num_attention_heads, groups, args.kv_channels)
     for rows, what in (
         (args.hidden_size // gy, "--hidden-size by gy"),
         (heads // gx, "the width of queries, keys and values by gx"),

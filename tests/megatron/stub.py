@@ -49,7 +49,7 @@ _SWITCHES = (
     *("distribute_saved_activations", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "flash_decode"),
     *("inference_dynamic_batching", "perform_rl_step", "use_legacy_models", "multi_latent_attention"),
     *("use_tp_pp_dp_mapping", "use_mp_args_from_checkpoint_args"),
-    *("overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
+    *("attention_output_gate", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
     *("log_params_norm", "untie_embeddings_and_output_weights"),
 )
 

@@ -137,6 +137,13 @@ WRONG = {
         ],
         "the width of queries, keys and values, 60 does not divide by --axonn-gx 8",
     ),
+    "gated-rows": (
+        [
+            *(*ON, "--axonn-gz", "8", "--group-query-attention", "--num-query-groups", "2", "--kv-channels", "1"),
+            *("--attention-output-gate", "--save", "x", "--save-interval", "9"),
+        ],
+        "--axonn-gz 8 does not divide the 20 rows .the width of queries, keys and values by gx",
+    ),
     "expert-tensor": ([*ON, "--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size 2 does not go with"),
     "norm-1p": ([*ON, "--apply-layernorm-1p"], "--apply-layernorm-1p does not go with"),
     "early-gather": (
