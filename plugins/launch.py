@@ -202,4 +202,7 @@ def _rank(
 
         if dist.is_initialized() and message[0]:
             dist.destroy_process_group()
+    # Those that Python would end on its way out, such as asynchronous checkpoints' workers.
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0 if message[0] else 1)
