@@ -207,7 +207,7 @@ class Planner:
         self._made: dict[tuple[str, Choice, int], Any] = {}
         self._reaching: set[int] = set()
 
-    def __call__(self, collective: int, size: int, root: int, native: bool, call: int) -> Any:
+    def __call__(self, collective: int, size: int, root: int, native: bool, call: int = 0) -> Any:
         """The engine's program, and all links that it sends on; None for the native library.
 
         Args:
@@ -215,7 +215,7 @@ class Planner:
             size: bytes of all blocks.
             root: of a broadcast.
             native: whether the native library can do it.
-            call: number among those of the group.
+            call: number among those of the group; 0 where the program alone is wanted.
         """
         name = COLLECTIVES[collective]
         name = "all_reduce" if name == "barrier" else name
@@ -223,9 +223,7 @@ class Planner:
         if choice.algorithm == NATIVE:
             return None
         if (name, choice, root) not in self._made:
-            self._made[name, choice, root] = self._make(
-                name, choice, root, f"of {size} bytes, call {call} of its group,"
-            )
+            self._made[name, choice, root] = self._make(name, choice, root, size, call)
         return self._made[name, choice, root]
 
     def choose(self, collective: str, size: int, native: bool = True) -> Choice:
@@ -235,7 +233,7 @@ class Planner:
         asked = prescribed(self.options, collective, size, len(self.members))
         return asked or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
 
-    def _make(self, collective: str, choice: Choice, root: int, call: str) -> Any:
+    def _make(self, collective: str, choice: Choice, root: int, size: int, call: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]
         options = {"root": root} if collective == "broadcast" else {}
         program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
@@ -243,8 +241,10 @@ class Planner:
             try:
                 self.fabric.connect(self.group, self.members[peer], self.timeout)
             except LinkError as error:
-                why = f"rank {self.ranks[self.rank]}: {collective} {call} needs rank {self.ranks[peer]}, but {error}"
-                self._give_up(why)
+                what = f"{collective} of {size} bytes{f', call {call} of its group,' if call else ''}"
+                why = f"rank {self.ranks[self.rank]}: {what} needs rank {self.ranks[peer]}, but {error}"
+                if call:
+                    self._give_up(why)
                 raise LinkError(f"pccl: {why}") from error
         flat = flatten(program)
         digest = zlib.crc32(repr((choice, root)).encode())

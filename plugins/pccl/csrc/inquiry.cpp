@@ -281,7 +281,7 @@ void Engine::expire() {
     const Group& group = groups_.at(run->group);
     std::string known = in_words(group, suspected(group, run->sequence, peers, run->patience));
     fail_group(run->group,
-               describe(*run) + " was not done within " + seconds(run->timeout.count()) + " s; it waits for " +
+               describe(*run) + " was not done within the timeout of " + seconds(run->timeout.count()) + " s; it waits for " +
                    (waited.empty() ? "its own messages to be taken" : waited) + (known.empty() ? "" : ": " + known),
                true);
     return;  // runs_ has changed; what else has expired is seen next time round
