@@ -37,11 +37,16 @@ _READ, _SHARE, _SHOW = 1, 2, 4
 _SHARED = 4096 + 8192 + 2**18  # bytes: counts, answers, messages
 _BOARD = 2**24  # bytes that processes of a node may read at a time; they take memory when they are first used
 _PATIENCE = 20.0  # seconds for a handshake
+_MOMENT = 0.2  # seconds for a connection
 _MOST_STRANGERS = 512  # handshakes under way; beyond, the one that takes longest ends
 
 
 class LinkError(RuntimeError):
     """A peer cannot be reached, or is not who it should be."""
+
+
+class Gone(LinkError):
+    """A peer listens no longer: it has ended."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Fabric:
         self._groups: dict[bytes, Group] = {}
         self._numbers: dict[bytes, int] = {}
         self._lock = threading.Lock()
-        self._connecting = threading.Lock()
+        self._connecting: dict[int, threading.Lock] = {}
         self._strangers: dict[socket.socket, None] = {}
         self._board = _memory(_BOARD)
         if self._board >= 0:
@@ -131,14 +136,16 @@ class Fabric:
             LinkError: it cannot be reached in `timeout` seconds, or does not know the secret.
         """
         number = self.number(member.identity)
-        with self._connecting:
+        with self._lock:
+            connecting = self._connecting.setdefault(number, threading.Lock())
+        with connecting:
             if self.core.linked(number):
                 return
             connection = self._reach(member, timeout)
             memory = _memory(_SHARED) if connection.family == socket.AF_UNIX else -1
             try:
                 handed = [made for made in (memory, self._board) if memory >= 0 and made >= 0]
-                ways = self._introduce(connection, group, member, handed)
+                ways = self._introduce(connection, group, member, handed, timeout)
                 shared = os.dup(memory) if ways & _SHARE else -1
                 self.core.add_outgoing(number, connection.detach(), ways & _READ, shared, bool(ways & _SHOW))
             except LinkError:
@@ -150,6 +157,14 @@ class Fabric:
             finally:
                 if memory >= 0:
                     os.close(memory)
+
+    def gone(self, member: Member) -> bool:
+        """Whether a member's process has ended, as far as can be told in a moment."""
+        try:
+            self._reach(member, _MOMENT).close()
+        except LinkError as error:
+            return isinstance(error, Gone)
+        return False
 
     def _reach(self, member: Member, timeout: float) -> socket.socket:
         near = member.node == self.member.node
@@ -168,16 +183,24 @@ class Fabric:
             except OSError as error:
                 connection.close()
                 # Members listen before they are known: one that refuses has ended.
-                if isinstance(error, ConnectionRefusedError) or time.monotonic() + 0.05 > deadline:
-                    raise LinkError(
+                refused = isinstance(error, ConnectionRefusedError)
+                if refused or time.monotonic() + 0.05 > deadline:
+                    raise (Gone if refused else LinkError)(
                         f"the process at {member.host} port {member.port} cannot be reached from {self.member.host}: {error}"
                     ) from error
                 time.sleep(0.05)
 
-    def _introduce(self, connection: socket.socket, group: Group, member: Member, memory: Sequence[int] = ()) -> int:
+    def _introduce(
+        self,
+        connection: socket.socket,
+        group: Group,
+        member: Member,
+        memory: Sequence[int] = (),
+        timeout: float = _PATIENCE,
+    ) -> int:
         """The connecting side of the handshake, which hands `memory` over; the ways in which the other side will read."""
         mine, theirs = secrets.token_bytes(32), bytes.fromhex(member.identity)
-        connection.settimeout(_PATIENCE)
+        connection.settimeout(min(_PATIENCE, timeout))
         connection.sendall(_HELLO.pack(_MAGIC, group.key, self.identity, mine))
         nonce, proof = _ANSWER.unpack(_exactly(connection, _ANSWER.size))
         said = (group.key, self.identity, theirs, mine, nonce)

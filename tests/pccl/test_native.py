@@ -23,7 +23,7 @@ def _run(*command: object) -> str:
 
 @pytest.fixture(scope="module", params=["address,undefined", "thread"])
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the two programs, compiled with a sanitizer."""
+    """A folder with the programs, compiled with a sanitizer."""
     folder = tmp_path_factory.mktemp(request.param.split(",")[0])
     flags = ["-std=c++20", "-O1", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
     sources = [source for source in ENGINE.glob("*.cpp") if source.stem not in ("shim", "device", "module")]  # torch's
@@ -35,15 +35,17 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(build, sources))
-        for program, made in zip(
-            ("fuzz", "collectives"), pool.map(build, sorted(NATIVE.glob("*.cpp"), reverse=True)), strict=True
-        ):
-            _run(compiler(), *flags, made, *objects, "-lpthread", "-o", folder / program)
+        for made in pool.map(build, NATIVE.glob("*.cpp")):
+            _run(compiler(), *flags, made, *objects, "-lpthread", "-o", folder / made.stem)
     return folder
 
 
 def test_collectives_among_engines_make_the_right_values(programs: Path) -> None:
     assert "200 rounds" in _run(programs / "collectives", 200, 1)
+
+
+def test_places_on_the_board_are_free_again_after_failures(programs: Path) -> None:
+    assert "given back" in _run(programs / "places")
 
 
 def test_no_frame_crashes_the_engine(programs: Path) -> None:

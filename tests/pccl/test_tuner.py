@@ -250,10 +250,10 @@ def _starts(folder: str) -> list[Any]:
     ]
     make = backend.Planner._make
 
-    def broken(self: Any, collective: str, choice: Choice, root: int) -> Any:
+    def broken(self: Any, collective: str, choice: Choice, *rest: int) -> Any:
         if self.rank == 1 and choice == RING:
             raise LinkError("the cable is cut")
-        return make(self, collective, choice, root)
+        return make(self, collective, choice, *rest)
 
     backend.Planner._make = broken
     with pytest.raises(LinkError) as caught:

@@ -144,24 +144,68 @@ struct Core {
   Engine engine;
 };
 
-// A call that was left to another backend. Where it fails as a peer has called something else here, that is what is said.
+// What is known of a call that was left to another backend.
+struct Ticket {
+  std::shared_ptr<Core> core;
+  uint64_t group;
+  std::weak_ptr<py::object> plan;  // to let it go may need the interpreter, which gloo's threads must not wait for
+  std::string what;
+  int peer = -1;                 // of a send or receive
+  uint64_t sequence = 0;         // of a collective
+  std::shared_ptr<Watch> watch;  // likewise
+
+  // Whether gloo's connections are of no use any more; else it has refused one call, such as one on numbers that it does not know.
+  static bool final(const std::string& why) {
+    return why.find("gloo/transport") != std::string::npos || why.find("pair closure") != std::string::npos;
+  }
+
+  // The group is out of order as this call failed, if it is not already; what is said of it.
+  std::string fail(const std::string& why) const {
+    std::string known = core->engine.broken(group);
+    if (!known.empty()) return known;
+    auto asked = plan.lock();
+    if (!asked) return "its process group was destroyed: " + why;
+    {
+      py::gil_scoped_acquire locked;
+      known = asked->attr("failed")(what, peer, sequence, why).cast<std::string>();
+    }
+    core->engine.give_up(group, known);
+    return known;
+  }
+};
+
+// A call that was left to another backend. Where it fails, so does the group, and all are told why.
 class Left : public c10d::Work {
  public:
-  Left(c10d::OpType kind, WorkPointer work, std::shared_ptr<Core> core, uint64_t group)
-      : Work(-1, kind), work_(std::move(work)), core_(std::move(core)), group_(group) {}
+  Left(c10d::OpType kind, WorkPointer work, std::shared_ptr<Ticket> ticket)
+      : Work(-1, kind), work_(std::move(work)), ticket_(std::move(ticket)) {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      if (ticket_->watch) future = work_->getFuture();
+    } catch (const std::exception&) {  // it has none
+      ticket_->watch->over = true;
+    }
+    if (!future) return;
+    future->addCallback([ticket = ticket_](c10::ivalue::Future& done) {
+      ticket->watch->over = true;
+      std::string why = done.hasError() ? done.tryRetrieveErrorMessage() : "";
+      if (Ticket::final(why)) ticket->core->finisher->post([ticket, why] { ticket->fail(why); });
+    });
+  }
 
   bool wait(std::chrono::milliseconds timeout) override {
     try {
       return work_->wait(timeout);
-    } catch (const std::exception&) {
-      std::string why = core_->engine.broken(group_);
-      if (why.empty()) throw;
-      throw std::runtime_error("pccl: " + why);
+    } catch (const std::exception& error) {
+      std::string why = error.what();
+      if (!Ticket::final(why) || !work_->isCompleted()) throw;  // or who waits has lost patience
+      throw std::runtime_error("pccl: " + ticket_->fail(why));
     }
   }
   bool isCompleted() override { return work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess(); }
   std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
   Tensors result() override { return work_->result(); }
   void synchronize() override { work_->synchronize(); }
   void abort() override { work_->abort(); }
@@ -170,8 +214,7 @@ class Left : public c10d::Work {
 
  private:
   WorkPointer work_;
-  std::shared_ptr<Core> core_;
-  uint64_t group_;
+  std::shared_ptr<Ticket> ticket_;
 };
 
 // A group's backend.

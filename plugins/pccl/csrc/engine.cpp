@@ -120,6 +120,7 @@ void Engine::serve(const epoll_event* events, int count) {
   }
   poll_shared();
   bury();
+  guarded([this] { ask(); }, kWake);
   guarded([this] { expire(); }, kWake);
   past_.clear();
 }
@@ -184,8 +185,7 @@ void Engine::failed(const std::string& why, uint64_t link) {
 }
 
 int Engine::wait_milliseconds() {
-  if (runs_.empty()) return -1;
-  Clock::time_point first = Clock::time_point::max();
+  Clock::time_point first = Clock::now() + kPatience;  // calls may have been left meanwhile
   for (auto& [key, run] : runs_) first = std::min({first, run->deadline, run->asks});
   auto left = std::chrono::duration_cast<std::chrono::milliseconds>(first - Clock::now()).count();
   return static_cast<int>(std::clamp<long long>(left + 1, 0, 60000));

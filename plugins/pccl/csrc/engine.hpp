@@ -32,7 +32,8 @@ using Done = std::function<void(const std::string& error)>;
 
 inline constexpr uint64_t kWake = 0;  // no link has this number
 inline constexpr double kMostSeconds = 1e9;  // what a clock's nanoseconds can hold
-inline constexpr std::chrono::seconds kPatience{1};  // before others are asked what they do
+inline constexpr std::chrono::seconds kPatience{1};  // at most, before others are asked what they do
+inline constexpr size_t kMostBroken = 4096;  // groups that are heard of only by their failures
 inline constexpr char kStranger[] = "it sent to a group that it is not of";
 
 // One collective call of this rank.
@@ -50,8 +51,22 @@ struct Run {
   std::map<int32_t, size_t> shown;  // places on the board, by the first op that sends what lies there
   bool advancing = false, over = false;
   std::chrono::duration<double> timeout;
+  Clock::duration patience;
   Clock::time_point deadline, asks;  // when those that it waits for are asked
   Done done;
+};
+
+// A call that was left to another library.
+struct Watch {
+  Signature signature;
+  std::atomic<bool> over = false;
+  Clock::time_point asks = Clock::now() + kPatience;  // for who serves
+};
+
+// What a group asks of those above. Called by who serves: they must not wait for anything.
+struct Hooks {
+  std::function<void(int peer, bool needed)> reach;  // makes a link to a peer; who cannot be reached ends a call that needs it
+  std::function<void()> broken;                      // the group is out of order
 };
 
 using Turn = std::unique_lock<std::mutex>;
@@ -82,8 +97,11 @@ class Engine {
 
   // A group: its members' peer numbers and global ranks, by group rank.
   void add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout);
-  // Gives up what is under way in the group.
-  void remove_group(uint64_t key, const std::string& why);
+  void attend(uint64_t key, Hooks hooks);
+  // Gives up what is under way in the group; `what`: this rank did; `sequence`: the last call that it began.
+  void remove_group(uint64_t key, const std::string& what, uint64_t sequence);
+  // The group is out of order; the others are told.
+  void give_up(uint64_t key, const std::string& why);
 
   // Begins a collective; `done` is called once, by the thread that serves the links. The signature's elements are those of all
   // blocks. `timeout`: in seconds, the group's where it is 0. `here`: the caller, which has nothing to do until it is done,
@@ -94,17 +112,48 @@ class Engine {
   // must hold no lock that others need meanwhile, such as the interpreter's.
   void lead(Begun begun);
 
-  // This rank leaves a call to another library: what peers send for it here does not match, and ends the group.
-  void leave(uint64_t group, uint64_t sequence, const Signature& signature);
+  // This rank leaves a call to another library: what peers send for it here does not match, and ends the group. Until it is
+  // over, who does not take part is looked for.
+  std::shared_ptr<Watch> leave(uint64_t group, uint64_t sequence, const Signature& signature);
   // Why a group is out of order, or "".
   std::string broken(uint64_t group);
+  // Whom the calls that were left wait for in the end, as far as it is known, in words; or "".
+  std::string suspects(uint64_t group);
+  // Asks all members that there are links to.
+  void ask_all(uint64_t group);
 
  private:
+  // Whom somebody waits for in the end, and how far that one is.
+  struct Suspect {
+    uint32_t rank;    // of the group
+    uint32_t silent;  // it does not answer
+    uint64_t sequence;
+  };
+  using Suspects = std::vector<Suspect>;
+  struct State {  // what a peer said of itself
+    uint64_t sequence = 0;
+    Suspects suspects;
+    bool known = false;
+    std::optional<Clock::time_point> asked;  // and did not answer
+  };
+  struct Departure {
+    uint64_t sequence;  // the last call
+    std::string why;
+  };
   struct Group {
     std::vector<int> peers, ranks;
     int rank;
     std::chrono::duration<double> timeout;
     std::string broken;
+    std::map<int, Departure> left;  // peers that have left it
+    Hooks hooks;
+    std::map<int, State> states;
+    std::set<uint64_t> told;  // links, that it is out of order
+  };
+  struct Ended {
+    uint64_t sequence;  // this rank's last call
+    std::string why;    // where calls were given up
+    std::set<uint64_t> told;
   };
   using Key = std::tuple<uint64_t, uint64_t, int, uint32_t>;  // group, sequence, peer, tag
   struct Posted {
@@ -143,7 +192,19 @@ class Engine {
   void add_link(int peer, int socket, pid_t process, int memory, int board, bool boarded, bool incoming);
   int wait_milliseconds();
   void expire();
-  void ask(Run& run);
+  void ask();
+  void ask(uint64_t group, uint64_t sequence, const Signature& signature, const std::set<int>& peers, bool left);
+  std::set<int> awaited(const Run& run) const;
+  std::set<int> next(const Group& group) const;
+  Suspects suspected(const Group& group, uint64_t sequence, const std::set<int>& peers, Clock::duration patience) const;
+  std::string in_words(const Group& group, const Suspects& suspects) const;
+  void on_ask(Link& link, const Header& header);
+  void on_state(const Link& link, const Header& header, const std::vector<char>& body);
+  void on_left(uint64_t group, int peer, const Departure& left);
+  void tell_left(Link& link, uint64_t group, uint64_t sequence);
+  void answer(Link& link, const Header& header);
+  void tell_all(Group& group, uint64_t key);
+  std::vector<uint64_t> links_of(const Group& group) const;
   bool poll_shared();
   bool rest();
   void awake();
@@ -153,11 +214,14 @@ class Engine {
   void begin(Run& run, int32_t op);
   void send(Run& run, int32_t op);
   std::optional<size_t> show(Run& run, int32_t like, const Pieces& pieces);
+  void owe(const Run& run);
+  void settle(int peer, std::optional<uint64_t> group);
   void receive(Run& run, int32_t op);
   void finish(Run& run, int32_t op);
   void complete(Run& run);
   void fail_group(uint64_t key, const std::string& why, bool tell);
-  void tell(uint64_t link, uint64_t group, const std::string& why);
+  void tell(Link& link, Frame frame, uint64_t group, uint64_t sequence, const void* body, size_t bytes);
+  void tell(Link& link, uint64_t group, const std::string& why);
   bool left_elsewhere(uint64_t group, uint64_t sequence, int peer, const Header& header);
   void forget(Run& run);
   std::string describe(const Run& run) const;
@@ -194,8 +258,10 @@ class Engine {
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
   std::set<int> linked_;  // as outgoing_, for other threads
-  std::map<uint64_t, std::map<uint64_t, Signature>> left_;  // calls that other libraries have, by group and sequence
-  std::map<uint64_t, std::string> reasons_;                 // as the groups' broken
+  std::map<uint64_t, std::map<uint64_t, std::shared_ptr<Watch>>> left_;  // calls that other libraries have, by group and sequence
+  std::map<uint64_t, std::string> reasons_;                              // as the groups' broken
+  std::map<uint64_t, std::string> suspects_;
+  std::map<std::pair<uint64_t, uint64_t>, std::shared_ptr<Watch>> watched_;  // of those the ones that may not be over
   Server server_ = Server::kThread;
   std::condition_variable thread_serves_;
 
@@ -211,7 +277,10 @@ class Engine {
   std::unordered_map<int, std::string> lost_;
   std::map<uint64_t, Group> groups_;
   std::map<uint64_t, std::string> broken_early_;
-  std::set<uint64_t> removed_;
+  std::map<uint64_t, std::map<int, Departure>> left_early_;
+  std::string trouble_;  // the last reason why a group was out of order, and when
+  Clock::time_point troubled_;
+  std::map<uint64_t, Ended> removed_;
   std::map<std::pair<uint64_t, uint64_t>, std::shared_ptr<Run>> runs_;
   std::map<uint64_t, uint64_t> newest_;  // by group: sequence numbers up to here have begun
   std::map<Key, Posted> posted_;
@@ -220,6 +289,12 @@ class Engine {
   size_t paused_ = 0;  // links
   std::map<Key, Posted> unread_;  // sent as kRemote or kBoard, not acknowledged yet
   std::unique_ptr<Board> board_;
+  struct Owed {
+    uint64_t group;
+    std::set<int> peers;
+  };
+  Clock::time_point looked_;  // when what was left was looked through
+  std::map<size_t, Owed> owed_;  // on it, of calls that were given up: who may still be reading
   std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them
 };
 

@@ -32,12 +32,22 @@ size_t type_bytes(Type type) {
   }
 }
 
+const char* type_name(Type type) {
+  static const char* types[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "elements of another type"};
+  return types[static_cast<int>(type)];
+}
+
+bool Signature::like(const Signature& other) const {
+  Signature same = other;
+  if (collective == Collective::kAllToAll) same.elements = elements;
+  return *this == same;
+}
+
 std::string Signature::text() const {
-  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"};
-  static const char* types[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"};
+  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce", "gather", "scatter", "all_to_all"};
   static const char* reductions[] = {"sum", "min", "max", "product", "average", ""};
   std::string made = collectives[static_cast<int>(collective)];
-  if (collective != Collective::kBarrier) made += " of " + std::to_string(elements) + " " + types[static_cast<int>(type)];
+  if (collective != Collective::kBarrier) made += " of " + std::to_string(elements) + " " + type_name(type);
   if (reduction != Reduction::kNone) made += std::string(" (") + reductions[static_cast<int>(reduction)] + ")";
   return made;
 }
@@ -71,13 +81,15 @@ std::string Header::read(const unsigned char* from) {
   signature.schedule = take<uint32_t>(from);
   tag = take<uint32_t>(from);
   pieces = take<uint32_t>(from);
-  if (frame < Frame::kData || frame > Frame::kBoard) return "its frame is of no known kind";
+  if (frame < Frame::kData || frame > Frame::kOver) return "its frame is of no known kind";
   if (signature.collective >= Collective::kEnd || signature.type >= Type::kEnd || signature.reduction >= Reduction::kEnd)
     return "its frame is of no known operation";
   if (bytes > kMostBytes) return "its frame is too long";
-  if (frame == Frame::kError && bytes > kMostText) return "its reason is too long";
+  if ((frame == Frame::kError || frame == Frame::kLeft) && bytes > kMostText) return "its reason is too long";
   if (frame == Frame::kError && bytes == 0) return "its reason is missing";
-  if ((frame == Frame::kAck || frame == Frame::kAsk) && bytes != 0) return "its frame has a body where there is none";
+  if (frame == Frame::kState && (bytes > kMostRows * kRowBytes || bytes % kRowBytes)) return "its frame has no whole rows";
+  bool bare = frame == Frame::kAck || frame == Frame::kAsk || frame == Frame::kOver;
+  if (bare && bytes != 0) return "its frame has a body where there is none";
   if (elsewhere() != (pieces != 0) || pieces > (frame == Frame::kBoard ? 1 : kMostPieces)) return "its frame names a wrong number of pieces";
   return "";
 }

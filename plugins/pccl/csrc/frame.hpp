@@ -12,12 +12,15 @@ enum class Frame : uint8_t {
   kRemote = 2,  // body: `pieces` × (address, bytes) in the sender's memory, which the receiver reads itself
   kAck = 3,     // no body: a kRemote message was read, its memory may be reused
   kError = 4,   // body: why the sender gave the operation up
-  kAsk = 5,     // no body: the sender has waited long; where the receiver has left the call to another library it says so
+  kAsk = 5,     // no body: the sender has waited long in a call, which it has left to another library where the tag is 1
   kBoard = 6,   // body: where on the sender's board it lies; else as kRemote
+  kState = 7,   // the answer to kAsk, by the last call that the sender has begun; body: rows of whom it waits for in the end
+  kLeft = 8,    // the sender has left the group after this call; body: what it was told of another group shortly before, if anything
+  kOver = 9,    // no body: the sender has read a kError, and from there on nothing of the group
 };
 
-enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kEnd };
-enum class Type : uint8_t { kF64, kF32, kBF16, kF16, kI64, kI32, kI16, kI8, kU8, kBool, kEnd };
+enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kReduce, kGather, kScatter, kAllToAll, kEnd };
+enum class Type : uint8_t { kF64, kF32, kBF16, kF16, kI64, kI32, kI16, kI8, kU8, kBool, kOther, kEnd };
 enum class Reduction : uint8_t { kSum, kMin, kMax, kProduct, kAverage, kNone, kEnd };
 
 // What the ranks of an operation must agree on; every message carries it.
@@ -29,6 +32,8 @@ struct Signature {
   uint32_t schedule = 0;  // a digest of algorithm and chunks
 
   bool operator==(const Signature&) const = default;
+  // Whether calls that are left to another library match: what an all-to-all sends is each rank's own affair.
+  bool like(const Signature& other) const;
   std::string text() const;
 };
 
@@ -37,7 +42,8 @@ struct Header {
   static constexpr uint64_t kMostBytes = uint64_t{1} << 40;
   static constexpr uint64_t kMostText = 4096;
   static constexpr uint32_t kMostPieces = 4096;
-  static constexpr size_t kPieceBytes = 16;
+  static constexpr size_t kPieceBytes = 16, kRowBytes = 16;
+  static constexpr size_t kMostRows = 64;
 
   Frame frame = Frame::kAck;
   Signature signature;
@@ -56,5 +62,6 @@ struct Header {
 };
 
 size_t type_bytes(Type type);
+const char* type_name(Type type);
 
 }  // namespace pccl

@@ -1,7 +1,5 @@
 // Groups: who is in them, what ends them, and what is said of it.
 #include <algorithm>
-#include <climits>
-#include <sstream>
 #include <stdexcept>
 
 #include "engine.hpp"
@@ -9,13 +7,7 @@
 namespace pccl {
 namespace {
 
-constexpr size_t kMostLeft = 4096;  // calls of a group; what peers send for older ones has long come
-
-std::string seconds(double value) {
-  std::ostringstream made;
-  made << value;
-  return made.str();
-}
+constexpr std::chrono::seconds kTelling{60};  // for so long a failure may be why a rank leaves other groups
 
 }  // namespace
 
@@ -23,8 +15,16 @@ void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ra
   if (peers.size() != ranks.size() || rank < 0 || static_cast<size_t>(rank) >= ranks.size())
     throw std::invalid_argument("a group needs a global rank for every member, and this rank among them");
   post([=, this] {
-    groups_[key] = Group{peers, ranks, rank, std::chrono::duration<double>(std::min(timeout, kMostSeconds)), broken_early_[key]};
+    Group group;
+    group.peers = peers;
+    group.ranks = ranks;
+    group.rank = rank;
+    group.timeout = std::chrono::duration<double>(std::min(timeout, kMostSeconds));
+    group.broken = broken_early_[key];
+    group.left = left_early_[key];
+    groups_[key] = std::move(group);
     broken_early_.erase(key);
+    left_early_.erase(key);
     removed_.erase(key);
     std::set<uint64_t> strangers;
     for (auto& [at, early] : early_)
@@ -33,22 +33,50 @@ void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ra
   });
 }
 
-void Engine::remove_group(uint64_t key, const std::string& why) {
+void Engine::attend(uint64_t key, Hooks hooks) {
   post([=, this] {
-    // Others may still be busy with what this rank has done its part of.
-    auto first = runs_.lower_bound({key, 0});
-    fail_group(key, why, first != runs_.end() && first->first.first == key);
-    groups_.erase(key);
+    auto found = groups_.find(key);
+    if (found == groups_.end()) return;
+    found->second.hooks = hooks;
+    if (!found->second.broken.empty()) hooks.broken();
+  });
+}
+
+void Engine::remove_group(uint64_t key, const std::string& what, uint64_t sequence) {
+  post([=, this] {
+    auto found = groups_.find(key);
+    if (found != groups_.end()) {
+      Group& group = found->second;
+      group.hooks = {};
+      std::string why = "rank " + std::to_string(group.ranks[group.rank]) + " " + what;
+      auto first = runs_.lower_bound({key, 0});
+      // Others may still be busy with what this rank has done its part of.
+      bool under_way = first != runs_.end() && first->first.first == key;
+      Ended ended{sequence, group.broken.empty() && under_way ? why : group.broken, {}};
+      fail_group(key, why, under_way);
+      ended.told = std::move(group.told);
+      if (ended.why.empty())
+        for (uint64_t id : links_of(group))
+          if (ended.told.insert(id).second) tell_left(*links_.at(id), key, sequence);
+      removed_.emplace(key, std::move(ended));
+      groups_.erase(found);
+    }
     newest_.erase(key);
     {
       std::lock_guard lock(mutex_);
       left_.erase(key);
       reasons_.erase(key);
+      suspects_.erase(key);
+      std::erase_if(watched_, [&](auto& item) { return item.first.first == key; });
     }
     broken_early_.erase(key);
-    removed_.insert(key);
+    left_early_.erase(key);
     drop_early(key, std::nullopt);
   });
+}
+
+void Engine::give_up(uint64_t key, const std::string& why) {
+  post([=, this] { fail_group(key, why, true); });
 }
 
 // The group is out of order for good: its ranks no longer agree on what they have done.
@@ -63,109 +91,55 @@ void Engine::fail_group(uint64_t key, const std::string& why, bool tell) {
     std::lock_guard lock(mutex_);
     reasons_[key] = why;
   }
-  // By both links: a peer may have only one, and the other may be the one that ends.
-  for (int peer : found->second.peers)
-    for (auto* known : {&outgoing_, &incoming_})
-      if (auto link = known->find(peer); tell && link != known->end()) this->tell(link->second, key, why.substr(0, Header::kMostText));
+  if (tell) {
+    trouble_ = why;
+    troubled_ = Clock::now();
+    tell_all(found->second, key);
+  }
+  if (found->second.hooks.broken) found->second.hooks.broken();
   for (auto& run : failed) run->done(why);
 }
 
-void Engine::tell(uint64_t id, uint64_t group, const std::string& why) {
+// By both links: a peer may have only one, and the other may be the one that ends.
+void Engine::tell_all(Group& group, uint64_t key) {
+  for (uint64_t id : links_of(group))
+    if (group.told.insert(id).second) tell(*links_.at(id), key, group.broken);
+}
+
+void Engine::tell_left(Link& link, uint64_t group, uint64_t sequence) {
+  bool recent = !trouble_.empty() && Clock::now() - troubled_ < kTelling;
+  tell(link, Frame::kLeft, group, sequence, trouble_.data(), recent ? std::min<size_t>(trouble_.size(), Header::kMostText) : 0);
+}
+
+std::vector<uint64_t> Engine::links_of(const Group& group) const {
+  std::vector<uint64_t> made;
+  for (int peer : group.peers)
+    for (auto* known : {&outgoing_, &incoming_})
+      if (auto link = known->find(peer); link != known->end()) made.push_back(link->second);
+  return made;
+}
+
+void Engine::tell(Link& link, uint64_t group, const std::string& why) {
+  tell(link, Frame::kError, group, 0, why.data(), std::min<size_t>(why.size(), Header::kMostText));
+}
+
+void Engine::tell(Link& link, Frame frame, uint64_t group, uint64_t sequence, const void* body, size_t bytes) {
   Message message;
-  message.owned.assign(why.begin(), why.end());
+  if (bytes > 0) message.owned.assign(static_cast<const char*>(body), static_cast<const char*>(body) + bytes);
   Header header;
-  header.frame = Frame::kError;
+  header.frame = frame;
   header.group = group;
-  header.bytes = why.size();
+  header.sequence = sequence;
+  header.bytes = bytes;
   header.write(message.header);
-  message.body = Cursor(Pieces(message.owned.data(), message.owned.size()));
-  dispatch(*links_.at(id), std::move(message));
-}
-
-void Engine::leave(uint64_t group, uint64_t sequence, const Signature& signature) {
-  {
-    std::lock_guard lock(mutex_);
-    auto& left = left_[group];
-    left.emplace(sequence, signature);
-    if (left.size() > kMostLeft) left.erase(left.begin());
-  }
-  if (early_count_ == 0) return;
-  post([=, this] {
-    auto early = early_.lower_bound(Key{group, sequence, INT_MIN, 0});
-    if (early == early_.end() || std::get<0>(early->first) != group || std::get<1>(early->first) != sequence) return;
-    left_elsewhere(group, sequence, std::get<2>(early->first), Header(early->second.header));
-  });
-}
-
-// Whether this rank has left a call to another library; its group then fails, for a peer has not.
-bool Engine::left_elsewhere(uint64_t key, uint64_t sequence, int peer, const Header& header) {
-  std::string mine;
-  {
-    std::lock_guard lock(mutex_);
-    auto group = left_.find(key);
-    if (group == left_.end()) return false;
-    auto found = group->second.find(sequence);
-    if (found == group->second.end()) return false;
-    mine = found->second.text();
-  }
-  auto group = groups_.find(key);
-  if (group == groups_.end()) return false;
-  fail_group(key, "rank " + std::to_string(group->second.ranks[group->second.rank]) + ": " + mine + ", call " +
-                      std::to_string(sequence) + " of its group, is left to the native library and does not match: " +
-                      rank_name(key, peer) + " calls " + header.signature.text() +
-                      " there; all ranks of a group must make the same calls in the same order", true);
-  return true;
+  if (bytes > 0) message.body = Cursor(Pieces(message.owned.data(), message.owned.size()));
+  dispatch(link, std::move(message));
 }
 
 std::string Engine::broken(uint64_t key) {
   std::lock_guard lock(mutex_);
   auto found = reasons_.find(key);
   return found == reasons_.end() ? "" : found->second;
-}
-
-void Engine::expire() {
-  Clock::time_point now = Clock::now();
-  std::vector<std::shared_ptr<Run>> late;
-  for (auto& [key, run] : runs_)
-    if (run->asks <= now) late.push_back(run);
-  for (auto& run : late)
-    if (!run->over) ask(*run);  // which may end runs
-  for (auto& [key, run] : runs_) {
-    if (run->deadline > now) continue;
-    std::set<std::string> missing;
-    for (auto& [at, posted] : posted_)
-      if (posted.run == run.get()) missing.insert(rank_name(run->group, std::get<2>(at)));
-    for (auto& [at, posted] : unread_)
-      if (posted.run == run.get()) missing.insert(rank_name(run->group, std::get<2>(at)));
-    std::string waited;
-    for (const std::string& name : missing) waited += (waited.empty() ? "" : ", ") + name;
-    fail_group(run->group,
-               describe(*run) + " was not done within " + seconds(run->timeout.count()) + " s; it waits for " +
-                   (waited.empty() ? "its own messages to be taken" : waited),
-               true);
-    return;  // runs_ has changed; what else has expired is seen next time round
-  }
-}
-
-// A rank that has left the call to another library may never hear of it otherwise: not every schedule sends to all at once.
-void Engine::ask(Run& run) {
-  run.asks = Clock::now() + kPatience;
-  std::set<int> peers;
-  for (auto& [at, posted] : posted_)
-    if (posted.run == &run) peers.insert(std::get<2>(at));
-  Header header;
-  header.frame = Frame::kAsk;
-  header.signature = run.signature;
-  header.group = run.group;
-  header.sequence = run.sequence;
-  for (int peer : peers) {
-    const auto& links = outgoing_.contains(peer) ? outgoing_ : incoming_;
-    auto known = links.find(peer);
-    if (known == links.end()) continue;
-    Message message;
-    header.write(message.header);
-    dispatch(*links_.at(known->second), std::move(message));
-  }
 }
 
 std::string Engine::describe(const Run& run) const {

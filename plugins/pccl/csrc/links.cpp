@@ -123,6 +123,7 @@ void Engine::lose(uint64_t id, const std::string& why) {
   epoll_ctl(epoll_, EPOLL_CTL_DEL, link->socket, nullptr);
   close_socket(link->socket);
   int peer = link->peer;
+  if (!link->incoming) settle(peer, std::nullopt);
   auto& known = link->incoming ? incoming_ : outgoing_;
   auto here = known.find(peer);
   if (here != known.end() && here->second == id) {

@@ -23,7 +23,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("set_board", [](Core& core, int memory) { core.engine.set_board(memory); })
       .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
         core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
-      });
+      })
+      .def("ask_all", [](Core& core, uint64_t key) { core.engine.ask_all(key); })
+      .def("suspects", [](Core& core, uint64_t key) { return core.engine.suspects(key); })
+      .def("broken", [](Core& core, uint64_t key) { return core.engine.broken(key); })
+      .def("give_up", [](Core& core, uint64_t key, const std::string& why) { core.engine.give_up(key, why); });
   module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
                            const BackendPointer& inner, py::object plan) -> BackendPointer {
     return make_shim(std::move(core), key, rank, size, timeout, inner, std::move(plan));

@@ -10,6 +10,8 @@ namespace {
 
 // From here on reading the sender's memory beats two copies: through a socket, and through memory that both have.
 constexpr size_t kRemoteBytes = 64 * 1024, kRemoteBeyondShared = 128 * 1024;
+constexpr int kAsks = 16;  // until a call's time is over, as what one hears goes from rank to rank
+constexpr std::chrono::milliseconds kLeastPatience{50};
 
 }  // namespace
 
@@ -51,7 +53,8 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
   }
   if (run->timeout.count() == 0) run->timeout = found->second.timeout;
   run->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(run->timeout);
-  run->asks = Clock::now() + kPatience;
+  run->patience = std::clamp<Clock::duration>(std::chrono::duration_cast<Clock::duration>(run->timeout) / kAsks, kLeastPatience, kPatience);
+  run->asks = Clock::now() + run->patience;
   newest_[run->group] = std::max(newest_[run->group], run->sequence);
   runs_[{run->group, run->sequence}] = run;
   for (auto& [key, early] : early_) {
@@ -59,6 +62,8 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
     if (!(early.header.signature == run->signature))
       return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
   }
+  for (auto& [peer, left] : found->second.left)
+    if (left.sequence < run->sequence) return on_left(run->group, peer, Departure(left));
   run->work = std::make_unique_for_overwrite<char[]>(run->program->work_slots * run->buffers.longest * run->buffers.element);
   run->buffers.work = run->work.get();
   const auto& ops = run->program->ops;
@@ -76,6 +81,7 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
 // Nothing may touch the run's memory from here on.
 void Engine::forget(Run& run) {
   run.over = true;
+  owe(run);
   std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
   std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
   drop_early(run.group, run.sequence);
@@ -143,8 +149,8 @@ void Engine::complete(Run& run) {
     size_t rank = run.program->rank, own = buffers.starts[rank + 1] - buffers.starts[rank];
     divide(run.signature.type, buffers.output, buffers.whole_output ? buffers.starts.back() : own, run.program->size);
   }
-  // Where a run is given up they stay taken: somebody may be about to read them.
   for (auto [op, at] : run.shown) board_->give_back(at);
+  run.shown.clear();
   forget(run);
   run.done("");
 }
@@ -210,6 +216,30 @@ std::optional<size_t> Engine::show(Run& run, int32_t like, const Pieces& pieces)
   char* to = board_->at(*at);
   for (const Piece& piece : pieces) to = static_cast<char*>(std::memcpy(to, piece.at, piece.bytes)) + piece.bytes;
   return at;
+}
+
+// Where a run is given up its places on the board stay taken until nobody reads them any more.
+void Engine::owe(const Run& run) {
+  for (auto [like, at] : run.shown) {
+    Owed owed{run.group, {}};
+    for (auto& [key, posted] : unread_)
+      if (posted.run == &run && run.program->ops[posted.op].like == like) owed.peers.insert(std::get<2>(key));
+    if (owed.peers.empty()) board_->give_back(at);
+    else owed_.emplace(at, std::move(owed));
+  }
+}
+
+// A peer reads nothing of the group any more, or of any group.
+void Engine::settle(int peer, std::optional<uint64_t> group) {
+  for (auto owed = owed_.begin(); owed != owed_.end();) {
+    if (owed->second.group == group.value_or(owed->second.group)) owed->second.peers.erase(peer);
+    if (!owed->second.peers.empty()) {
+      ++owed;
+      continue;
+    }
+    board_->give_back(owed->first);
+    owed = owed_.erase(owed);
+  }
 }
 
 void Engine::receive(Run& run, int32_t index) {

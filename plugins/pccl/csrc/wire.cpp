@@ -15,7 +15,6 @@ namespace pccl {
 namespace {
 
 constexpr size_t kMostAtOnce = 4 * 1024 * 1024;  // read of one link before the others have a turn
-constexpr size_t kMostBroken = 4096;             // groups that are heard of only by their failures
 
 }  // namespace
 
@@ -96,7 +95,10 @@ bool Engine::on_header(Link& link) {
     lose(link.id, kStranger);
     return false;
   }
-  if (removed_.contains(header.group) || (group != groups_.end() && !group->second.broken.empty())) return true;
+  if (removed_.contains(header.group) || (group != groups_.end() && !group->second.broken.empty())) {
+    answer(link, header);
+    return links_.contains(link.id);
+  }
   link.sink.kind = Sink::Kind::kOwn;
   if (header.frame != Frame::kData) return true;
   auto run = runs_.find({header.group, header.sequence});
@@ -142,15 +144,17 @@ void Engine::on_body(Link& link) {
   Run* whose = static_cast<Run*>(std::exchange(link.sink.run, nullptr));
   std::vector<char> own = std::exchange(link.sink.own, {});
   if (header.frame == Frame::kAck) return on_acknowledged(link, header);
-  if (kind == Sink::Kind::kDiscard) return;
-  if (header.frame == Frame::kAsk) {
-    left_elsewhere(header.group, header.sequence, link.peer, header);
-    return;
-  }
-  if (header.frame == Frame::kError) {
+  if (header.frame == Frame::kOver && !link.incoming) return settle(link.peer, header.group);
+  // After what may have to be read, for links keep the order of what they carry.
+  if (header.frame == Frame::kError && link.incoming) tell(link, Frame::kOver, header.group, 0, nullptr, 0);
+  if (kind == Sink::Kind::kDiscard || header.frame == Frame::kOver) return;
+  if (header.frame == Frame::kAsk) return on_ask(link, header);
+  if (header.frame == Frame::kState) return on_state(link, header, own);
+  if (header.frame == Frame::kError || header.frame == Frame::kLeft) {
     std::string why(own.begin(), own.end());
     // It is shown to a person, by way of Python's strings.
     std::replace_if(why.begin(), why.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    if (header.frame == Frame::kLeft) return on_left(header.group, link.peer, {header.sequence, why});
     if (groups_.contains(header.group))
       fail_group(header.group, why, true);
     else if (broken_early_.size() < kMostBroken)

@@ -1,0 +1,110 @@
+"""Ranks that end, stop, leave a group or call something else: every other rank is told at once, by name."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plugins.launch import launch
+from plugins.pccl.build import load
+from tests.pccl import kills
+from tests.pccl.stress import join
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Before ranks are forked, whose time is limited."""
+    load()
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped", "leaves"])
+def test_who_ends_is_named_by_all_others_who_go_on_without_it(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "TIMEOUT", 4.0)
+    wrong, _ = kills.round_of(random.Random(f"{end} 1"), end, 4)
+    assert not wrong, "\n".join(wrong)
+
+
+def _said(call: Callable[..., object], *arguments: object, **options: object) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        call(*arguments, **options)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "no error", time.monotonic() - began
+
+
+def _halves(size: int) -> list[torch.Tensor]:
+    return [torch.zeros(2) for _ in range(size)]
+
+
+def _unlike() -> dict[str, tuple[str, float]]:
+    """What each rank is told in groups of their own."""
+    rank, size = join(timeout=30)
+    found = {}
+    group = dist.new_group()
+    assert group is not None
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_to_all_single(torch.empty(size), torch.ones(size), group=group)
+    dist.barrier()
+    if rank == 1:
+        dist.destroy_process_group(group)
+    else:
+        time.sleep(0.3)
+        found["left, ours"] = _said(dist.all_reduce, torch.ones(3), group=group)
+    dist.barrier()
+    group = dist.new_group()
+    assert group is not None
+    if rank == 1:  # which has no links of the group
+        dist.destroy_process_group(group)
+    else:
+        found["left, elsewhere"] = _said(dist.all_to_all_single, torch.empty(size), torch.ones(size), group=group)
+    dist.barrier()
+    group = dist.new_group()
+    if rank == 1:
+        found["kinds"] = _said(dist.gather, torch.zeros(2), group=group, group_dst=0)
+        found["kinds"] = _said(dist.gather, torch.zeros(2), _halves(size), group=group, group_dst=1)
+    else:
+        found["kinds"] = _said(
+            dist.gather, torch.zeros(2), _halves(size) if rank == 0 else None, group=group, group_dst=0
+        )
+        found["kinds"] = _said(dist.all_to_all_single, torch.zeros(size), torch.zeros(size), group=group)
+    dist.barrier()
+    group = dist.new_group()
+    if rank == 1:
+        found["ours and elsewhere"] = _said(dist.all_to_all_single, torch.zeros(size), torch.zeros(size), group=group)
+    else:
+        found["ours and elsewhere"] = _said(dist.all_reduce, torch.zeros(7), group=group)
+    dist.barrier()
+    group = dist.new_group()
+    # A rank that has raised comes no more: others that wait for it alone are told, too.
+    if rank == 0:
+        found["raised"] = _said(dist.all_reduce, torch.zeros(7), group=group)
+    elif rank == 1:
+        found["raised"] = _said(dist.all_reduce, torch.zeros(8), group=group)
+    else:
+        found["raised"] = _said(dist.recv, torch.zeros(7), group=group, group_src=0)
+    dist.barrier()
+    return found
+
+
+def test_calls_that_cannot_be_done_are_named_at_once_wherever_they_went() -> None:
+    ranks = launch(_unlike, 3, timeout=90)
+    for rank, found in enumerate(ranks):
+        for case, (text, seconds) in found.items():
+            assert seconds < 10 and text.startswith("pccl: rank"), (rank, case, seconds, text)
+        if rank != 1:
+            assert (
+                "call 3 of its group, cannot be done: rank 1 has left the group after call 2" in found["left, ours"][0]
+            )
+            assert "rank 1 has left the group after call 0" in found["left, elsewhere"][0]
+        text = found["kinds"][0]
+        assert "gather of 2 float32" in text and "all_to_all of 3 float32" in text and "call 2 of its group" in text
+        text = found["ours and elsewhere"][0]
+        assert "all_reduce of 7 float32 (sum)" in text and "all_to_all of 3 float32" in text
+        text = found["raised"][0]
+        assert "all_reduce of 7 float32 (sum)" in text and "all_reduce of 8 float32 (sum)" in text
