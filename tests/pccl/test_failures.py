@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -108,3 +109,32 @@ def test_calls_that_cannot_be_done_are_named_at_once_wherever_they_went() -> Non
         assert "all_reduce of 7 float32 (sum)" in text and "all_to_all of 3 float32" in text
         text = found["raised"][0]
         assert "all_reduce of 7 float32 (sum)" in text and "all_reduce of 8 float32 (sum)" in text
+
+
+def _waits_elsewhere(call: str, timeout: float) -> str:
+    """Rank 0 waits for rank 1, which waits in another group for rank 2, which does not come; what rank 0 is told."""
+    rank, _ = join(timeout=30)
+    near, far = (dist.new_group(members, timeout=timedelta(seconds=timeout)) for members in ([0, 1], [1, 2]))
+    dist.barrier()
+    text = ""
+    if rank == 0:
+        text, _ = _said(dist.all_reduce, torch.ones(3), group=near)
+    elif rank == 1:
+        time.sleep(0.2)
+        arguments = [torch.ones(2)] if call == "all_reduce" else [torch.ones(2), torch.ones(2)]
+        _said(getattr(dist, call), *arguments, group=far)
+    else:
+        time.sleep(timeout + 0.5)
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_to_all_single"])
+def test_who_holds_up_another_group_is_named(call: str) -> None:
+    text = launch(_waits_elsewhere, 3, call, 5.0, timeout=60)[0]
+    assert text.startswith(
+        "pccl: rank 0: all_reduce of 3 float32 (sum), call 1 of its group, was not done"
+    ) and text.endswith(
+        "it waits for rank 1: rank 1 has not made this call, its last is call 0; "
+        "in another group, rank 2 has not made the call waited for there, its last is call 0"
+    ), text

@@ -52,7 +52,7 @@ struct Run {
   bool advancing = false, over = false;
   std::chrono::duration<double> timeout;
   Clock::duration patience;
-  Clock::time_point deadline, asks;  // when those that it waits for are asked
+  Clock::time_point began, deadline, asks;  // when those that it waits for are asked
   Done done;
 };
 
@@ -60,7 +60,8 @@ struct Run {
 struct Watch {
   Signature signature;
   std::atomic<bool> over = false;
-  Clock::time_point asks = Clock::now() + kPatience;  // for who serves
+  const Clock::time_point began = Clock::now();
+  Clock::time_point asks = began + kPatience;  // for who serves
 };
 
 // What a group asks of those above. Called by who serves: they must not wait for anything.
@@ -125,10 +126,11 @@ class Engine {
  private:
   // Whom somebody waits for in the end, and how far that one is.
   struct Suspect {
-    uint32_t rank;    // of the group
-    uint32_t silent;  // it does not answer
+    uint32_t rank;  // of the job
+    uint32_t how;   // kSilent, it does not answer, and kElsewhere, it is waited for in another group, or neither
     uint64_t sequence;
   };
+  static constexpr uint32_t kSilent = 1, kElsewhere = 2;
   using Suspects = std::vector<Suspect>;
   struct State {  // what a peer said of itself
     uint64_t sequence = 0;
@@ -197,7 +199,8 @@ class Engine {
   std::set<int> awaited(const Run& run) const;
   std::set<int> next(const Group& group) const;
   Suspects suspected(const Group& group, uint64_t sequence, const std::set<int>& peers, Clock::duration patience) const;
-  std::string in_words(const Group& group, const Suspects& suspects) const;
+  Suspects elsewhere(uint64_t group);
+  static std::string in_words(const Suspects& suspects);
   void on_ask(Link& link, const Header& header);
   void on_state(const Link& link, const Header& header, const std::vector<char>& body);
   void on_left(uint64_t group, int peer, const Departure& left);

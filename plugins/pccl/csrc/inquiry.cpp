@@ -111,7 +111,7 @@ void Engine::ask() {
       on_left(key, gone->first, Departure(gone->second));
       continue;
     }
-    std::string known = in_words(group, suspected(group, sequence, next(group), kPatience));
+    std::string known = in_words(suspected(group, sequence, next(group), kPatience));
     if (!known.empty()) {
       std::lock_guard lock(mutex_);
       suspects_[key] = known;
@@ -170,26 +170,54 @@ Engine::Suspects Engine::suspected(const Group& group, uint64_t sequence, const 
   for (int peer : peers) {
     auto state = group.states.find(peer);
     if (state == group.states.end()) continue;
-    auto rank = static_cast<uint32_t>(std::ranges::find(group.peers, peer) - group.peers.begin());
-    if (state->second.asked && Clock::now() - *state->second.asked > patience * 3 / 4) made.push_back({rank, 1, 0});
-    else if (!state->second.known) continue;
-    else if (state->second.sequence < sequence) made.push_back({rank, 0, state->second.sequence});
-    else made.insert(made.end(), state->second.suspects.begin(), state->second.suspects.end());
+    uint32_t rank = group.ranks[std::ranges::find(group.peers, peer) - group.peers.begin()];
+    if (state->second.asked && Clock::now() - *state->second.asked > patience * 3 / 4) {
+      made.push_back({rank, kSilent, 0});
+    } else if (state->second.known) {
+      if (state->second.sequence < sequence) made.push_back({rank, 0, state->second.sequence});
+      made.insert(made.end(), state->second.suspects.begin(), state->second.suspects.end());
+    }
   }
-  auto less = [](const Suspect& a, const Suspect& b) { return a.rank < b.rank; };
-  std::ranges::sort(made, less);
-  auto again = std::ranges::unique(made, [](const Suspect& a, const Suspect& b) { return a.rank == b.rank; });
+  std::ranges::sort(made, std::less{}, [](const Suspect& found) { return std::pair(found.rank, found.how); });
+  auto again = std::ranges::unique(made, std::equal_to{}, &Suspect::rank);
   made.erase(again.begin(), again.end());
-  std::erase_if(made, [&](const Suspect& found) { return found.rank == static_cast<uint32_t>(group.rank); });
+  auto own = static_cast<uint32_t>(group.ranks[group.rank]);
+  std::erase_if(made, [&](const Suspect& found) { return found.rank == own && !(found.how & kElsewhere); });
   made.resize(std::min(made.size(), Header::kMostRows));
   return made;
 }
 
-std::string Engine::in_words(const Group& group, const Suspects& suspects) const {
+// Whom this rank waits for in groups other than this one, which may be why it does not come here; as far as those asked there
+// have had the time to answer.
+Engine::Suspects Engine::elsewhere(uint64_t key) {
+  Suspects made;
+  auto add = [&](uint64_t other, uint64_t sequence, const std::set<int>& peers, Clock::duration patience, Clock::time_point began) {
+    auto group = groups_.find(other);
+    if (other == key || group == groups_.end() || Clock::now() < began + patience * 3 / 2) return;
+    for (Suspect& found : suspected(group->second, sequence, peers, patience)) {
+      found.how |= kElsewhere;
+      made.push_back(found);
+    }
+  };
+  for (auto& [at, run] : runs_) add(at.first, at.second, awaited(*run), run->patience, run->began);
+  std::lock_guard lock(mutex_);
+  for (auto& [at, watch] : watched_) {
+    auto group = groups_.find(at.first);
+    if (group != groups_.end() && !watch->over) add(at.first, at.second, next(group->second), kPatience, watch->began);
+  }
+  made.resize(std::min(made.size(), Header::kMostRows));
+  return made;
+}
+
+std::string Engine::in_words(const Suspects& suspects) {
   std::string made;
   for (const Suspect& found : suspects) {
-    made += (made.empty() ? "rank " : "; rank ") + std::to_string(group.ranks[found.rank]);
-    made += found.silent ? " does not answer" : " has not made this call, its last is call " + std::to_string(found.sequence);
+    made += made.empty() ? "" : "; ";
+    if (found.how & kElsewhere) made += "in another group, ";
+    made += "rank " + std::to_string(found.rank);
+    if (found.how & kSilent) made += " does not answer";
+    else made += std::string(" has not made ") + (found.how & kElsewhere ? "the call waited for there" : "this call") + ", its last is call " +
+                 std::to_string(found.sequence);
   }
   return made;
 }
@@ -215,6 +243,7 @@ void Engine::on_ask(Link& link, const Header& header) {
     if (watch != watched_.end() && watch->first.first == header.group && !watch->second->over) watched = watch->first.second;
   }
   if (suspects.empty() && watched) suspects = suspected(group, *watched, next(group), kPatience);
+  if (suspects.empty() && newest < header.sequence) suspects = elsewhere(header.group);
   tell(link, Frame::kState, header.group, newest, suspects.data(), suspects.size() * sizeof(Suspect));
 }
 
@@ -228,7 +257,6 @@ void Engine::on_state(const Link& link, const Header& header, const std::vector<
   state.sequence = header.sequence;
   state.suspects.resize(body.size() / sizeof(Suspect));
   if (!body.empty()) std::memcpy(state.suspects.data(), body.data(), body.size());
-  std::erase_if(state.suspects, [&](const Suspect& named) { return named.rank >= found->second.ranks.size(); });
 }
 
 // A peer has left the group: calls after its last one cannot be done.
@@ -279,7 +307,7 @@ void Engine::expire() {
     std::set<int> peers = awaited(*run);
     for (int peer : peers) waited += (waited.empty() ? "" : ", ") + rank_name(run->group, peer);
     const Group& group = groups_.at(run->group);
-    std::string known = in_words(group, suspected(group, run->sequence, peers, run->patience));
+    std::string known = in_words(suspected(group, run->sequence, peers, run->patience));
     fail_group(run->group,
                describe(*run) + " was not done within the timeout of " + seconds(run->timeout.count()) + " s; it waits for " +
                    (waited.empty() ? "its own messages to be taken" : waited) + (known.empty() ? "" : ": " + known),

@@ -52,9 +52,10 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
     return run->done(broken);
   }
   if (run->timeout.count() == 0) run->timeout = found->second.timeout;
-  run->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(run->timeout);
+  run->began = Clock::now();
+  run->deadline = run->began + std::chrono::duration_cast<Clock::duration>(run->timeout);
   run->patience = std::clamp<Clock::duration>(std::chrono::duration_cast<Clock::duration>(run->timeout) / kAsks, kLeastPatience, kPatience);
-  run->asks = Clock::now() + run->patience;
+  run->asks = run->began + run->patience;
   newest_[run->group] = std::max(newest_[run->group], run->sequence);
   runs_[{run->group, run->sequence}] = run;
   for (auto& [key, early] : early_) {
