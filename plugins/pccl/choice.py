@@ -13,6 +13,7 @@ from plugins.pccl.options import Options
 NATIVE = "native"
 """The algorithm's name that stands for the library which PCCL was put in front of."""
 _FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
+_SMALL_BLOCK = 2**15  # bytes of one node's; larger ones, several of them in a message, get into each other's way
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
     if collective == "all_reduce" and size <= 2**14:
         return Choice("led_doubling" if shared else "tiny")
     if not shared:
-        return Choice("bruck" if size <= 2**19 else "ring")
+        return Choice("bruck" if size <= _SMALL_BLOCK * len(nodes) else "ring")
     if size <= _FEW_STEPS:
         return Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
     if size >= 2**23 and sum(map(len, nodes)) > 16:

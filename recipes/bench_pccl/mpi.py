@@ -40,6 +40,14 @@ def adopt() -> None:
     )
 
 
+def leave() -> None:
+    """Where mpirun has started this process, say that it is done: a rank's command ends without Python's finalisation."""
+    if absent() is None:
+        from mpi4py import MPI
+
+        MPI.Finalize()
+
+
 def calls() -> dict[str, Callable[[Tensor, Tensor], object]]:
     """Collectives on (all blocks, own block)."""
     from mpi4py import MPI

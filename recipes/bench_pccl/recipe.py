@@ -41,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         numbers = report.results(settings, measured, {"mpi": reason} if reason else {})
         print(report.table(numbers), end="\n\n")
         print(*report.write(numbers, folder), sep="\n")
+    mpi.leave()
     return 0
 
 
