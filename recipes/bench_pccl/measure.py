@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -23,8 +24,8 @@ from recipes.bench_pccl import mpi
 from recipes.bench_pccl.settings import Settings, shown
 
 _PERIOD = 4099  # elements after which inputs repeat; a prime, so that no block is like another
-_SHORT = 2**20  # bytes below which a turn is several calls
-_CALLS = 3
+_SHORT, _CALLS = 2**20, 3  # bytes below which a turn is at least so many calls
+_TURN, _MOST_CALLS = 0.02, 500  # seconds that a turn should last, with so many calls at most
 
 Call = Callable[[Tensor, Tensor], object]
 Side = tuple[dict[str, Call], Choice | None]
@@ -80,7 +81,10 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
         _check(torch.equal(got, wanted), f"{name} computes a wrong {collective} of {shown(size)}")
     whole.zero_()  # stays so however often it is summed
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    repeats = _CALLS if size < _SHORT else 1
+    repeats = {}
+    for name, (calls, choice) in sides.items():
+        with _as(choice):
+            repeats[name] = _calls(calls[collective], whole, own, size)
     order = list(sides.items())
     for _ in range(rounds):
         order = order[1:] + order[:1]  # nobody always comes after the same side
@@ -89,9 +93,9 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
                 calls[collective](whole, own)  # what is planned but once, and what other sides have left in caches
                 dist.barrier()
                 began = time.perf_counter()
-                for _ in range(repeats):
+                for _ in range(repeats[name]):
                     calls[collective](whole, own)
-                seconds[name].append((time.perf_counter() - began) / repeats)
+                seconds[name].append((time.perf_counter() - began) / repeats[name])
     table = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)  # the slowest rank's
     return [
@@ -106,6 +110,16 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
         }
         for name, times in zip(sides, table.tolist(), strict=True)
     ]
+
+
+def _calls(call: Call, whole: Tensor, own: Tensor, size: int) -> int:
+    """How many calls in a row are a turn, on all ranks: else, of what is short, when the ranks begin is most of the time."""
+    dist.barrier()
+    began = time.perf_counter()
+    call(whole, own)
+    slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(_CALLS if size < _SHORT else 1, min(math.ceil(_TURN / slowest.item()), _MOST_CALLS))
 
 
 def _as(choice: Choice | None) -> AbstractContextManager[None]:
