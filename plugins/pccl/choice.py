@@ -153,7 +153,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         return Choice("hierarchical_ring_direct", 2)
     if collective == "reduce_scatter" or max(map(len, nodes)) == 2:
         # Bandwidth binds: what one node passes on in one stream costs it less than several, and goes at once.
-        return Choice("ring", 2 if collective == "all_reduce" else 1)
+        return Choice("ring")
     # With more ranks a node, a flat ring carries noticeably more over its link.
     return Choice("hierarchical_ring_direct", 4)
 
