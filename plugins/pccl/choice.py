@@ -149,10 +149,13 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
         return Choice("bruck" if size <= _SMALL_BLOCK * len(nodes) else "ring")
     if size <= _FEW_STEPS:
         return Choice("led_radix4" if size <= _FEW_MESSAGES else "hierarchical_log_direct")
-    if size >= 2**23 and sum(map(len, nodes)) > 16:
-        # Bandwidth binds, and what one node passes on in one stream costs it less than several.
-        return Choice("ring", 2 if collective == "all_reduce" else 1)
-    return Choice("hierarchical_ring_direct", 2)
+    if size < 2**23 or sum(map(len, nodes)) <= 16:
+        return Choice("hierarchical_ring_direct", 2)
+    if collective == "reduce_scatter" or max(map(len, nodes)) == 2:
+        # Bandwidth binds: what one node passes on in one stream costs it less than several, and goes at once.
+        return Choice("ring")
+    # With more ranks a node, a flat ring carries noticeably more over its link.
+    return Choice("hierarchical_ring_direct", 4)
 
 
 def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:

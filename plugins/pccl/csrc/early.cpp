@@ -15,13 +15,10 @@ size_t weight(size_t body) { return body + 256; }
 
 void Engine::take_early(Run& run, int32_t index, Early& early) {
   const Op& op = run.program->ops[index];
-  auto link = links_.find(early.link);
   int peer = groups_.at(run.group).peers[op.peer];
   Pieces to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
   if (early.header.elsewhere()) {
-    if (link == links_.end())
-      return fail_group(run.group, describe(run) + " waits for " + rank_name(run.group, peer) + ", but " + lost_.at(peer), true);
-    if (accept(*link->second, run, early.header, to.bytes())) read_remote(run, index, early.body, early.link, early.header);
+    ripe_.emplace(Order{run.sequence, run.group, index}, std::move(early));
     return;
   }
   if (early.header.bytes != to.bytes())

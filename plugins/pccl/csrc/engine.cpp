@@ -119,6 +119,7 @@ void Engine::serve(const epoll_event* events, int count) {
     if (id != kWake) guarded([&, i] { on_event(id, events[i].events); }, id);
   }
   poll_shared();
+  read_next();
   bury();
   guarded([this] { ask(); }, kWake);
   guarded([this] { expire(); }, kWake);
@@ -157,7 +158,7 @@ void Engine::lead(Begun begun) {
   Clock::time_point began = Clock::now(), until = began + kSpin;
   bool spins = began > yields_from.load() && near(*begun.run);
   for (int tries = 0; !begun.run->over; ++tries) {
-    if (spins && poll_shared()) until = Clock::now() + kSpin;
+    if (spins && (poll_shared() | read_next())) until = Clock::now() + kSpin;
     if (begun.run->over) break;
     Clock::time_point now = Clock::now();
     bool spin = spins && now < until;

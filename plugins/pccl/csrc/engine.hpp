@@ -168,6 +168,8 @@ class Engine {
     uint64_t link;
   };
 
+  using Order = std::tuple<uint64_t, uint64_t, int32_t>;  // sequence, group, op
+
   enum class Server { kThread, kCaller, kNobody };
 
   void post(std::function<void()> command);
@@ -247,6 +249,7 @@ class Engine {
   void resume(int peer);
   bool read_board(Run& run, int32_t op, const std::vector<char>& row, const Link& link, const Header& header);
   void acknowledge(Link& link, Run& run, int32_t op, const Header& header);
+  bool read_next();
   void read_remote(Run& run, int32_t op, const std::vector<char>& pieces, uint64_t link, const Header& header);
   void dispatch(Link& link, Message message);
   bool write(Link& link, Message& message);
@@ -289,6 +292,7 @@ class Engine {
   std::map<Key, Posted> posted_;
   std::map<Key, Early> early_;
   std::atomic<size_t> early_count_ = 0;
+  std::map<Order, Early> ripe_;  // messages that lie elsewhere, and are wanted by now
   size_t paused_ = 0;  // links
   std::map<Key, Posted> unread_;  // sent as kRemote or kBoard, not acknowledged yet
   std::unique_ptr<Board> board_;

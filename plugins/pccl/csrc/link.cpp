@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kBuffer = 8192;           // holds a header and a short message
 constexpr size_t kAtOnce = 1024 * 1024;    // of one link before the others have a turn
+constexpr size_t kExpected = 128 * 1024;   // to be woken costs as much as to copy some ten thousand
 constexpr int kParts = 64;                 // of memory that the kernel is given together
 
 // Sockets that a fork is to close; a mutex of its own, which no fork finds locked. Never destroyed: the engine's thread goes on
@@ -121,6 +122,12 @@ void Sink::pour(const char* at, size_t bytes) {
       held = bytes - whole;
       if (held > 0) std::memcpy(part, at + whole, held);
   }
+}
+
+void Link::expect() {
+  bool waits = !shared && in_body && begin == end && sink.left >= kBuffer;
+  int bytes = waits ? static_cast<int>(std::min(sink.left, kExpected)) : 1;
+  if (bytes != expected_ && setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes) == 0) expected_ = bytes;
 }
 
 char* Link::room() {

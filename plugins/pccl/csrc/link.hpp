@@ -90,6 +90,8 @@ struct Link {
   bool in_body = false;
   Header header;
   Sink sink;
+  // Has epoll tell of bytes of a body only when so many have come that it is worth it.
+  void expect();
   // Reads into the sink or the buffer: bytes, 0 at the end of the stream, -1 with errno.
   ssize_t fill();
   // Where kScratch bytes that are to be added up lie meanwhile.
@@ -110,6 +112,7 @@ struct Link {
   void ring_bell() const;
 
   std::unique_ptr<char[]> scratch_;
+  int expected_ = 1;
 };
 
 // A forked child must not hold its parent's sockets: peers would not see the parent end.

@@ -85,6 +85,7 @@ bool Engine::poll_shared() {
 
 // Has peers wake who serves, who is to sleep; false where there is something to do already.
 bool Engine::rest() {
+  if (!ripe_.empty()) return false;
   asleep_ = true;
   for (Link* link : shared_) link->sleep();
   return std::ranges::none_of(shared_, [](Link* link) { return link->busy(); });

@@ -10,6 +10,26 @@
 
 namespace pccl {
 
+// Reads one of the messages that lie elsewhere, the one that the program has first; whether there was any. One at a time, for
+// what comes from other nodes must not wait for what is at hand, and what goes to them first is to be summed first.
+bool Engine::read_next() {
+  if (ripe_.empty()) return false;
+  auto next = ripe_.extract(ripe_.begin());
+  auto [sequence, group, index] = next.key();
+  Early& early = next.mapped();
+  guarded([&] {
+    Run& run = *runs_.at({group, sequence});
+    const Op& op = run.program->ops[index];
+    int peer = groups_.at(group).peers[op.peer];
+    auto link = links_.find(early.link);
+    if (link == links_.end())
+      return fail_group(group, describe(run) + " waits for " + rank_name(group, peer) + ", but " + lost_.at(peer), true);
+    Pieces to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
+    if (accept(*link->second, run, early.header, to.bytes())) read_remote(run, index, early.body, early.link, early.header);
+  }, early.link);
+  return true;
+}
+
 void Engine::read_remote(Run& run, int32_t index, const std::vector<char>& rows, uint64_t id, const Header& header) {
   const Op& op = run.program->ops[index];
   Link& link = *links_.at(id);

@@ -85,6 +85,7 @@ void Engine::forget(Run& run) {
   owe(run);
   std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
   std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
+  std::erase_if(ripe_, [&](auto& item) { return std::get<0>(item.first) == run.sequence && std::get<1>(item.first) == run.group; });
   drop_early(run.group, run.sequence);
   for (auto& [id, link] : links_) {
     if (link->sink.run == &run) {

@@ -38,9 +38,12 @@ void Engine::on_event(uint64_t id, uint32_t events) {
 void Engine::read(Link& link) {
   uint64_t id = link.id;
   for (size_t taken = 0; taken < kMostAtOnce;) {
-    if (crowded(link)) return pause(link, true);
+    if (crowded(link)) {
+      pause(link, true);
+      break;
+    }
     ssize_t got = link.fill();
-    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) {
       bool cut = link.in_body || link.begin != link.end;
@@ -66,8 +69,9 @@ void Engine::read(Link& link) {
       on_body(link);
       if (!links_.contains(id)) return;
     }
-    if (link.drained && !link.hung_up) return;  // what comes later is an event of its own
+    if (link.drained && !link.hung_up) break;  // what comes later is an event of its own
   }
+  link.expect();
 }
 
 // Decides where the body goes; false where the link was given up.
