@@ -111,27 +111,25 @@ def test_calls_that_cannot_be_done_are_named_at_once_wherever_they_went() -> Non
         assert "all_reduce of 7 float32 (sum)" in text and "all_reduce of 8 float32 (sum)" in text
 
 
-def _waits_elsewhere(call: str, timeout: float) -> str:
-    """Rank 0 waits for rank 1, which waits in another group for rank 2, which does not come; what rank 0 is told."""
-    rank, _ = join(timeout=30)
-    near, far = (dist.new_group(members, timeout=timedelta(seconds=timeout)) for members in ([0, 1], [1, 2]))
+def _waits_elsewhere(call: str) -> str:
+    """Rank 0 waits for rank 1, which waits in another group for rank 2, which comes too late; what rank 0 is told."""
+    rank, _ = join(timeout=60)
+    near, far = (dist.new_group([first, first + 1], timeout=timedelta(seconds=4 + 30 * first)) for first in (0, 1))
     dist.barrier()
     text = ""
     if rank == 0:
         text, _ = _said(dist.all_reduce, torch.ones(3), group=near)
-    elif rank == 1:
-        time.sleep(0.2)
-        arguments = [torch.ones(2)] if call == "all_reduce" else [torch.ones(2), torch.ones(2)]
-        _said(getattr(dist, call), *arguments, group=far)
     else:
-        time.sleep(timeout + 0.5)
+        time.sleep(7 * (rank - 1))
+        arguments = [torch.ones(2)] if call == "all_reduce" else [torch.ones(2), torch.ones(2)]
+        getattr(dist, call)(*arguments, group=far)
     dist.barrier()
     return text
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_to_all_single"])
 def test_who_holds_up_another_group_is_named(call: str) -> None:
-    text = launch(_waits_elsewhere, 3, call, 5.0, timeout=60)[0]
+    text = launch(_waits_elsewhere, 3, call, timeout=90)[0]
     assert text.startswith(
         "pccl: rank 0: all_reduce of 3 float32 (sum), call 1 of its group, was not done"
     ) and text.endswith(
