@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,14 @@ def launch(
             with suppress(ImportError):
                 importlib.import_module(module)
     fork = multiprocessing.get_context("fork")
-    port = free_port()
+    port, all_reported = free_port(), fork.Event()
     readers: dict[Connection, int] = {}
     processes = []
     sys.stdout.flush()
     for rank in range(ranks):
         reader, writer = fork.Pipe(duplex=False)
-        process = fork.Process(
-            target=_rank, args=(function, arguments, rank, ranks, port, place, os.getpid(), writer), daemon=False
-        )
+        given = (function, arguments, rank, ranks, port, place, os.getpid(), writer, all_reported)
+        process = fork.Process(target=_rank, args=given, daemon=False)
         process.start()
         writer.close()
         readers[reader] = rank
@@ -104,7 +104,11 @@ def launch(
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _collect(readers, processes, timeout)
+        results = _collect(readers, processes, timeout)
+        all_reported.set()
+        for process in processes:
+            process.join()
+        return results
     finally:
         for process in processes:
             process.kill()
@@ -128,8 +132,6 @@ def _collect(readers: dict[Connection, int], processes: list[Any], timeout: floa
             if not succeeded:
                 raise _cause(RankFailed(rank, value, details), waiting, processes)
             results[rank] = value
-    for process in processes:
-        process.join()
     return results
 
 
@@ -168,6 +170,7 @@ def _rank(
     place: Callable[[int], Mapping[str, str]] | None,
     parent: int,
     writer: Connection,
+    all_reported: Event,
 ) -> None:
     gc.freeze()  # a collection does not walk, and so copy, all that was imported before the fork
     if sys.platform == "linux":
@@ -201,7 +204,11 @@ def _rank(
         import torch.distributed as dist
 
         if dist.is_initialized() and message[0]:
+            store = dist.distributed_c10d._get_default_store()
             dist.destroy_process_group()
+            if rank == 0:  # it serves the store, in which others may still look for who is in their next group
+                all_reported.wait()
+            del store
     # Those that Python would end on its way out, such as asynchronous checkpoints' workers.
     for child in multiprocessing.active_children():
         child.kill()
