@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from axonn_tp import LayerPlan
 from plugins.config import Axonn, ConfigError
-from plugins.deepspeed.config_hook import needs_whole_matrices
+from plugins.deepspeed.sections import needs_whole_matrices
 
 
 def agree(problem: str | None, digest: str, offer: Any = None) -> Any:

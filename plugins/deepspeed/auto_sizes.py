@@ -16,7 +16,8 @@ from torch import nn
 from axonn_tp import Grid, LayerPlan, Options, auto_plan, place
 from axonn_tp.volumes import local_parameters, step_volumes
 from plugins.config import ConfigError, TensorParallel
-from plugins.deepspeed.config_hook import check, enabled, section
+from plugins.deepspeed.sections import enabled, section
+from plugins.deepspeed.tensor_config import check
 from plugins.planner import choose, here, machine
 from plugins.planner.space import factorizations
 

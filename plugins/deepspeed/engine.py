@@ -38,9 +38,9 @@ from plugins import __version__
 from plugins.config import Axonn, ConfigError, TensorParallel
 from plugins.deepspeed import auto_sizes, replicas
 from plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, fingerprint, refuse_experts
-from plugins.deepspeed.config_hook import grid_for
 from plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from plugins.deepspeed.param_groups import extend_scheduler, split_groups
+from plugins.deepspeed.tensor_config import grid_for
 from plugins.deepspeed.tracing import TracedEngine
 from plugins.deepspeed.unit import GridUnit
 from plugins.deepspeed.wrapped_optimizer import loss_scaler

@@ -5,22 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
+import deepspeed
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from plugins.config import Axonn, ConfigError
-from plugins.deepspeed.config_hook import enabled, forget_unit, needs_whole_matrices, on, section
+from plugins.deepspeed.sections import (
+    Refusal,
+    enabled,
+    needs_whole_matrices,
+    of_halves,
+    on,
+    own_names,
+    refuse,
+    section,
+)
 
 KEY = "axonn.offload_optimizer"
 
 
-def engine() -> type[DeepSpeedEngine]:
-    """The engine that obeys the key for a model that is no PipelineModule."""
+def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
+    """`check`, and lead `deepspeed.initialize` to the engine that obeys the key for a model that is no PipelineModule; returns the mpu."""
+    check(block, raw, mpu)
     from plugins.deepspeed.offload_engine import OffloadEngine
 
-    forget_unit()
-    return OffloadEngine
+    deepspeed.DeepSpeedEngine = OffloadEngine
+    return mpu
 
 
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
@@ -44,12 +53,10 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
             f"{KEY} averages the gradients of weights that every rank holds whole, and deepspeed.initialize was given an mpu, which splits "
             "them; leave one of them out"
         )
-    for refused, reason in (*_of_state(raw), *_of_precision(raw), *_of_others(raw)):
-        if refused:
-            raise ConfigError(reason)
+    refuse([*_of_state(raw), *_of_precision(raw), *_of_others(raw)])
 
 
-def _of_state(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
+def _of_state(raw: Mapping[str, Any]) -> list[Refusal]:
     zero = section(raw, "zero_optimization")
     stage = zero.get("stage", 0)
     return [
@@ -69,26 +76,15 @@ def _of_state(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
     ]
 
 
-def _of_precision(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    halves = {half: enabled(raw, half) for half in ("fp16", "bf16")}
-    accelerator = get_accelerator()
-    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
-    names = {"fp16": ("fp16", "float16"), "bf16": ("bf16", "bfloat16")}
-    own = next((names[half] for half, used in halves.items() if used), ("fp32", "float32"))
+def _of_precision(raw: Mapping[str, Any]) -> list[Refusal]:
+    own = own_names(raw)
     autocast = section(raw, "torch_autocast")
     given = {
         "data_types.grad_accum_dtype": section(raw, "data_types").get("grad_accum_dtype"),
         "communication_data_type": raw.get("communication_data_type"),
     }
     return [
-        (all(halves.values()), "fp16.enabled and bf16.enabled are both true; turn one off"),
-        *[
-            (
-                used and not supported[half](),
-                f"{half}.enabled = true, but DeepSpeed finds no {half} on this device ({accelerator.device_name()}); use another precision",
-            )
-            for half, used in halves.items()
-        ],
+        *of_halves(raw),
         (
             enabled(raw, "torch_autocast") and autocast.get("dtype") in ("float16", "fp16", "half"),
             f"torch_autocast.dtype = float16 scales the loss beside {KEY}; use bfloat16, or the fp16 section",
@@ -103,7 +99,7 @@ def _of_precision(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
     ]
 
 
-def _of_others(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
+def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
     optimizer = section(raw, "optimizer")
     kind, settings = str(optimizer.get("type", "")), section(optimizer, "params")
     return [

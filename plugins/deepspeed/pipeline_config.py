@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_tp import Grid
 from plugins.config import Axonn, ConfigError
-from plugins.deepspeed import config_hook, samo_config
-from plugins.deepspeed.config_hook import enabled, section
+from plugins.deepspeed import offload_config, samo_config
+from plugins.deepspeed.sections import Refusal, enabled, of_halves, refuse, section
+from plugins.deepspeed.tensor_config import BatchRanks, check, check_batch
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
@@ -30,18 +30,19 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     Raises:
         ConfigError: the first mistake.
     """
-    _check(block, raw)
+    if block.offload_optimizer is not None:
+        offload_config.check(block, raw, mpu)
+    refuse(_refusals(block, raw))
     if block.samo is not None:
         samo_config.check(raw, None)
     if isinstance(mpu, PipelineParallelGrid) and block.tensor_parallel is not None:
         from plugins.deepspeed.stage_split import stage_grid
 
         grid = stage_grid(block.tensor_parallel, mpu)
-        config_hook.check(raw, grid)
-        mpu = config_hook.BatchRanks(grid)
+        check(raw, grid)
+        mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
-        config_hook.check_batch(raw, Grid(gdata=mpu.get_data_parallel_world_size()))
-    config_hook.forget_unit()
+        check_batch(raw, Grid(gdata=mpu.get_data_parallel_world_size()))
     deepspeed.PipelineEngine = _engine(block)
     # A configuration may be parsed before the model is known.
     deepspeed.DeepSpeedEngine = _PlainModule
@@ -83,9 +84,9 @@ class _DualPipe:
         )
 
 
-def _check(block: Axonn, raw: Mapping[str, Any]) -> None:
+def _refusals(block: Axonn, raw: Mapping[str, Any]) -> list[Refusal]:
     stage = section(raw, "zero_optimization").get("stage", 0)
-    refusals = [
+    return [
         (
             block.ted is not None,
             "axonn.pipeline does not go with axonn.ted under DeepSpeed yet; leave one of them out",
@@ -95,25 +96,12 @@ def _check(block: Axonn, raw: Mapping[str, Any]) -> None:
             stage in (2, 3),
             f"zero_optimization.stage = {stage} does not go with a PipelineModule, which reduces gradients once a batch; use stage 0 or 1",
         ),
-        (enabled(raw, "fp16") and enabled(raw, "bf16"), "fp16.enabled and bf16.enabled are both true; turn one off"),
-        *[
-            (
-                enabled(raw, half) and not supported(),
-                f"{half}.enabled = true, but DeepSpeed finds no {half} on this device ({get_accelerator().device_name()}); use another precision",
-            )
-            for half, supported in (
-                ("fp16", get_accelerator().is_fp16_supported),
-                ("bf16", get_accelerator().is_bf16_supported),
-            )
-        ],
+        *of_halves(raw),
         (enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or axonn.pipeline"),
     ]
-    for refused, reason in refusals:
-        if refused:
-            raise ConfigError(reason)
 
 
-def _of_tensor_parallel(block: Axonn, stage: Any) -> list[tuple[bool, str]]:
+def _of_tensor_parallel(block: Axonn, stage: Any) -> list[Refusal]:
     settings = block.tensor_parallel
     if settings is None:
         return []

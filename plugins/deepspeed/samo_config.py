@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+import deepspeed
 
-from plugins.config import ConfigError
-from plugins.deepspeed.config_hook import enabled, forget_unit, needs_whole_matrices, on, section
+from plugins.config import Axonn, ConfigError
+from plugins.deepspeed.sections import (
+    Refusal,
+    enabled,
+    needs_whole_matrices,
+    of_background,
+    of_halves,
+    on,
+    own_names,
+    refuse,
+    refuse_pipeline,
+    section,
+)
 
 
-def engine() -> type[DeepSpeedEngine]:
-    """The engine that obeys the block."""
+def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
+    """`check`, and lead `deepspeed.initialize` to the engine that obeys the key; returns the mpu."""
+    check(raw, mpu)
     from plugins.deepspeed.samo_engine import SamoEngine
 
-    forget_unit()
-    return SamoEngine
+    deepspeed.DeepSpeedEngine = SamoEngine
+    return mpu
 
 
 def check(raw: Mapping[str, Any], mpu: Any) -> None:
@@ -31,22 +41,16 @@ def check(raw: Mapping[str, Any], mpu: Any) -> None:
     Raises:
         ConfigError: the first.
     """
-    if isinstance(mpu, PipelineParallelGrid):
-        raise ConfigError(
-            "axonn.samo does not go with a PipelineModule yet; leave the block out, or pass a plain torch.nn.Module"
-        )
+    refuse_pipeline("axonn.samo", mpu)
     if mpu is not None:
         raise ConfigError(
             "axonn.samo prunes by weights that every rank holds whole, and deepspeed.initialize was given an mpu, which splits them; "
             "leave one of them out"
         )
-    zero, halves = section(raw, "zero_optimization"), (enabled(raw, "fp16"), enabled(raw, "bf16"))
-    for refused, reason in (*_of_zero(zero), *_of_precision(raw, halves), *_of_others(raw)):
-        if refused:
-            raise ConfigError(reason)
+    refuse([*_of_zero(section(raw, "zero_optimization")), *_of_precision(raw), *_of_others(raw)])
 
 
-def _of_zero(zero: Mapping[str, Any]) -> list[tuple[bool, str]]:
+def _of_zero(zero: Mapping[str, Any]) -> list[Refusal]:
     stage = zero.get("stage", 0)
     return [
         (
@@ -63,24 +67,13 @@ def _of_zero(zero: Mapping[str, Any]) -> list[tuple[bool, str]]:
     ]
 
 
-def _of_precision(raw: Mapping[str, Any], halves: tuple[bool, bool]) -> list[tuple[bool, str]]:
-    accelerator = get_accelerator()
+def _of_precision(raw: Mapping[str, Any]) -> list[Refusal]:
     autocast, types = section(raw, "torch_autocast"), section(raw, "data_types")
     accumulated = types.get("grad_accum_dtype")
-    own = (("fp16", "float16"), ("bf16", "bfloat16"))[halves[1]] if any(halves) else ("fp32", "float32")
+    own = own_names(raw)
     reduced = raw.get("communication_data_type")
     return [
-        (all(halves), "fp16.enabled and bf16.enabled are both true; turn one off"),
-        *[
-            (
-                on_now and not supported(),
-                f"{half}.enabled = true, but DeepSpeed finds no {half} on this device ({accelerator.device_name()}); use another precision",
-            )
-            for half, on_now, supported in (
-                ("fp16", halves[0], accelerator.is_fp16_supported),
-                ("bf16", halves[1], accelerator.is_bf16_supported),
-            )
-        ],
+        *of_halves(raw),
         (
             enabled(raw, "torch_autocast") and autocast.get("dtype") in ("float16", "fp16", "half"),
             "torch_autocast.dtype = float16 would scale the loss a second time beside axonn.samo; use bfloat16, or the fp16 section",
@@ -98,14 +91,9 @@ def _of_precision(raw: Mapping[str, Any], halves: tuple[bool, bool]) -> list[tup
     ]
 
 
-def _of_others(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
+def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
     optimizer = section(raw, "optimizer")
     kind, settings = str(optimizer.get("type", "")), section(optimizer, "params")
-    backgrounds = (
-        ("nebula", raw.get("nebula")),
-        ("datastates_ckpt", raw.get("datastates_ckpt")),
-        ("checkpoint.writer", section(raw, "checkpoint").get("writer")),
-    )
     return [
         (
             needs_whole_matrices(kind),
@@ -146,11 +134,5 @@ def _of_others(raw: Mapping[str, Any]) -> list[tuple[bool, str]]:
             section(raw, "compile").get("deepcompile", False) is True,
             "compile.deepcompile reduces gradients itself, uncompressed; remove it, or axonn.samo",
         ),
-        *[
-            (
-                bool(given),
-                f"{key} writes checkpoints in the background, where they could not be renamed when complete; remove it",
-            )
-            for key, given in backgrounds
-        ],
+        *of_background(raw),
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import samo
 from plugins.config import ConfigError
-from plugins.deepspeed.config_hook import needs_whole_matrices
+from plugins.deepspeed.sections import needs_whole_matrices
 from plugins.deepspeed.wrapped_optimizer import Groups, WrappedOptimizer
 
 # What DeepSpeed's Adams know and torch's do not.

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+import deepspeed
 
-from plugins.config import ConfigError, Ted
-from plugins.deepspeed import config_hook
+from axonn_tp import Grid
+from plugins.config import Axonn, ConfigError, Ted
+from plugins.deepspeed import tensor_config
+from plugins.deepspeed.sections import refuse_pipeline, section
 from ted_moe import Topology
 
 
-def engine() -> type[DeepSpeedEngine]:
-    """The engine that obeys the block."""
-    from plugins.deepspeed.ted_engine import TedEngine
-
-    config_hook.forget_unit()
-    return TedEngine
-
-
-def check(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
-    """Refuse what tensor parallelism cannot go with.
+def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
+    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it.
 
     Args:
-        block: the block.
+        block: the whole block.
         raw: the whole configuration.
         mpu: the user's model parallel unit.
 
@@ -34,6 +28,16 @@ def check(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
     Raises:
         ConfigError: the first mistake.
     """
+    assert block.ted is not None
+    refuse_pipeline("axonn.ted", mpu)
+    mpu = _unit(block.ted, raw, mpu)
+    from plugins.deepspeed.ted_engine import TedEngine
+
+    deepspeed.DeepSpeedEngine = TedEngine
+    return mpu
+
+
+def _unit(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
     if block.tensor == 1:
         return mpu
     if mpu is not None:
@@ -41,11 +45,11 @@ def check(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
             "axonn.ted.tensor makes its own groups, and deepspeed.initialize was given an mpu; leave tensor out, and TED uses the mpu's"
         )
     try:
-        grid = config_hook.Grid.for_world(Topology(config_hook.world_size(), block.tensor).world, gx=block.tensor)
+        grid = Grid.for_world(Topology(tensor_config.world_size(), block.tensor).world, gx=block.tensor)
     except ValueError as error:
         raise ConfigError(f"axonn.ted.{error}") from None
     check_rest(raw, grid)
-    return config_hook.BatchRanks(grid)
+    return tensor_config.BatchRanks(grid)
 
 
 def check_experts(raw: Mapping[str, Any]) -> None:
@@ -54,7 +58,7 @@ def check_experts(raw: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the first.
     """
-    zero = config_hook.section(raw, "zero_optimization")
+    zero = section(raw, "zero_optimization")
     for key in ("contiguous_gradients", "reduce_scatter"):
         if zero.get("stage", 0) in (1, 2) and zero.get(key) is False:
             raise ConfigError(
@@ -62,18 +66,18 @@ def check_experts(raw: Mapping[str, Any]) -> None:
             )
 
 
-def check_rest(raw: Mapping[str, Any], grid: config_hook.Grid) -> None:
+def check_rest(raw: Mapping[str, Any], grid: Grid) -> None:
     """Refuse settings that TED's engine does not have.
 
     Raises:
         ConfigError: the first.
     """
-    stage = config_hook.section(raw, "zero_optimization").get("stage", 0)
+    stage = section(raw, "zero_optimization").get("stage", 0)
     if stage == 3:
         raise ConfigError(
             "zero_optimization.stage = 3 does not go with axonn.ted, as with DeepSpeed's experts; use stage 0, 1 or 2"
         )
     try:
-        config_hook.check(raw, grid)
+        tensor_config.check(raw, grid)
     except ConfigError as error:
         raise ConfigError(str(error).replace("axonn.tensor_parallel", "axonn.ted")) from None

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import Tensor
 
 from plugins.config import Axonn, ConfigError
-from plugins.deepspeed.config_hook import needs_whole_matrices
+from plugins.deepspeed.sections import needs_whole_matrices
 from ted_moe.probe import examine
 from ted_moe.tiles import Room, TiledStep, pieces_of
 

@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 import plugins
 from axonn_tp import Grid
 from plugins.config import ConfigError, parse
-from plugins.deepspeed.config_hook import check, grid_for
 from plugins.deepspeed.engine import layer_plans
+from plugins.deepspeed.tensor_config import check, grid_for
 from plugins.launch import launch
 from recipes.data import Corpus, load
 from recipes.options import at_least_one

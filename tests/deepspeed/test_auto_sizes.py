@@ -13,7 +13,7 @@ from torch import nn
 from axonn_tp import Grid, Options
 from plugins.config import ConfigError, parse
 from plugins.deepspeed import auto_sizes
-from plugins.deepspeed.config_hook import stand_in
+from plugins.deepspeed.tensor_config import stand_in
 from plugins.planner import machine
 from recipes.models.gpt import GPT, GPTConfig
 from tests.deepspeed.test_engine import gpt, ids

@@ -108,7 +108,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def _sentence(block: Any, raw: dict[str, Any]) -> str:
-    from plugins.deepspeed.config_hook import check, grid_for
+    from plugins.deepspeed.tensor_config import check, grid_for
 
     with pytest.raises(ConfigError) as caught:
         parsed = parse(block).tensor_parallel
@@ -136,7 +136,7 @@ def test_sentences_differ() -> None:
 
 
 def test_good_blocks_pass() -> None:
-    from plugins.deepspeed.config_hook import check
+    from plugins.deepspeed.tensor_config import check
 
     for block in ({}, tp(), tp(plan="auto"), tp(gx=1, gy=1, gz=1, plan={"a": "replicated"}), {"requires": "0.1"}):
         parse(block)

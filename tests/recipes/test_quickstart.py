@@ -19,8 +19,8 @@ import torch
 import plugins
 from plugins.cli import main
 from plugins.config import ConfigError
-from plugins.deepspeed.config_hook import grid_for
 from plugins.deepspeed.engine import layer_plans
+from plugins.deepspeed.tensor_config import grid_for
 from plugins.launch import launch
 from plugins.ledger import Ledger
 from recipes.data import load
