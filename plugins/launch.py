@@ -200,16 +200,21 @@ def _rank(
         writer.send((message[0], None, message[2]))
     sys.stdout.flush()
     sys.stderr.flush()
+    if message[0]:
+        _leave_group(rank, all_reported)
+    # Those that Python would end on its way out, such as asynchronous checkpoints' workers.
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0 if message[0] else 1)
+
+
+def _leave_group(rank: int, all_reported: Event) -> None:
     with suppress(Exception):
         import torch.distributed as dist
 
-        if dist.is_initialized() and message[0]:
+        if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             dist.destroy_process_group()
             if rank == 0:  # it serves the store, in which others may still look for who is in their next group
                 all_reported.wait()
             del store
-    # Those that Python would end on its way out, such as asynchronous checkpoints' workers.
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(0 if message[0] else 1)
