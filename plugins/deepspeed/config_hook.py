@@ -8,11 +8,14 @@ any group is made; DeepSpeed's batch arithmetic is given the gz·gdata ranks tha
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
@@ -21,6 +24,7 @@ from plugins import config
 
 # Not in older versions of DeepSpeed.
 _DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
+_MISTAKES, _OTHERS_SECONDS = "axonn/mistakes", 5.0
 # Keys that have an engine, the first that is given decides; each has a module whose `use` leads to it.
 _ENGINES = {
     "pipeline": "pipeline_config",
@@ -113,8 +117,22 @@ def _one_sentence_for_mistakes() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, config.ConfigError):
             print(f"axonn: error: {error}", file=sys.stderr, flush=True)
+            _let_others_say_so()
         else:
             previous(kind, error, trace)
 
     hook.axonn = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _let_others_say_so() -> None:
+    """Rank 0 may keep the store of ranks on their way to the same mistake; were it gone, they would tell of a lost connection."""
+    if not dist.is_initialized():
+        return
+    deadline = time.monotonic() + _OTHERS_SECONDS
+    with suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        said = store.add(_MISTAKES, 1)
+        while dist.get_rank() == 0 and said < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said = store.add(_MISTAKES, 0)

@@ -168,6 +168,11 @@ for _ in range(2):
 SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "typo": ("tp = {'gxx': 2}", ("gxx", '"gx"')),
     "world": ("tp = {'gx': 3}", ("gx*gy*gz", "2 ranks")),
+    "one rank late": (
+        "tp = {'gx': 3}; deepspeed.init_distributed('gloo')\n"
+        "if rank: import time; time.sleep(1); torch.distributed.distributed_c10d._get_default_store().add('late', 1)",
+        ("gx*gy*gz", "2 ranks"),
+    ),
     "features": ("tp['plan'] = {'fc2': 'normal'}", ("layer fc2", "9 output features", "gx = 2")),
     "heads": ("tp['plan'] = {'fc1': {'kind': 'normal', 'heads': 3}}", ("layer fc1", "3 heads", "gx = 2")),
     "unequal heads": ("tp['plan'] = {'fc1': {'kind': 'normal', 'heads': 8}}", ("layer fc1", "12", "8 equal heads")),
