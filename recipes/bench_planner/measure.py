@@ -29,7 +29,7 @@ def measure(settings: Settings) -> list[Side]:
     Raises:
         ConfigError: grids do not compute the same losses.
     """
-    prepare()
+    prepare(settings)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     chosen = [Side(name(grid), "ours", _build(settings, grid)) for grid in settings.grids]
     steps = {side.name: first_steps(side) for side in chosen}
@@ -45,7 +45,7 @@ def collectives(settings: Settings) -> list[dict[str, float]]:
 
     Of each collective, those of the rank that waits least for others to begin; what is under way together counts once.
     """
-    prepare()
+    prepare(settings)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return [_collectives(settings, grid) for grid in settings.grids]
 

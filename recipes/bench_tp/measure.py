@@ -64,7 +64,7 @@ def measure(settings: Settings) -> list[Side]:
     Raises:
         ConfigError: the sides do not compute the same losses.
     """
-    prepare()
+    prepare(settings)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     chosen = [Side(peer, "peer", _peer(peer, settings)) for peer in settings.peers if not sides.absent(peer)]
     steps = {}
@@ -90,7 +90,7 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    prepare()
+    prepare(settings)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     # What a collective leaves unwritten may be denormal numbers, with which arithmetic is slow.
@@ -109,13 +109,14 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
     return found
 
 
-def prepare() -> None:
+def prepare(settings: Settings) -> None:
     """Quiet warnings, this rank's device, and its share of the cores."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    here = settings.ranks if settings.emulated else int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
 
 
 def _peer(peer: str, settings: Settings) -> Callable[[], sides.Step]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from recipes.models.gpt import GPTConfig
 from recipes.models.moe_gpt import MoEGPT
+from tests import groups
 
 STEPS, ACCUMULATION, EXPERTS, DATA = 3, 2, 4, 8
 HALVES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -104,6 +105,7 @@ def serial_run(case: Case, data_ranks: list[int]) -> tuple[list[float], list[flo
 def start(case: Case, mpu: Any = None) -> Any:
     import plugins
 
+    groups.reuse()
     type(get_accelerator()).is_fp16_supported = lambda self: True
     plugins.activate()
     full = case.serial().state_dict()

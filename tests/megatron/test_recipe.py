@@ -18,7 +18,7 @@ from recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 # Before ranks are forked, which then need not import Megatron each.
 from recipes.megatron_gpt.train import train
-from tests.megatron import groups
+from tests import groups
 
 STOCK = Settings(
     ranks=1,

@@ -26,7 +26,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from axonn_tp import layout_of
 from plugins.megatron import cpu, process_groups, spec
 from plugins.megatron.settings import Settings
-from tests.megatron import groups
+from tests import groups
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 8
 
