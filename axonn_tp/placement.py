@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -95,6 +95,26 @@ def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, La
     return named
 
 
+# Kind of layer: the kind that goes before it, what that makes, and what to do.
+_NEEDS = {
+    "norm": (
+        "embedding",
+        "features split over y, which an embedding layer starts; name the embedding, or leave norms out",
+    ),
+    "group_norm": (
+        "normal",
+        "channels split over x, which a normal layer before it makes; name that layer, or leave group norms out",
+    ),
+    "loss": ("head", "logits split over x, which a head layer makes; name the head, or leave the loss out"),
+}
+
+
+def _check_together(kinds: Set[str]) -> None:
+    for kind, (before, what) in _NEEDS.items():
+        if kind in kinds and before not in kinds:
+            raise ValueError(f"plan: {kind} needs {what}")
+
+
 def place(
     model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = None, options: Options | None = None
 ) -> list[Placement]:
@@ -115,18 +135,7 @@ def place(
     named, options = _named_plan(model, plan or {}), options or Options()
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds
-    if "norm" in kinds and not stream_split:
-        raise ValueError(
-            "plan: norm needs features split over y, which an embedding layer starts; name the embedding, or leave norms out"
-        )
-    if "group_norm" in kinds and "normal" not in kinds:
-        raise ValueError(
-            "plan: group_norm needs channels split over x, which a normal layer before it makes; name that layer, or leave group norms out"
-        )
-    if "loss" in kinds and "head" not in kinds:
-        raise ValueError(
-            "plan: loss needs logits split over x, which a head layer makes; name the head, or leave the loss out"
-        )
+    _check_together(kinds)
     free = free_layers(model)
     modules = dict(model.named_modules())
     scatter_tokens = stream_split and options.scattered and not any(layer.whole_tokens for layer in named.values())
