@@ -17,19 +17,7 @@ from plugins.deepspeed.tensor_config import BatchRanks, check, check_batch
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
-    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it.
-
-    Args:
-        block: the whole block.
-        raw: the whole configuration.
-        mpu: the pipeline's grid, once there is a PipelineModule.
-
-    Returns:
-        The mpu with which DeepSpeed should do its batch arithmetic.
-
-    Raises:
-        ConfigError: the first mistake.
-    """
+    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     if block.offload_optimizer is not None:
         offload_config.check(block, raw, mpu)
     refuse(_refusals(block, raw))

@@ -15,19 +15,7 @@ from ted_moe import Topology
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
-    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it.
-
-    Args:
-        block: the whole block.
-        raw: the whole configuration.
-        mpu: the user's model parallel unit.
-
-    Returns:
-        The mpu with which DeepSpeed should do its batch arithmetic.
-
-    Raises:
-        ConfigError: the first mistake.
-    """
+    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     assert block.ted is not None
     refuse_pipeline("axonn.ted", mpu)
     mpu = _unit(block.ted, raw, mpu)

@@ -36,19 +36,7 @@ class BatchRanks:
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> BatchRanks:
-    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it.
-
-    Args:
-        block: the whole block.
-        raw: the whole configuration.
-        mpu: the user's model parallel unit.
-
-    Returns:
-        The mpu with which DeepSpeed should do its batch arithmetic.
-
-    Raises:
-        ConfigError: the first mistake.
-    """
+    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     settings = block.tensor_parallel
     assert settings is not None
     automatic = len(settings.given) < 3
