@@ -38,7 +38,7 @@ clean: ## remove .venv and what the tools leave behind (never runs/)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): setup.cfg constraints.txt pyproject.toml
+$(READY): setup.cfg setup.py constraints.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.10 or newer, or name one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python %d.%d is too old: axonn-plugins needs 3.10 or newer; name one with make PYTHON=..." % sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { $(call APT,python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv,Python's venv module); }
@@ -48,7 +48,7 @@ $(READY): setup.cfg constraints.txt pyproject.toml
 	@# LitGPT, a model of the tests, asks for an older huggingface-hub than transformers does; its model needs none.
 	$(BIN)/pip install -q --no-deps -c constraints.txt litgpt lightning lightning-utilities torchmetrics
 	@# What runs at every import of torch is compiled even where PYTHONDONTWRITEBYTECODE is set.
-	@$(BIN)/python -m compileall -q axonn_autoload.py plugins/__init__.py plugins/autoload.py
+	@$(BIN)/python -m compileall -q plugins/axonn_plugins/__init__.py plugins/axonn_plugins/autoload.py
 	@touch $@
 
 # Debian ships parts of Python, and a compiler, in packages of their own. $(1): packages, $(2): what is missing.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axonn_plugins.launch import launch
 from axonn_tp import Grid, Mesh
-from plugins.launch import launch
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 300) -> list[Any]:

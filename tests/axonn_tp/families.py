@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.models.gpt import GPT, GPTConfig
+from axonn_recipes.models.gpt import GPT, GPTConfig
 
 VOCABULARY = 50
 SIZES = {

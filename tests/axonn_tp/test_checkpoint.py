@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import axonn_tp
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, Mesh, layout_of
 from axonn_tp.checkpoint import (
     CheckpointError,
@@ -27,7 +28,6 @@ from axonn_tp.checkpoint import (
     save,
 )
 from axonn_tp.checkpoint.whole import assemble
-from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.test_grids import gpt_plan
 from tests.deepspeed.scripts import one_sentence
 from tests.distributed import run_ranks

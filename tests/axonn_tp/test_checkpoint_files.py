@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import axonn_tp
+from axonn_plugins.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, latest, load, save
-from plugins.launch import RankFailed
 from tests.distributed import run_ranks
 
 

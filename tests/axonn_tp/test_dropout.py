@@ -89,7 +89,7 @@ def test_recomputation_drops_the_same() -> None:
 
 def stream_and_serial_draws() -> tuple[dict[str, int], bytes, float]:
     """The mask in a split residual stream, and how far a model without dropout leaves the random state."""
-    from recipes.models.gpt import GPT, GPTConfig
+    from axonn_recipes.models.gpt import GPT, GPTConfig
     from tests.axonn_tp.test_grids import gpt_plan
 
     class Dropping(GPT):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import axonn_tp
+from axonn_plugins.ledger import Ledger
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, place
-from plugins.ledger import Ledger
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import batch_for
 from tests.axonn_tp.test_grids import TOLERANCE, train_one_step

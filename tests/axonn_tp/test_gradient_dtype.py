@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import axonn_tp
+from axonn_plugins.ledger import Ledger
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, place
-from plugins.ledger import Ledger
-from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.test_grids import gpt_plan, whole
 from tests.distributed import run_ranks
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import axonn_tp
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of
-from recipes.models.gpt import GPT, GPTConfig
 from tests.distributed import meshes, run_ranks
 
 TOLERANCE = 1e-10

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import axonn_tp
+from axonn_plugins.ledger import Ledger
 from axonn_tp import Collective, Grid, Linear, LinearSplit, Mesh, factorisations, linear_collectives
-from plugins.ledger import Ledger
 from tests.axonn_tp.test_grids import TOLERANCE, WORLDS, whole
 from tests.distributed import meshes, run_ranks
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import axonn_tp
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, place
-from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.test_grids import gpt_plan, whole
 from tests.distributed import run_ranks
 

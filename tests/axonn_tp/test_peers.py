@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonn_tp
+from axonn_plugins.ledger import Ledger
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options
-from plugins.ledger import Ledger
-from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.test_grids import TOLERANCE, gpt_plan
 from tests.distributed import run_ranks
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import axonn_tp
+from axonn_plugins.ledger import Ledger
 from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
-from plugins.ledger import Ledger
 from tests.axonn_tp.test_grids import TOLERANCE
 from tests.distributed import meshes, run_ranks
 

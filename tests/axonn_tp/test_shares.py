@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from axonn_plugins.cluster import Cluster, lacking
+from axonn_plugins.ledger import Ledger
 from axonn_tp import Grid, Mesh
 from axonn_tp.collectives import Collective, reduce_scatter, start_sum_of_shares
 from axonn_tp.overlap import _WHOLE_AT_ONCE
 from axonn_tp.shares import less_between_nodes
-from plugins.cluster import Cluster, lacking
-from plugins.ledger import Ledger
 from tests.axonn_tp.test_grids import gpt_plan
 from tests.distributed import run_ranks
 
@@ -61,7 +61,7 @@ def test_shares_are_exchanged_where_that_sends_less_between_nodes() -> None:
 def gradients(layers: int) -> float:
     """How far gradients with reduce-scatters that wait for backward's end are from those with none that waits."""
     import axonn_tp
-    from recipes.models.gpt import GPT, GPTConfig
+    from axonn_recipes.models.gpt import GPT, GPTConfig
 
     mesh, found = Mesh(Grid(1, 1, 2)), []
     for overlap in (True, False):

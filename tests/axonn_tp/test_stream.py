@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import axonn_tp
+from axonn_plugins.ledger import Ledger
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
-from plugins.ledger import Ledger
-from recipes.models.gpt import GPT, GPTConfig
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import TOLERANCE, batch_for, three_steps
 from tests.distributed import meshes, run_ranks

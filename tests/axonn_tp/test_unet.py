@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import axonn_tp
+from axonn_recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
+from axonn_recipes.models.unet_plan import unet_plan
 from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of, place
 from axonn_tp.collectives import all_reduce
 from axonn_tp.options import LAYOUTS
-from recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
-from recipes.models.unet_plan import unet_plan
 from tests.distributed import meshes, run_ranks
 
 SMALL = UNetConfig(3, 16, (1, 2, 3), 1, (1,), heads=4, groups=8, zero_init=False)

@@ -15,8 +15,8 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import nn
 
-from recipes.models.gpt import GPTConfig
-from recipes.models.moe_gpt import MoEGPT
+from axonn_recipes.models.gpt import GPTConfig
+from axonn_recipes.models.moe_gpt import MoEGPT
 from tests import groups
 
 STEPS, ACCUMULATION, EXPERTS, DATA = 3, 2, 4, 8
@@ -103,11 +103,11 @@ def serial_run(case: Case, data_ranks: list[int]) -> tuple[list[float], list[flo
 
 
 def start(case: Case, mpu: Any = None) -> Any:
-    import plugins
+    import axonn_plugins
 
     groups.reuse()
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    plugins.activate()
+    axonn_plugins.activate()
     full = case.serial().state_dict()
     model = case.model(case.ep_size)
     local = EXPERTS // case.ep_size

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.deepspeed.scripts import environment, last_line, run_script
+from tests.deepspeed.scripts import environment, last_line, run_script, sentences
 from tests.deepspeed.training import Case, attempt, serial, start, train
 from tests.distributed import run_ranks
 
-OURS = "plugins.deepspeed.engine.AxonnEngine"
+OURS = "axonn_plugins.deepspeed.engine.AxonnEngine"
 STOCK = "deepspeed.runtime.engine.DeepSpeedEngine"
 WAYS = {
     "dict": "config=config",
@@ -57,7 +57,7 @@ def test_stock_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_by_hand(before: bool, tmp_path: Path) -> None:
-    lines = ["import plugins; plugins.activate(); plugins.activate()", "import deepspeed"]
+    lines = ["import axonn_plugins; axonn_plugins.activate(); axonn_plugins.activate()", "import deepspeed"]
     text = "\n".join(lines if before else lines[::-1]) + HEAD + "print(name(start(config=config)))"
     result = run_script(tmp_path, text, TORCH_DEVICE_BACKEND_AUTOLOAD="0")[0]
     assert last_line(result) == OURS
@@ -175,7 +175,7 @@ def test_an_engine_with_the_block_then_one_without() -> None:
 
 
 def test_arming_is_cheap(tmp_path: Path) -> None:
-    code = "import torch, time, axonn_autoload as a; t = time.perf_counter(); a.arm(); print(time.perf_counter() - t)"
+    code = "import torch, time, axonn_plugins.autoload as a; t = time.perf_counter(); a.activate(); print(time.perf_counter() - t)"
     variables = environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPYCACHEPREFIX=str(tmp_path))
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds = []
@@ -193,33 +193,49 @@ def test_arming_is_cheap(tmp_path: Path) -> None:
     assert statistics.median(seconds) < 0.02
 
 
-BROKEN = {
-    "another package": ({"plugins/__init__.py": "raise SystemExit('theirs ran')"}, "leads to"),
-    "a folder without __init__": ({"plugins/data.txt": ""}, "leads to"),
-    "a module": ({"plugins.py": "raise SystemExit('theirs ran')"}, "leads to"),
-    "activate raises": (
-        {
-            "sitecustomize.py": "import plugins.autoload as p\ndef broken(): raise RuntimeError('boom')\np.activate = broken"
-        },
-        "boom",
-    ),
+THEIRS = "raise SystemExit('theirs ran')"
+# Folders and modules that users have beside their scripts; what a plain start of the block must not mind.
+HARMLESS = {
+    "plugins/__init__.py": THEIRS,
+    "recipes/__init__.py": THEIRS,
+    "samo/__init__.py": THEIRS,
+    "samo_data/__init__.py": THEIRS,
+    "ted_moe/data.txt": "",
+    "axonn_tp/data.txt": "",
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_whatever_goes_wrong_torch_imports(what: str, tmp_path: Path) -> None:
-    files, said = BROKEN[what]
+def _beside(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    code = "import torch; print(torch.ones(2).sum().item())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0 and run.stdout.strip() == "2.0", run.stderr
-    assert "axonn" in run.stderr and said in run.stderr and "Traceback" not in run.stderr
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_folders_of_the_users_own(tmp_path: Path) -> None:
+    _beside(tmp_path, HARMLESS)
+    (run,) = run_script(tmp_path, HEAD + "print(name(start(config=config)))")
+    assert last_line(run) == OURS
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("axonn_tp", {"tensor_parallel": {}}), ("ted_moe", {"ted": {}}), ("samo", {"samo": {"sparsity": 0.5}})],
+)
+@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py"])
+def test_a_module_that_hides_ours_is_refused_where_it_is_needed(
+    name: str, block: Any, form: str, tmp_path: Path
+) -> None:
+    _beside(tmp_path, {form.format(name): "value = 1"})
+    text = HEAD + f"config['axonn'] = {block!r}\nstart(config=config)"
+    for run in run_script(tmp_path, text, ranks=2):
+        assert run.returncode == 1
+        (said,) = sentences(run.stderr)
+        assert said.startswith(f"axonn.{next(iter(block))} needs axonn-plugins' own package `{name}`")
+        assert str(tmp_path / form.format(name)) in said and "Traceback" not in run.stderr
+
+
+def test_an_activation_that_fails_ends_the_script(tmp_path: Path) -> None:
+    _beside(tmp_path, {"axonn_plugins.py": "raise RuntimeError('theirs ran')"})
+    text = "import torch; print('trains dense')"
+    (run,) = run_script(tmp_path, text)
+    assert run.returncode != 0 and "theirs ran" in run.stderr and "axonn" in run.stderr and not run.stdout

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.deepspeed import auto_sizes
+from axonn_plugins.deepspeed.tensor_config import stand_in
+from axonn_plugins.planner import machine
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, Options
-from plugins.config import ConfigError, parse
-from plugins.deepspeed import auto_sizes
-from plugins.deepspeed.tensor_config import stand_in
-from plugins.planner import machine
-from recipes.models.gpt import GPT, GPTConfig
 from tests.deepspeed.test_engine import gpt, ids
 from tests.deepspeed.training import Case, attempt, parallel, start, train
 from tests.distributed import run_ranks

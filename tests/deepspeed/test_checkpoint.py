@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from axonn_plugins.launch import RankFailed
 from axonn_tp import full_state_dict, layout_of
 from axonn_tp.checkpoint import load
-from plugins.launch import RankFailed
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import Case, attempt, start, train, two_groups
 from tests.distributed import run_ranks

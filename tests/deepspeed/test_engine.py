@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.models.gpt import GPT, GPTConfig
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from tests.deepspeed.training import Case, difference, run_cases, serial, two_groups, wide
 from tests.distributed import run_ranks
 

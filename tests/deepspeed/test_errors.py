@@ -9,13 +9,13 @@ import deepspeed  # noqa: F401  ranks are forked from here
 import pytest
 import torch
 
-import plugins
-import plugins.deepspeed.engine
+import axonn_plugins
+import axonn_plugins.deepspeed.engine
+from axonn_plugins.config import ConfigError, parse
 from axonn_tp import Grid
-from plugins.config import ConfigError, parse
 from tests.deepspeed.scripts import fork_script, one_sentence, run_script, sentences
 
-plugins.activate()
+axonn_plugins.activate()
 RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
 
 
@@ -108,7 +108,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def _sentence(block: Any, raw: dict[str, Any]) -> str:
-    from plugins.deepspeed.tensor_config import check, grid_for
+    from axonn_plugins.deepspeed.tensor_config import check, grid_for
 
     with pytest.raises(ConfigError) as caught:
         parsed = parse(block).tensor_parallel
@@ -136,7 +136,7 @@ def test_sentences_differ() -> None:
 
 
 def test_good_blocks_pass() -> None:
-    from plugins.deepspeed.tensor_config import check
+    from axonn_plugins.deepspeed.tensor_config import check
 
     for block in ({}, tp(), tp(plan="auto"), tp(gx=1, gy=1, gz=1, plan={"a": "replicated"}), {"requires": "0.1"}):
         parse(block)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import samo
-from plugins.autoload import activate
-from plugins.pccl.build import load
+from axonn_plugins.autoload import activate
+from axonn_plugins.pccl.build import load
 from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, dense, masks_of, plain, ready, run, start, train
 
 activate()

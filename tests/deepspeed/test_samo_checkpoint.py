@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import samo
-from plugins.autoload import activate
-from plugins.config import ConfigError
+from axonn_plugins.autoload import activate
+from axonn_plugins.config import ConfigError
 from tests.deepspeed import samo_training as training
 from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, config_of, masks_of, ready, run, start, train
 from tests.deepspeed.scripts import one_sentence

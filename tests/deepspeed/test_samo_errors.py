@@ -8,12 +8,12 @@ from typing import Any
 import deepspeed  # noqa: F401  ranks are forked from here
 import pytest
 
-import plugins
-import plugins.deepspeed.samo_engine
-from plugins.config import ConfigError, parse
+import axonn_plugins
+import axonn_plugins.deepspeed.samo_engine
+from axonn_plugins.config import ConfigError, parse
 from tests.deepspeed.scripts import fork_script, one_sentence, sentences
 
-plugins.activate()
+axonn_plugins.activate()
 SAMO = {"sparsity": 0.9}
 # Name: the block, what the sentence must contain.
 BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -62,7 +62,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def test_sentences() -> None:
-    from plugins.deepspeed.samo_config import check
+    from axonn_plugins.deepspeed.samo_config import check
 
     found = set()
     for name, (block, said) in BLOCKS.items():

@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch.distributed as dist
 
-from plugins.config import ConfigError
+from axonn_plugins.config import ConfigError
 from tests.deepspeed.ted_training import Case, serial_run, start, train
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks

@@ -94,9 +94,9 @@ def start(ted: dict[str, Any], model: dict[str, Any], more: dict[str, Any], mpu:
 
 
 def everything() -> dict[str, str]:
-    import plugins
+    import axonn_plugins
 
-    plugins.activate()
+    axonn_plugins.activate()
     found = {name: start(*case) for name, (*case, _) in CASES.items()}
     found["mpu"] = start({}, {}, {}, Unit())
     found["mpu and tensor"] = start({"tensor": 2}, {}, {}, Unit())

@@ -84,9 +84,9 @@ def batches(data: int) -> Tensor:
 
 
 def start(ted: dict[str, Any], ep_size: int) -> Any:
-    import plugins
+    import axonn_plugins
 
-    plugins.activate()
+    axonn_plugins.activate()
     tensor = ted.get("tensor", 1)
     model = build(ep_size, dist.get_rank() // tensor % ep_size)
     config = {
@@ -160,9 +160,9 @@ def gradients(form: str) -> Any:
 
 def dice(dropless: bool) -> Any:
     """What tensor ranks draw after whole experts with dropout."""
-    import plugins
+    import axonn_plugins
 
-    plugins.activate()
+    axonn_plugins.activate()
     torch.manual_seed(dist.get_rank())
     model = nn.ModuleDict({"moe": moe(4, 2, FeedForward(dropout=0.5))})
     model.forward = lambda x: model["moe"](x)[0].sum()  # type: ignore[method-assign]

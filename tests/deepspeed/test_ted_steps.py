@@ -14,8 +14,8 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from axonn_plugins.ledger import Ledger
 from axonn_tp import grad_norm
-from plugins.ledger import Ledger
 from tests.deepspeed.ted_training import CHECKPOINTS, Case, start
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
@@ -98,9 +98,9 @@ def batches(data: int) -> Tensor:
 
 def steps(way: str) -> Any:
     """Losses under the block with tensor = 2, what is left in the stash, and all-to-alls of the last step."""
-    import plugins
+    import axonn_plugins
 
-    plugins.activate()
+    axonn_plugins.activate()
     model = build(way, 2, dist.get_rank() // 2 % 2)
     config = {
         "train_micro_batch_size_per_gpu": 6,

@@ -17,9 +17,9 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from plugins.config import ConfigError, parse
-from plugins.deepspeed.tiled import TiledZeroOptimizer
-from recipes.allocations import most_allocated
+from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.deepspeed.tiled import TiledZeroOptimizer
+from axonn_recipes.allocations import most_allocated
 from tests.deepspeed.training import attempt, two_groups
 from tests.distributed import run_ranks
 
@@ -74,9 +74,9 @@ def configuration(stage: int, half: str, tile: int | None, clip: float = 0.0, **
 
 
 def start(config: dict[str, Any], groups: Any = two_groups, build: Any = Model) -> Any:
-    import plugins
+    import axonn_plugins
 
-    plugins.activate()
+    axonn_plugins.activate()
     type(get_accelerator()).is_fp16_supported = lambda self: True
     torch.manual_seed(3)
     model = build()

@@ -133,15 +133,15 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def start(case: Case, model: nn.Module | None = None) -> Any:
     """The engine for a case, in a rank."""
-    import plugins
-    from plugins.deepspeed import engine as ours
+    import axonn_plugins
+    from axonn_plugins.deepspeed import engine as ours
 
     # Each group of gloo keeps threads that poll: a hundred meshes would fill the machine.
     if not hasattr(ours.Mesh, "cache_info"):
         ours.Mesh = functools.cache(ours.Mesh)  # type: ignore[assignment,misc]
     gc.collect()  # an engine that is deleted later would take the mesh it shares along
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    plugins.activate()
+    axonn_plugins.activate()
     model = case.model() if model is None else model
     keywords: dict[str, Any] = {"model_parameters": case.groups(model)}
     if case.groups is all_trained:

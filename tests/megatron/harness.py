@@ -100,8 +100,8 @@ def difference(wanted: dict, found: dict) -> float:
 def _main(script: str, file: str) -> None:
     import torch
 
-    from plugins.autoload import activate
-    from plugins.launch import RankFailed, launch
+    from axonn_plugins.autoload import activate
+    from axonn_plugins.launch import RankFailed, launch
 
     activate()
     out = os.dup(1)

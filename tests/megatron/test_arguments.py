@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from plugins.megatron import arguments, features, patch, rules
-from plugins.megatron.settings import Settings
+from axonn_plugins.megatron import arguments, features, patch, rules
+from axonn_plugins.megatron.settings import Settings
 from tests.megatron import harness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -298,8 +298,8 @@ def test_the_import_of_megatrons_parser_arms_it(tmp_path):
     (place / "arguments.py").write_text(Path(__file__).with_name("stub.py").read_text())
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(
-        "import plugins\nplugins.activate()\nfrom megatron.training.arguments import parse_args, validate_args\n"
-        "import sys\nassert 'plugins.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
+        "import axonn_plugins\naxonn_plugins.activate()\nfrom megatron.training.arguments import parse_args, validate_args\n"
+        "import sys\nassert 'axonn_plugins.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "WORLD_SIZE": "8"}
     run = lambda *flags: subprocess.run(  # noqa: E731
@@ -314,13 +314,13 @@ def test_the_import_of_megatrons_parser_arms_it(tmp_path):
 
 REAL = """
 import contextlib, io, json, os, sys
-import plugins
-plugins.activate()
+import axonn_plugins
+axonn_plugins.activate()
 import torch
 # What validation asks of a device.
 torch.cuda.get_device_properties = lambda *_: type("Device", (), {"major": 10})
 import megatron.training.arguments as arguments
-from plugins.megatron import patch
+from axonn_plugins.megatron import patch
 installed = []
 patch.install = installed.append
 told = []

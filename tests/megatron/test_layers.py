@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from axonn_plugins.ledger import Ledger
+from axonn_plugins.megatron import process_groups
+from axonn_plugins.megatron.randomness import HeadsDropout, StreamDropout
+from axonn_plugins.megatron.settings import Settings
+from axonn_plugins.megatron.sharing import column_split, row_split
 from axonn_tp import Grid, factorisations
 from axonn_tp.collectives import Collective
 from axonn_tp.embedding import embedding_collectives, embedding_layout
 from axonn_tp.linear_split import LinearSplit, linear_collectives
 from axonn_tp.loss import loss_collectives
 from axonn_tp.norm import norm_collectives
-from plugins.ledger import Ledger
-from plugins.megatron import process_groups
-from plugins.megatron.randomness import HeadsDropout, StreamDropout
-from plugins.megatron.settings import Settings
-from plugins.megatron.sharing import column_split, row_split
 from tests.distributed import run_ranks
 from tests.megatron import training
 from tests.megatron.training import Case

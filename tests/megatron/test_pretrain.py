@@ -53,9 +53,9 @@ def test_variants(variant: str) -> None:
 
 @needs_script
 def test_prepared_text(tmp_path: Path) -> None:
-    from recipes.data import load
-    from recipes.megatron_gpt.settings import VOCABULARY
-    from recipes.megatron_gpt.text import prepare
+    from axonn_recipes.data import load
+    from axonn_recipes.megatron_gpt.settings import VOCABULARY
+    from axonn_recipes.megatron_gpt.text import prepare
 
     prepare(load(str(Path(__file__).parent), 64), tmp_path / "text", VOCABULARY)
     data = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --train-data-path {tmp_path}/text_training "

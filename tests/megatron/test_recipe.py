@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from plugins.config import ConfigError
-from plugins.launch import launch
-from recipes.data import load
-from recipes.megatron_gpt.recipe import main
-from recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve
+from axonn_plugins.config import ConfigError
+from axonn_plugins.launch import launch
+from axonn_recipes.data import load
+from axonn_recipes.megatron_gpt.recipe import main
+from axonn_recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 # Before ranks are forked, which then need not import Megatron each.
-from recipes.megatron_gpt.train import train
+from axonn_recipes.megatron_gpt.train import train
 from tests import groups
 
 STOCK = Settings(
@@ -79,7 +79,7 @@ def apart(wanted: Curve, found: Curve) -> float:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from recipes.megatron_gpt.text import prepare
+    from axonn_recipes.megatron_gpt.text import prepare
 
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 40 + Path(__file__).read_bytes() * 3)
@@ -132,7 +132,7 @@ def test_a_checkpoint_goes_on_on_another_grid(prefix: Path, stock: dict, tmp_pat
 
 
 def test_text_is_prepared_and_read(prefix: Path) -> None:
-    from recipes.megatron_gpt.text import read
+    from axonn_recipes.megatron_gpt.text import read
 
     corpus = read(prefix)
     wanted = load(str(prefix.with_suffix(".txt")), 64)

@@ -23,9 +23,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from axonn_plugins.megatron import cpu, process_groups, spec
+from axonn_plugins.megatron.settings import Settings
 from axonn_tp import layout_of
-from plugins.megatron import cpu, process_groups, spec
-from plugins.megatron.settings import Settings
 from tests import groups
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 8

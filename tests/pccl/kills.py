@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plugins.launch import free_port
-from plugins.pccl.build import load
+from axonn_plugins.launch import free_port
+from axonn_plugins.pccl.build import load
 from tests.pccl.stress import Pending, finish, join, one
 
 TIMEOUT = 10.0

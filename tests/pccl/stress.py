@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.launch import launch
-from plugins.pccl import register
-from plugins.pccl.algorithms import algorithms
-from plugins.pccl.backend import forget, planner
-from plugins.pccl.choice import NATIVE, Choice, Measured
+from axonn_plugins.launch import launch
+from axonn_plugins.pccl import register
+from axonn_plugins.pccl.algorithms import algorithms
+from axonn_plugins.pccl.backend import forget, planner
+from axonn_plugins.pccl.choice import NATIVE, Choice, Measured
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),

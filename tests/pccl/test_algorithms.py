@@ -8,11 +8,11 @@ from math import ceil, log2
 
 import pytest
 
-from plugins.pccl.algorithms import BETWEEN, WITHIN, algorithms
-from plugins.pccl.algorithms.hierarchical import Lanes
-from plugins.pccl.check import check
-from plugins.pccl.graph import ProgramError, Report
-from plugins.pccl.program import Kind, Program, block_lengths, chunk_bounds, flatten
+from axonn_plugins.pccl.algorithms import BETWEEN, WITHIN, algorithms
+from axonn_plugins.pccl.algorithms.hierarchical import Lanes
+from axonn_plugins.pccl.check import check
+from axonn_plugins.pccl.graph import ProgramError, Report
+from axonn_plugins.pccl.program import Kind, Program, block_lengths, chunk_bounds, flatten
 
 DATA = ("all_gather", "reduce_scatter", "all_reduce")
 EVEN = [

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from plugins.launch import free_port, launch
-from plugins.pccl.backend import using
-from plugins.pccl.build import load
-from plugins.pccl.choice import NATIVE, Choice
+from axonn_plugins.launch import free_port, launch
+from axonn_plugins.pccl.backend import using
+from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.choice import NATIVE, Choice
 from tests.pccl.stress import join, stress
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.launch import free_port
-from plugins.pccl import register
-from plugins.pccl.backend import using
-from plugins.pccl.build import load
-from plugins.pccl.choice import NATIVE, Choice
-from plugins.pccl.device import COMBINE, Layout, Memory, Plan, Transfer, _reduce
-from plugins.pccl.program import Buffer, Kind, Program
+from axonn_plugins.launch import free_port
+from axonn_plugins.pccl import register
+from axonn_plugins.pccl.backend import using
+from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.choice import NATIVE, Choice
+from axonn_plugins.pccl.device import COMBINE, Layout, Memory, Plan, Transfer, _reduce
+from axonn_plugins.pccl.program import Buffer, Kind, Program
 
 here = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

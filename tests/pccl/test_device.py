@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from plugins.pccl import register
-from plugins.pccl.algorithms import algorithms
-from plugins.pccl.backend import planner, using
-from plugins.pccl.build import load
-from plugins.pccl.choice import NATIVE, Choice, Measured
-from plugins.pccl.device_tuner import tune
-from plugins.pccl.executor import Executor
-from plugins.pccl.nodewise import even
-from plugins.pccl.options import Options
-from plugins.pccl.vendor import nodes_of
+from axonn_plugins.pccl import register
+from axonn_plugins.pccl.algorithms import algorithms
+from axonn_plugins.pccl.backend import planner, using
+from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.choice import NATIVE, Choice, Measured
+from axonn_plugins.pccl.device_tuner import tune
+from axonn_plugins.pccl.executor import Executor
+from axonn_plugins.pccl.nodewise import even
+from axonn_plugins.pccl.options import Options
+from axonn_plugins.pccl.vendor import nodes_of
 from tests.distributed import run_ranks
 from tests.pccl.stress import AVG, DTYPES, MAX, PRODUCT, SUM, reduced, values
 

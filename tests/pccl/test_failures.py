@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.launch import launch
-from plugins.pccl.build import load
+from axonn_plugins.launch import launch
+from axonn_plugins.pccl.build import load
 from tests.pccl import kills
 from tests.pccl.stress import join
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.launch import launch
-from plugins.pccl import links
-from plugins.pccl.build import load
-from plugins.pccl.interfaces import address_of
-from plugins.pccl.links import Fabric, Group, LinkError, Member
+from axonn_plugins.launch import launch
+from axonn_plugins.pccl import links
+from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.interfaces import address_of
+from axonn_plugins.pccl.links import Fabric, Group, LinkError, Member
 from tests.pccl.stress import join
 
 
@@ -188,7 +188,9 @@ def test_memory_that_may_not_be_read_is_streamed(
 
 
 def test_the_listener_is_bound_to_the_interface_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plugins.pccl.interfaces._address", {"first": "127.0.0.2", "second": "127.0.0.3"}.__getitem__)
+    monkeypatch.setattr(
+        "axonn_plugins.pccl.interfaces._address", {"first": "127.0.0.2", "second": "127.0.0.3"}.__getitem__
+    )
     for local_rank, address in ((0, "127.0.0.2"), (1, "127.0.0.3"), (2, "127.0.0.2")):
         fabric = Fabric(Core(), ["first", "second"], local_rank)
         assert fabric._tcp.getsockname()[0] == address == fabric.member.host
@@ -226,7 +228,7 @@ def rubbish(kind: str, key: int) -> bytes:
 def _misbehaves(kind: str) -> str:
     """Rank 1 sends what is no frame on a link of its own to rank 0, which is in an all-reduce."""
     rank, _ = join(timeout=20)
-    from plugins.pccl import backend
+    from axonn_plugins.pccl import backend
 
     fabric = backend._fabric(os.getpid(), None)
     group = next(iter(fabric._groups.values()))
@@ -271,7 +273,7 @@ def test_a_member_that_sends_no_frames_is_named(kind: str, said: str) -> None:
 def _links_again() -> None:
     """A link that is lost while nothing is under way is made anew for the next group."""
     rank, size = join(timeout=20)
-    from plugins.pccl import backend
+    from axonn_plugins.pccl import backend
 
     fabric = backend._fabric(os.getpid(), None)
     dist.all_reduce(torch.ones(5))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from plugins.pccl.build import compiler
+from axonn_plugins.pccl.build import compiler
 
-ENGINE = Path(__file__).parents[2] / "plugins" / "pccl" / "csrc"
+ENGINE = Path(__file__).parents[2] / "plugins" / "axonn_plugins" / "pccl" / "csrc"
 NATIVE = Path(__file__).parent / "native"
 
 

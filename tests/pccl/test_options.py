@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from plugins.launch import launch
-from plugins.pccl import Options, register
-from plugins.pccl.build import BuildError, load
+from axonn_plugins.launch import launch
+from axonn_plugins.pccl import Options, register
+from axonn_plugins.pccl.build import BuildError, load
 from tests.deepspeed.scripts import environment, one_sentence
 
 
@@ -27,7 +27,7 @@ def compiled() -> None:
 
 IMPORTED = """
 import sys, torch
-heavy = [name for name in sys.modules if name.startswith("plugins.pccl") and name not in ("plugins.pccl", "plugins.pccl.options")]
+heavy = [name for name in sys.modules if name.startswith("axonn_plugins.pccl") and name not in ("axonn_plugins.pccl", "axonn_plugins.pccl.options")]
 print("pccl" in torch.distributed.Backend.backend_list, heavy, "pydantic" in sys.modules)
 """
 
@@ -41,7 +41,7 @@ def test_importing_torch_registers_and_loads_nothing_else(switch: str, registere
 
 
 def test_by_hand_before_torch(tmp_path: Path) -> None:
-    code = "import plugins; plugins.activate(); import sys; assert 'torch' not in sys.modules" + IMPORTED
+    code = "import axonn_plugins; axonn_plugins.activate(); import sys; assert 'torch' not in sys.modules" + IMPORTED
     variables = environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     run = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     assert run.stdout.startswith("True []")
@@ -84,7 +84,7 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _algorithms() -> list[Any]:
     """A group of each kind of options; the nodes that each sees, and who does its work."""
-    from plugins.pccl.backend import planner
+    from axonn_plugins.pccl.backend import planner
 
     register()
     dist.init_process_group("pccl", pg_options=Options("recursive", 2), timeout=timedelta(seconds=30))
@@ -130,7 +130,7 @@ def _fails(how: str, folder: str) -> str:
     """What a rank is told when rank 1, or all, cannot make the group."""
     import os
 
-    from plugins.pccl import build
+    from axonn_plugins.pccl import build
 
     rank = int(os.environ["RANK"])
     options: Any = None

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.launch import free_port, launch
-from plugins.pccl.backend import planner
-from plugins.pccl.build import load
-from plugins.pccl.choice import NATIVE, Choice, Measured
+from axonn_plugins.launch import free_port, launch
+from axonn_plugins.pccl.backend import planner
+from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.choice import NATIVE, Choice, Measured
 from tests.deepspeed.scripts import environment
 from tests.pccl.stress import join
 
@@ -77,7 +77,7 @@ def test_a_forked_child_harms_nobody() -> None:
 LAST = """
 import sys, time
 import torch, torch.distributed as dist
-from plugins.pccl import register
+from axonn_plugins.pccl import register
 
 register()
 dist.init_process_group("pccl")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from plugins.config import ConfigError
-from plugins.pccl.algorithms import algorithms
-from plugins.pccl.clusters import CLUSTERS
-from plugins.pccl.simulate import Machine, full, symmetric
-from plugins.pccl.simulate_cli import main
-from plugins.pccl.sweep import Timers, sweep
+from axonn_plugins.config import ConfigError
+from axonn_plugins.pccl.algorithms import algorithms
+from axonn_plugins.pccl.clusters import CLUSTERS
+from axonn_plugins.pccl.simulate import Machine, full, symmetric
+from axonn_plugins.pccl.simulate_cli import main
+from axonn_plugins.pccl.sweep import Timers, sweep
 
 FLAT = Machine(
     nics=1, nic_bandwidth=1e9, far_latency=1e-5, near_bandwidth=8e9, near_latency=1e-6, overhead=0, reduce_bandwidth=2e9

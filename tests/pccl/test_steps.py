@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from plugins.pccl.algorithms import algorithms
-from plugins.pccl.check import check
-from plugins.pccl.graph import ProgramError
-from plugins.pccl.program import Buffer as B
-from plugins.pccl.program import Kind, Op, Program, Span
-from plugins.pccl.steps import Step, barred, cut
+from axonn_plugins.pccl.algorithms import algorithms
+from axonn_plugins.pccl.check import check
+from axonn_plugins.pccl.graph import ProgramError
+from axonn_plugins.pccl.program import Buffer as B
+from axonn_plugins.pccl.program import Kind, Op, Program, Span
+from axonn_plugins.pccl.steps import Step, barred, cut
 from tests.pccl.test_algorithms import UNEVEN, bruck_chain, dealt, log_steps, node_major, programs_of
 
 MAPS = [

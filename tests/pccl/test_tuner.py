@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.launch import launch
-from plugins.pccl import Options, backend, register, tuner
-from plugins.pccl.algorithms import algorithms
-from plugins.pccl.backend import planner, using
-from plugins.pccl.build import load
-from plugins.pccl.choice import NATIVE, Choice, Measured, choose
-from plugins.pccl.contest import COLLECTIVES, SIZES, Trial, candidates, contest
-from plugins.pccl.links import LinkError
-from plugins.pccl.network import Network
-from plugins.pccl.tuner import tune
-from plugins.pccl.tuning_file import key_of, read, write
+from axonn_plugins.launch import launch
+from axonn_plugins.pccl import Options, backend, register, tuner
+from axonn_plugins.pccl.algorithms import algorithms
+from axonn_plugins.pccl.backend import planner, using
+from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.choice import NATIVE, Choice, Measured, choose
+from axonn_plugins.pccl.contest import COLLECTIVES, SIZES, Trial, candidates, contest
+from axonn_plugins.pccl.links import LinkError
+from axonn_plugins.pccl.network import Network
+from axonn_plugins.pccl.tuner import tune
+from axonn_plugins.pccl.tuning_file import key_of, read, write
 from tests.pccl.stress import join
 
 RING, BRUCK, GLOO = Choice("ring"), Choice("bruck"), Choice(NATIVE)

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from plugins.autoload import activate
-from plugins.pipeline.schedule import POLICIES
+from axonn_plugins.autoload import activate
+from axonn_plugins.pipeline.schedule import POLICIES
 from tests.distributed import run_ranks
 from tests.pipeline.training import Case, ready, serial, start, tied, train
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plugins.pipeline.bucketed_optimizer import BucketedOptimizer
-from plugins.pipeline.host_store import HostStore
-from plugins.pipeline.reduction import chunks_of
-from recipes.allocations import most_allocated
+from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
+from axonn_plugins.pipeline.host_store import HostStore
+from axonn_plugins.pipeline.reduction import chunks_of
+from axonn_recipes.allocations import most_allocated
 from tests.distributed import run_ranks
 from tests.ted_moe.test_tiled_optimizer import FACTORIES, Untiled, assert_same, groups_of, pair, train
 

@@ -9,8 +9,8 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from plugins.config import ConfigError, parse
-from plugins.deepspeed import config_hook, pipeline_config
+from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.deepspeed import config_hook, pipeline_config
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "TED": ({"ted": {}}, {}, ("axonn.pipeline", "axonn.ted", "leave one")),

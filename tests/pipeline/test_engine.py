@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineError
 
-from plugins.autoload import activate
-from plugins.config import ConfigError
-from plugins.pipeline.schedule import POLICIES, automatic_limit
+from axonn_plugins.autoload import activate
+from axonn_plugins.config import ConfigError
+from axonn_plugins.pipeline.schedule import POLICIES, automatic_limit
 from tests.distributed import run_ranks
 from tests.pipeline.losing import stop_or_kill, survivors
 from tests.pipeline.training import (
@@ -35,7 +35,7 @@ from tests.pipeline.training import (
 
 activate()
 
-from plugins.deepspeed.pipeline_engine import checkpoint_interval  # noqa: E402
+from axonn_plugins.deepspeed.pipeline_engine import checkpoint_interval  # noqa: E402
 
 CLOSE = 1e-10
 

@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from plugins.autoload import activate
+from axonn_plugins.autoload import activate
 from tests.distributed import run_ranks
 from tests.pipeline.training import WIDTH, Case, Feed, difference, parameters, ready, serial, start, train
 

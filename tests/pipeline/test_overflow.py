@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.autoload import activate
+from axonn_plugins.autoload import activate
 from tests.distributed import run_ranks
 from tests.pipeline.training import Case, difference, parameters, ready, serial, start, train
 

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from plugins.pipeline.events import Event, from_tensor, to_tensor
-from plugins.pipeline.schedule import POLICIES, Action, Policy, Stage, automatic_limit, default_limit
-from plugins.pipeline.simulate import Simulated, simulate
+from axonn_plugins.pipeline.events import Event, from_tensor, to_tensor
+from axonn_plugins.pipeline.schedule import POLICIES, Action, Policy, Stage, automatic_limit, default_limit
+from axonn_plugins.pipeline.simulate import Simulated, simulate
 
 State = tuple[tuple[int, ...], ...]
 

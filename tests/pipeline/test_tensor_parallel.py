@@ -12,8 +12,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from plugins.autoload import activate
-from plugins.config import ConfigError
+from axonn_plugins.autoload import activate
+from axonn_plugins.config import ConfigError
 from tests.distributed import run_ranks
 from tests.pipeline.losing import stop_or_kill, survivors
 from tests.pipeline.training import Case, compare, parameters, plain, ready, start, tied, train

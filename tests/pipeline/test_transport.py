@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.pipeline.clock import Clock
-from plugins.pipeline.packing import DTYPES, UNKNOWN, Message, pack, sizes, unpack
-from plugins.pipeline.transport import AHEAD, StageLost, Transport
-from plugins.pipeline.watch import Watch
-from plugins.pipeline.wires import TorchWire, mpi_found
+from axonn_plugins.pipeline.clock import Clock
+from axonn_plugins.pipeline.packing import DTYPES, UNKNOWN, Message, pack, sizes, unpack
+from axonn_plugins.pipeline.transport import AHEAD, StageLost, Transport
+from axonn_plugins.pipeline.watch import Watch
+from axonn_plugins.pipeline.wires import TorchWire, mpi_found
 from tests.distributed import run_ranks
 from tests.pipeline.losing import stop_or_kill, survivors
 
@@ -149,7 +149,7 @@ def echo(wire: Any, stage: int, messages: list[Message], batches: int) -> list[M
 
 def test_when_a_message_was_sent_by_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ahead, found = 0, 7_000_000_000, 0.0
-    monkeypatch.setattr("plugins.pipeline.clock.perf_counter_ns", lambda: now)
+    monkeypatch.setattr("axonn_plugins.pipeline.clock.perf_counter_ns", lambda: now)
     here, there = Clock(), Clock()
     assert here.arrived(0, UNKNOWN) == float("inf")
     for number, (forth, back) in enumerate(((300, 900), (100, 500), (700, 100), (400, 800))):
@@ -292,7 +292,7 @@ def test_a_stage_that_computes_is_not_taken_for_lost() -> None:
 MPI = """
 import random, torch
 from mpi4py import MPI
-from plugins.pipeline.wires import MpiWire
+from axonn_plugins.pipeline.wires import MpiWire
 from tests.pipeline.test_transport import CPU, draw, echo, same
 generator, stage = random.Random(9), MPI.COMM_WORLD.Get_rank()
 torch.manual_seed(1)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plugins.planner import axonn, fourd, machine, model
-from plugins.planner.answer import EVERY, Question, answer
-from plugins.planner.axonn import Grids, Linear, Repeats
-from plugins.planner.collectives import Kind, seconds
-from plugins.planner.search import Constraints
+from axonn_plugins.planner import axonn, fourd, machine, model
+from axonn_plugins.planner.answer import EVERY, Question, answer
+from axonn_plugins.planner.axonn import Grids, Linear, Repeats
+from axonn_plugins.planner.collectives import Kind, seconds
+from axonn_plugins.planner.search import Constraints
 
 PERLMUTTER = machine.load("perlmutter")
 GPT_20B = model.load("gpt-20b")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plugins.planner.bubble import (
+from axonn_plugins.planner.bubble import (
     batch_time,
     bubble_slope,
     bubble_time,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from plugins.block import ConfigError
-from plugins.planner import files, machine, model
-from plugins.planner.axonn import node_bandwidth
-from plugins.planner.model import Transformer, UNet
+from axonn_plugins.block import ConfigError
+from axonn_plugins.planner import files, machine, model
+from axonn_plugins.planner.axonn import node_bandwidth
+from axonn_plugins.planner.model import Transformer, UNet
 from ted_moe.memory import TABLE_4_1
 
 MINE = """

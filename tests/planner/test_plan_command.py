@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from plugins import cli
-from plugins.planner import machine, model, report
-from plugins.planner.answer import Question, answer, sensitivity
-from plugins.planner.uncertainty import collective_error, step_range
+from axonn_plugins import cli
+from axonn_plugins.planner import machine, model, report
+from axonn_plugins.planner.answer import Question, answer, sensitivity
+from axonn_plugins.planner.uncertainty import collective_error, step_range
 
 ASKED = "plan --model gpt3-175b --machine a100-nvs4 --gpus 512 --batch 1024 --strategy 1d --mode paper"
 

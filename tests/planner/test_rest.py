@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plugins import cli
-from plugins.planner import machine, model
-from plugins.planner.rest import optimizer_seconds, plain_attention
-from plugins.planner.space import shapes
-from plugins.planner.step import Setting, times
-from plugins.planner.transformer import local, operations
+from axonn_plugins import cli
+from axonn_plugins.planner import machine, model
+from axonn_plugins.planner.rest import optimizer_seconds, plain_attention
+from axonn_plugins.planner.space import shapes
+from axonn_plugins.planner.step import Setting, times
+from axonn_plugins.planner.transformer import local, operations
 
 A100 = replace(machine.load("a100-nvs8"), flop_latency=0.0)
 GPT3 = model.load("gpt3-13b")

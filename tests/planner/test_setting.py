@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plugins import cli
-from plugins.planner import fourd, machine, model
-from plugins.planner.answer import EVERY, Question, answer
-from plugins.planner.search import Constraints, search
-from plugins.planner.space import placed, shapes
-from plugins.planner.step import Setting, memory, times
+from axonn_plugins import cli
+from axonn_plugins.planner import fourd, machine, model
+from axonn_plugins.planner.answer import EVERY, Question, answer
+from axonn_plugins.planner.search import Constraints, search
+from axonn_plugins.planner.space import placed, shapes
+from axonn_plugins.planner.step import Setting, memory, times
 from samo.memory import our_bytes
 from ted_moe.memory import Degrees, state_bytes
 from ted_moe.memory import Transformer as ted_transformer

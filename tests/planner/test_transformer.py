@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from plugins.planner import machine, model, reference
-from plugins.planner.collectives import Kind, point_to_point, seconds
-from plugins.planner.search import Plan, search
-from plugins.planner.space import factorizations, placed, shapes
-from plugins.planner.step import Candidates, memory, times
-from plugins.planner.transformer import STRATEGIES, local, operations
+from axonn_plugins.planner import machine, model, reference
+from axonn_plugins.planner.collectives import Kind, point_to_point, seconds
+from axonn_plugins.planner.search import Plan, search
+from axonn_plugins.planner.space import factorizations, placed, shapes
+from axonn_plugins.planner.step import Candidates, memory, times
+from axonn_plugins.planner.transformer import STRATEGIES, local, operations
 
 GPT3_175B, GPT3_1T, VIT = (model.load(name) for name in ("gpt3-175b", "gpt3-1t", "vit-era5"))
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from axonn_plugins import cli
+from axonn_plugins.planner import axonn, fourd, machine, model
+from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
+from axonn_plugins.planner.layers import Linear
+from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.unet import UNet
+from axonn_recipes.models import unet as recipe
 from axonn_tp import Grid
 from axonn_tp.conv import conv_collectives
 from axonn_tp.linear_split import LinearSplit
-from plugins import cli
-from plugins.planner import axonn, fourd, machine, model
-from plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
-from plugins.planner.layers import Linear
-from plugins.planner.step import Setting
-from plugins.planner.unet import UNet
-from recipes.models import unet as recipe
 
 PERLMUTTER = machine.load("perlmutter")
 

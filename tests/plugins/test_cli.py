@@ -11,7 +11,11 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "plugins.cli", "schema"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "axonn_plugins.cli", "schema"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     os.close(write)
     assert done.returncode == 141 and done.stderr == ""

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.cli import main
-from plugins.cluster import Cluster, address, lacking, processes, units
-from plugins.config import ConfigError
-from plugins.launch import RankFailed
+from axonn_plugins.cli import main
+from axonn_plugins.cluster import Cluster, address, lacking, processes, units
+from axonn_plugins.config import ConfigError
+from axonn_plugins.launch import RankFailed
 
 needs_cluster = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 MBIT = 10**6 / 8
@@ -217,7 +217,7 @@ def ranks_and_world() -> int:
 
 OWNER = """
 import subprocess, sys, time
-from plugins.cluster import Cluster
+from axonn_plugins.cluster import Cluster
 def rank(script):
     subprocess.Popen([sys.executable, "-c", script])
     sys.stdout.write("started\\n")
@@ -252,7 +252,7 @@ def test_nothing_is_left_when_the_owner_ends(number: int, name: str, capsys: pyt
 @needs_cluster
 def test_the_commands(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     def axonn(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "plugins.cli", "cluster", *words]
+        command = [sys.executable, "-m", "axonn_plugins.cli", "cluster", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
@@ -273,7 +273,7 @@ def test_the_commands(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert code == 7 and text == "axonn: rank 3 on node 1 ended with exit code 7\n"
     (switch,) = left_over(name)
     assert not processes.inside(switch)
-    command = [sys.executable, "-m", "plugins.cli", "cluster", "exec", *named, "0", "sleep", "100"]
+    command = [sys.executable, "-m", "axonn_plugins.cli", "cluster", "exec", *named, "0", "sleep", "100"]
     with subprocess.Popen(command) as sleeper:
         assert until(lambda: processes.inside(switch) == [sleeper.pid])
         assert axonn("down", *named) == (0, f'cluster "{name}" is down, and with it 1 process that ran there\n')

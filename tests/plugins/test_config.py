@@ -9,14 +9,14 @@ from typing import get_args
 
 import pytest
 
+from axonn_plugins.config import Axonn, ConfigError, LayerKind, parse, schema, shipped_schema
+from axonn_plugins.deepspeed.engine import layer_plans
+from axonn_recipes.quickstart.settings import Settings
 from axonn_tp import KINDS
-from plugins.config import Axonn, ConfigError, LayerKind, parse, schema, shipped_schema
-from plugins.deepspeed.engine import layer_plans
-from recipes.quickstart.settings import Settings
 
 
 def test_the_shipped_schema_is_current() -> None:
-    assert shipped_schema() == schema(), "run: axonn schema --write plugins/axonn.schema.json"
+    assert shipped_schema() == schema(), "run: axonn schema --write plugins/axonn_plugins/axonn.schema.json"
 
 
 def test_every_key_is_documented() -> None:
@@ -56,5 +56,5 @@ def test_an_error_is_a_value_error_that_can_be_caught() -> None:
 
 
 def test_importing_plugins_imports_nothing_heavy() -> None:
-    code = "import plugins, sys; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'numpy')))"
+    code = "import axonn_plugins, sys; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

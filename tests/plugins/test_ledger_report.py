@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from axonn_plugins.cli import main
+from axonn_plugins.ledger import Ledger
+from axonn_plugins.ledger_report import read_ledger, write_ledger
+from axonn_plugins.trace import Tracer
 from axonn_tp import Mesh
 from axonn_tp.collectives import start_all_gather
-from plugins.cli import main
-from plugins.ledger import Ledger
-from plugins.ledger_report import read_ledger, write_ledger
-from plugins.trace import Tracer
 from tests.distributed import run_ranks
 
 

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from plugins.cli import main
-from plugins.cluster import lacking
-from plugins.config import ConfigError
-from recipes.bench_megatron import report, settings
-from recipes.bench_megatron.measure import Run
-from recipes.bench_megatron.recipe import compare
-from recipes.megatron_gpt.settings import Settings as Training
+from axonn_plugins.cli import main
+from axonn_plugins.cluster import lacking
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_megatron import report, settings
+from axonn_recipes.bench_megatron.measure import Run
+from axonn_recipes.bench_megatron.recipe import compare
+from axonn_recipes.megatron_gpt.settings import Settings as Training
 
 SMALL = [
     "--precision",

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from plugins.config import ConfigError
-from plugins.launch import launch
-from plugins.planner import machine
-from recipes.bench_network.measure import Measured, measure, pairs
-from recipes.bench_network.recipe import main as bench
-from recipes.bench_network.report import described, toml
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_plugins.launch import launch
+from axonn_plugins.planner import machine
+from axonn_recipes.bench_network.measure import Measured, measure, pairs
+from axonn_recipes.bench_network.recipe import main as bench
+from axonn_recipes.bench_network.report import described, toml
 
 
 def test_pairs_of_groups_in_a_node() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from plugins.cli import main
-from plugins.config import ConfigError
-from recipes.bench_pccl.report import bound, results, speedups, table, write
-from recipes.bench_pccl.settings import parser, resolve
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_pccl.report import bound, results, speedups, table, write
+from axonn_recipes.bench_pccl.settings import parser, resolve
 
 SECONDS = {"pccl": 0.3, "gloo": 0.6, "ring": 0.15, "hierarchical_log_direct": 0.3, "hierarchical_ring_direct": 0.2}
 

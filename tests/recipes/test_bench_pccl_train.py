@@ -10,10 +10,10 @@ import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from plugins.cli import main  # noqa: E402
-from plugins.config import ConfigError  # noqa: E402
-from recipes.bench_pccl.train import results, table, write  # noqa: E402
-from recipes.bench_pccl.train_settings import Training, parser, resolve  # noqa: E402
+from axonn_plugins.cli import main  # noqa: E402
+from axonn_plugins.config import ConfigError  # noqa: E402
+from axonn_recipes.bench_pccl.train import results, table, write  # noqa: E402
+from axonn_recipes.bench_pccl.train_settings import Training, parser, resolve  # noqa: E402
 
 
 def settings(*words: str) -> Training:
@@ -29,7 +29,7 @@ def test_the_sides_differ_in_the_block_alone() -> None:
 
 
 def test_the_model_has_some_ten_million_parameters() -> None:
-    from recipes.models.gpt import GPT
+    from axonn_recipes.models.gpt import GPT
 
     assert 9e6 < sum(parameter.numel() for parameter in GPT(settings().model).parameters()) < 12e6
 

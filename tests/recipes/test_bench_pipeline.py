@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from plugins.cluster import lacking
-from plugins.pipeline.events import Event
-from plugins.pipeline.timeline import mean_split, split
-from recipes.bench_pipeline.overlap import Overlap, hidden
-from recipes.bench_pipeline.report import BEST_TORCH, overlap_table, ratios, results, table
-from recipes.bench_pipeline.settings import SCENARIOS, Settings, parser, resolve
-from recipes.bench_pipeline.sides import BLOCKS, OURS, STOCK, TORCH
-from recipes.bench_pipeline.work import Pace
+from axonn_plugins.cli import main
+from axonn_plugins.cluster import lacking
+from axonn_plugins.pipeline.events import Event
+from axonn_plugins.pipeline.timeline import mean_split, split
+from axonn_recipes.bench_pipeline.overlap import Overlap, hidden
+from axonn_recipes.bench_pipeline.report import BEST_TORCH, overlap_table, ratios, results, table
+from axonn_recipes.bench_pipeline.settings import SCENARIOS, Settings, parser, resolve
+from axonn_recipes.bench_pipeline.sides import BLOCKS, OURS, STOCK, TORCH
+from axonn_recipes.bench_pipeline.work import Pace
 
 needs_cluster = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 
@@ -72,7 +72,7 @@ def test_split_and_ratios() -> None:
     assert split(events) == {"compute": 3, "point-to-point": 0.5, "bubble": 2.5, "collective": 0, "optimizer": 0}
     late = [Event("reduce", -1, 7.0, 8.0)]
     assert mean_split([events, late])["bubble"] == (3.5 + 6) / 2
-    from recipes.bench_pipeline.measure import Side
+    from axonn_recipes.bench_pipeline.measure import Side
 
     sides = [Side(OURS, [1.0], [1.0, 2.0]), Side(STOCK, [1.0], [1.5, 3.0]), Side("torch 1F1B", [1.0], [1.0, 2.2])]
     found = ratios(sides)

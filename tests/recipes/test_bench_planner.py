@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from plugins.planner import machine
-from recipes.bench_planner.measure import in_turn
-from recipes.bench_planner.report import errors, results, spearman, table
-from recipes.bench_tp.measure import Side
+from axonn_plugins.cli import main
+from axonn_plugins.planner import machine
+from axonn_recipes.bench_planner.measure import in_turn
+from axonn_recipes.bench_planner.report import errors, results, spearman, table
+from axonn_recipes.bench_tp.measure import Side
 
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
 

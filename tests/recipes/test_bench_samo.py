@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import benchmarks, main
-from plugins.config import ConfigError
-from recipes.bench_samo.report import table
-from recipes.models.gpt import GPT, GPTConfig
+from axonn_plugins.cli import benchmarks, main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_samo.report import table
+from axonn_recipes.models.gpt import GPT, GPTConfig
 
 TINY = ["--parameters", "40K", "--hidden", "64", "--context", "8", "--batch", "2", "--copy-mib", "1", "--device", "cpu"]
 
@@ -59,7 +59,7 @@ def test_dry_run_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_mistakes(options: list[str], words: str, tmp_path: Path) -> None:
-    from recipes.bench_samo.settings import parser, resolve
+    from axonn_recipes.bench_samo.settings import parser, resolve
 
     with pytest.raises(ConfigError, match=words):
         resolve(parser().parse_args(options))

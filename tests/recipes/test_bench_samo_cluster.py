@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from plugins.cluster import lacking
-from recipes.bench_samo_cluster import recipe
-from recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side
-from recipes.bench_samo_cluster.settings import parser, resolve
+from axonn_plugins.cli import main
+from axonn_plugins.cluster import lacking
+from axonn_recipes.bench_samo_cluster import recipe
+from axonn_recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side
+from axonn_recipes.bench_samo_cluster.settings import parser, resolve
 
 WORDS = ["bench", "samo_cluster", "--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4"]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from plugins.config import ConfigError
-from recipes.bench_ted import report
-from recipes.bench_ted.blocking import KINDS
-from recipes.bench_ted.measure import Side, check_losses
-from recipes.bench_ted.settings import parser, resolve
-from recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, SIDES
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_ted import report
+from axonn_recipes.bench_ted.blocking import KINDS
+from axonn_recipes.bench_ted.measure import Side, check_losses
+from axonn_recipes.bench_ted.settings import parser, resolve
+from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, SIDES
 
 HIDDEN, CONTEXT, BATCH, EXPERTS = 16, 8, 4, 4
 TINY = ["--layers", "2", "--hidden", str(HIDDEN), "--heads", "2", "--context", str(CONTEXT)]

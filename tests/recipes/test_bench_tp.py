@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.cli import main
-from plugins.config import ConfigError
-from recipes.bench_tp.measure import Side, check_losses
-from recipes.bench_tp.memory import PeakMemory
-from recipes.bench_tp.report import comparisons
-from recipes.bench_tp.settings import PEERS, STAGES
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_tp.measure import Side, check_losses
+from axonn_recipes.bench_tp.memory import PeakMemory
+from axonn_recipes.bench_tp.report import comparisons
+from axonn_recipes.bench_tp.settings import PEERS, STAGES
 
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from plugins.metrics import format_split
+from axonn_plugins.cli import main
+from axonn_plugins.metrics import format_split
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--context", "8", "--batch", "8", "--steps", "3"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cli import main
-from recipes.planner.recipe import EXPERIMENTS
+from axonn_plugins.cli import main
+from axonn_recipes.planner.recipe import EXPERIMENTS
 
 DIFFERING = {"figure_1": 1, "figure_2b": 1, "megatron": 1}
 """How many statements of the text differ from the published results, by experiment."""

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import plugins
-from plugins.cli import main
-from plugins.config import ConfigError
-from plugins.deepspeed.engine import layer_plans
-from plugins.deepspeed.tensor_config import grid_for
-from plugins.launch import launch
-from plugins.ledger import Ledger
-from recipes.data import load
-from recipes.quickstart import report
-from recipes.quickstart.settings import Settings, add_arguments, find_run, resolve
-from recipes.quickstart.sides import Parallel, Serial
+import axonn_plugins
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_plugins.deepspeed.engine import layer_plans
+from axonn_plugins.deepspeed.tensor_config import grid_for
+from axonn_plugins.launch import launch
+from axonn_plugins.ledger import Ledger
+from axonn_recipes.data import load
+from axonn_recipes.quickstart import report
+from axonn_recipes.quickstart.settings import Settings, add_arguments, find_run, resolve
+from axonn_recipes.quickstart.sides import Parallel, Serial
 
 SMALL = {"layers": 2, "heads": 4, "hidden": 48, "context": 16, "batch": 8}
 COMMAND = [
@@ -43,7 +43,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(parallel: bool, settings: Settings, folder: Path) -> list[float]:
     torch.set_num_threads(1)
-    plugins.activate()
+    axonn_plugins.activate()
     corpus = load(None, settings.context)
     side = (Parallel if parallel else Serial)(settings, corpus, folder)
     return [side.step(number)[0] for number in range(1, settings.steps + 1)]
@@ -65,7 +65,7 @@ def test_losses_equal_serial(precision: str, grid: tuple, steps: int, allowed: f
 
 def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Counter, Counter, Counter, int, int]:
     torch.set_num_threads(1)
-    plugins.activate()
+    axonn_plugins.activate()
     side = Parallel(settings, load(None, settings.context), folder)
     for number in (1, 2, 3):
         side.step(number)  # the engine's own checks are over then
@@ -100,7 +100,7 @@ def test_the_printed_plan_is_what_happens(grid: tuple[int, int, int], tmp_path: 
 
 def start(run: str, folder: Path, *options: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "plugins.cli", *COMMAND[1:], "--runs", str(folder), *options]
+    command = [sys.executable, "-m", "axonn_plugins.cli", *COMMAND[1:], "--runs", str(folder), *options]
     command += ["--resume", "--name", run] if "--resume" in options else ["--name", run]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
@@ -148,7 +148,7 @@ def test_killed_stopped_and_resumed_runs_go_on_exactly(tmp_path: Path) -> None:
 def on_ranks(settings: Settings, folder: Path, last: int) -> list[float]:
     """Losses from where the folder's checkpoint is, or the start, to step `last`."""
     torch.set_num_threads(1)
-    plugins.activate()
+    axonn_plugins.activate()
     side = Parallel(settings, load(None, settings.context), folder, keep=1, trace=[2, 3])
     done = side.load()
     found = [side.step(number)[0] for number in range(done + 1, last + 1)]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from plugins.cli import main
-from plugins.config import ConfigError
-from recipes.models.vgg import VGG, VGGConfig
-from recipes.models.wide_resnet import WideResNet, WideResNetConfig
-from recipes.samo_cnn import images
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.models.vgg import VGG, VGGConfig
+from axonn_recipes.models.wide_resnet import WideResNet, WideResNetConfig
+from axonn_recipes.samo_cnn import images
 from samo.targets import targets
 
 TRAIN = ["train", "samo_cnn", "--steps", "4", "--batch", "8", "--every", "1", "--window", "1", "--validate-every", "4"]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from plugins.cli import main
-from plugins.config import ConfigError
-from recipes.models.gpt import GPTConfig
-from recipes.pruned.plan import Plan
-from recipes.pruned.report import described
-from recipes.samo_gpt.problem import Text, Tokens, read
-from recipes.samo_gpt.settings import parser, resolve, scales
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.models.gpt import GPTConfig
+from axonn_recipes.pruned.plan import Plan
+from axonn_recipes.pruned.report import described
+from axonn_recipes.samo_gpt.problem import Text, Tokens, read
+from axonn_recipes.samo_gpt.settings import parser, resolve, scales
 
 TINY = [
     "--layers",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.cli import main
-from plugins.config import parse
-from recipes.ted_moe.settings import parser, resolve, scales
-from recipes.ted_moe.sides import build
+from axonn_plugins.cli import main
+from axonn_plugins.config import parse
+from axonn_recipes.ted_moe.settings import parser, resolve, scales
+from axonn_recipes.ted_moe.sides import build
 from ted_moe.memory import TABLE_4_1, parameters
 
 TINY = {

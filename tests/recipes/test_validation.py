@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.cli import main
-from recipes.validation import recipe
-from recipes.validation.problems import PIXELS, discs
-from recipes.validation.report import Pair
-from recipes.validation.settings import BOUNDS, parser, resolve
+from axonn_plugins.cli import main
+from axonn_recipes.validation import recipe
+from axonn_recipes.validation.problems import PIXELS, discs
+from axonn_recipes.validation.report import Pair
+from axonn_recipes.validation.settings import BOUNDS, parser, resolve
 
 
 @pytest.fixture(autouse=True)

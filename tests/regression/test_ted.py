@@ -11,15 +11,15 @@ import pytest
 
 import ted_moe.dropless
 import ted_moe.moe
-from plugins import cli
-from plugins.ted import regression
-from plugins.ted.regression_cli import main
+from axonn_plugins import cli
+from axonn_plugins.ted import regression
+from axonn_plugins.ted.regression_cli import main
 
 FEW = "tensor 2, expert 2, data 1"
 
 
 def run(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, "-m", "plugins.cli", "test", "ted", *arguments]
+    command = [*launcher, "-m", "axonn_plugins.cli", "test", "ted", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

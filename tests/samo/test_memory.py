@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import samo
-from plugins import cli
-from plugins.samo import memory_cli
-from plugins.samo.models import MODELS, gpt, maker
+from axonn_plugins import cli
+from axonn_plugins.samo import memory_cli
+from axonn_plugins.samo.models import MODELS, gpt, maker
 from samo import memory
 from samo.memory import ADAM, MOMENTUM, PLAIN, Layer
 

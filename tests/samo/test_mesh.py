@@ -9,8 +9,8 @@ from torch import nn
 
 import axonn_tp
 import samo
+from axonn_plugins.samo.mesh import shards_of
 from axonn_tp import Grid, LayerPlan, Mesh
-from plugins.samo.mesh import shards_of
 from tests.distributed import run_ranks
 from tests.samo.reference import Masked
 

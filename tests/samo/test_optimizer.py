@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import samo
-from recipes.allocations import most_allocated
+from axonn_recipes.allocations import most_allocated
 from tests.samo.reference import Masked
 
 FACTORIES = {

@@ -10,9 +10,9 @@ from torch import nn
 
 import axonn_tp
 import samo
+from axonn_plugins.samo.mesh import shards_of
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp.layout import layout_of
-from plugins.samo.mesh import shards_of
-from recipes.models.gpt import GPT, GPTConfig
 from samo import selection
 from tests.distributed import run_ranks
 

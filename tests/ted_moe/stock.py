@@ -5,7 +5,7 @@ from functools import partial
 import deepspeed
 import torch.utils.checkpoint
 
-from plugins.ted.stock import Comparison, data_tokens, differences
+from axonn_plugins.ted.stock import Comparison, data_tokens, differences
 
 BAR = 1e-6
 CHECKPOINTS = {

@@ -5,7 +5,7 @@ from itertools import product
 import torch
 
 import ted_moe
-from plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
+from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
 from ted_moe import Topology
 from ted_moe.agreement import answer, question
 from tests.distributed import run_ranks

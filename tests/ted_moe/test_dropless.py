@@ -6,8 +6,8 @@ import deepspeed
 import torch
 
 import ted_moe
-from plugins.ledger import Ledger
-from plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, groups_of
+from axonn_plugins.ledger import Ledger
+from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, groups_of
 from ted_moe import Topology
 from ted_moe.dropless import plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from axonn_plugins.ted.stock import FEATURES, Gated, Plain, Residual, Single
 from axonn_tp import LayerPlan
-from plugins.ted.stock import FEATURES, Gated, Plain, Residual, Single
 from ted_moe import grouped
 from ted_moe.experts import ExpertPlan, split_expert
 from ted_moe.moe import Alone

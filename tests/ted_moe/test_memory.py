@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import ted_moe
-from plugins import cli
-from plugins.samo.models import MODELS
-from plugins.ted import memory_measure as measuring
-from plugins.ted import memory_report as report
+from axonn_plugins import cli
+from axonn_plugins.samo.models import MODELS
+from axonn_plugins.ted import memory_measure as measuring
+from axonn_plugins.ted import memory_report as report
 from ted_moe import fitting, memory
 from ted_moe.memory import TABLE_4_1, Degrees, Parameters, Transformer
 from tests.distributed import run_ranks

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ted_moe
-from plugins.ledger import Ledger
-from plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, data_tokens, groups_of
+from axonn_plugins.ledger import Ledger
+from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, data_tokens, groups_of
 from ted_moe import Topology
 from tests.distributed import run_ranks
 from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens

@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ted_moe
-from plugins.ted.stock import FEATURES, Comparison, Gated, Plain, Residual, Single, data_tokens, differences, groups_of
+from axonn_plugins.ted.stock import (
+    FEATURES,
+    Comparison,
+    Gated,
+    Plain,
+    Residual,
+    Single,
+    data_tokens,
+    differences,
+    groups_of,
+)
 from ted_moe import Topology
 from tests.distributed import run_ranks
 from tests.ted_moe.stock import BAR

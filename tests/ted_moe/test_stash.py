@@ -9,8 +9,8 @@ import deepspeed
 import torch
 
 import ted_moe
-from plugins.ledger import Ledger
-from plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
+from axonn_plugins.ledger import Ledger
+from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
 from ted_moe import Stashing, Topology
 from tests.distributed import run_ranks
 from tests.ted_moe.stock import CHECKPOINTS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.allocations import most_allocated
+from axonn_recipes.allocations import most_allocated
 from ted_moe import TiledOptimizer
 
 FACTORIES = {

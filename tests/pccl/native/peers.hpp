@@ -32,7 +32,7 @@ inline std::pair<int, int> pair_of_sockets() {
   return {both[0], both[1]};
 }
 
-// As plugins/pccl/links.py makes it.
+// As plugins/axonn_plugins/pccl/links.py makes it.
 inline int memory_of_link(off_t messages) {
   int made = memfd_create("peers", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   CHECK(made >= 0 && ftruncate(made, 4096 + 8192 + messages) == 0);
@@ -40,7 +40,7 @@ inline int memory_of_link(off_t messages) {
   return made;
 }
 
-// Lists as plugins/pccl/program.py flattens them.
+// Lists as plugins/axonn_plugins/pccl/program.py flattens them.
 struct Builder {
   int32_t size, rank, chunks;
   std::vector<int32_t> ops, spans, after;

@@ -1,0 +1,103 @@
+"""Arm what lets stock scripts see the ``"axonn"`` block of DeepSpeed's configuration, Megatron's flags and the backend ``pccl``.
+
+Standard library only: this runs at every ``import torch`` of the environment. Nothing of a host or of ours is imported
+until a configuration that holds the block or a flag is parsed, and nothing is compiled until a pccl group is made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+def _patch_deepspeed(module: ModuleType) -> None:
+    from axonn_plugins.deepspeed.patch import patch
+
+    patch(module)
+
+
+def _arm_megatron(module: ModuleType) -> None:
+    from axonn_plugins.megatron.patch import arm
+
+    arm(module)
+
+
+def _register_backend(module: ModuleType) -> None:
+    from axonn_plugins.pccl import register
+
+    register()
+
+
+_TARGETS = {
+    "torch.distributed.distributed_c10d": _register_backend,
+    "deepspeed.runtime.config": _patch_deepspeed,
+    "megatron.training.arguments": _arm_megatron,
+}
+
+
+class _Finder(MetaPathFinder):
+    """Waits for the modules that we add to, does so once each has run, and leaves."""
+
+    def __init__(self, targets: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self.waiting = {name: add for name, add in targets.items() if name not in sys.modules}
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self.waiting:
+            return None
+        add = self.waiting.pop(fullname)
+        if not self.waiting:
+            sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, add)
+        return spec
+
+
+class _MegatronOnCpu(MetaPathFinder):
+    """Makes torch ready for Megatron on a CPU when the first of its modules is asked for, and leaves."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname == "megatron":
+            sys.meta_path.remove(self)
+            from axonn_plugins.megatron.cpu import enable
+
+            enable()
+        return None
+
+
+class _Loader(Loader):
+    def __init__(self, inner: Any, add: Callable[[ModuleType], None]) -> None:
+        self.inner, self.add = inner, add
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.inner.exec_module(module)
+        self.add(module)
+
+
+def activate() -> None:
+    """Make DeepSpeed and Megatron obey us and torch know pccl; harmless when called again. ``AXONN_PLUGINS=0`` turns it off."""
+    if os.environ.get("AXONN_PLUGINS") == "0":
+        return
+    for name, add in _TARGETS.items():
+        if name in sys.modules:
+            add(sys.modules[name])
+    if any(name not in sys.modules for name in _TARGETS) and not any(isinstance(f, _Finder) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(_TARGETS))
+    if os.environ.get("AXONN_MEGATRON_CPU") == "1" and not any(isinstance(f, _MegatronOnCpu) for f in sys.meta_path):
+        sys.meta_path.insert(0, _MegatronOnCpu())
+
+
+def on_import(name: str, add: Callable[[ModuleType], None]) -> None:
+    """Add to a module once it is imported, or now if it has been."""
+    if name in sys.modules:
+        add(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder({name: add}))

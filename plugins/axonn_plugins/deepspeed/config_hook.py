@@ -1,0 +1,148 @@
+"""What happens when DeepSpeed parses a configuration that holds the ``"axonn"`` block.
+
+The block is checked against itself, against the rest of the configuration and against the number of ranks, before
+any group is made; DeepSpeed's batch arithmetic is given the gz·gdata ranks that read different data; and
+`deepspeed.initialize` is led to the engine that obeys it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
+
+from axonn_plugins import config, names
+
+# Not in older versions of DeepSpeed.
+_DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
+_MISTAKES, _OTHERS_SECONDS = "axonn/mistakes", 5.0
+# Keys that have an engine, the first that is given decides; each has a module whose `use` leads to it.
+_ENGINES = {
+    "pipeline": "pipeline_config",
+    "offload_optimizer": "offload_config",
+    "samo": "samo_config",
+    "tensor_parallel": "tensor_config",
+    "ted": "ted_config",
+}
+# The packages of ours that each key imports.
+_PACKAGES = {
+    "offload_optimizer": ("axonn_tp", "samo", "ted_moe"),
+    "samo": ("samo",),
+    "tensor_parallel": ("axonn_tp", "ted_moe"),
+    "ted": ("axonn_tp", "ted_moe"),
+}
+
+
+def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
+    """Check the block of `raw` and get ready for the engine that obeys it.
+
+    Args:
+        parsed_config: the DeepSpeedConfig under construction; gets the attributes ``axonn`` and ``axonn_raw``.
+        raw: the whole configuration.
+        mpu: the user's model parallel unit.
+
+    Returns:
+        The mpu with which DeepSpeed should do its batch arithmetic.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    _one_sentence_for_mistakes()
+    block = config.parse(raw["axonn"])
+    for key, packages in _PACKAGES.items():
+        if getattr(block, key) is not None:
+            names.require(f"axonn.{key}", *packages)
+    if block.ted is not None and block.samo is not None:
+        raise config.ConfigError("axonn.ted does not go with axonn.samo yet; leave one of them out")
+    _tile(block, raw)
+    deciding = next((key for key in _ENGINES if getattr(block, key) is not None), None)
+    if deciding is None:
+        _stock_engine()
+    else:
+        _stock_pipelines()
+        if deciding != "tensor_parallel":  # whose engine puts its own in that place
+            _forget_unit()
+        mpu = import_module(f"axonn_plugins.deepspeed.{_ENGINES[deciding]}").use(block, raw, mpu)
+        parsed_config.axonn, parsed_config.axonn_raw = block, raw
+    _communicate(block)
+    return mpu
+
+
+def step_aside() -> None:
+    """Let DeepSpeed be itself: the configuration now parsed has no block."""
+    _stock_engine()
+    _tile(config.parse({}), {})
+    _communicate(config.parse({}))
+
+
+def _tile(block: config.Axonn, raw: Mapping[str, Any]) -> None:
+    if block.ted is not None or "axonn_plugins.deepspeed.tiled" in sys.modules:
+        from axonn_plugins.deepspeed import tiled
+
+        tiled.use(block, raw)
+
+
+def _communicate(block: config.Axonn) -> None:
+    if block.pccl is not None:
+        from axonn_plugins.deepspeed import communication
+
+        communication.use(block.pccl)
+    elif "axonn_plugins.deepspeed.communication" in sys.modules:
+        sys.modules["axonn_plugins.deepspeed.communication"].step_aside()
+
+
+def _stock_engine() -> None:
+    deepspeed.DeepSpeedEngine = DeepSpeedEngine
+    _stock_pipelines()
+    _forget_unit()
+
+
+def _stock_pipelines() -> None:
+    deepspeed.PipelineEngine = PipelineEngine
+    if _DUAL_PIPE is not None:
+        deepspeed.DualPipeVEngine = _DUAL_PIPE
+
+
+def _forget_unit() -> None:
+    """DeepSpeed keeps the model parallel unit from one engine to the next: not ours."""
+    if getattr(groups.mpu, "axonn", False):
+        groups.mpu = None
+
+
+def _one_sentence_for_mistakes() -> None:
+    """An uncaught ConfigError ends the script with its sentence instead of a traceback."""
+    previous = sys.excepthook
+    if getattr(previous, "axonn", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, config.ConfigError):
+            print(f"axonn: error: {error}", file=sys.stderr, flush=True)
+            _let_others_say_so()
+        else:
+            previous(kind, error, trace)
+
+    hook.axonn = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _let_others_say_so() -> None:
+    """Rank 0 may keep the store of ranks on their way to the same mistake; were it gone, they would tell of a lost connection."""
+    if not dist.is_initialized():
+        return
+    deadline = time.monotonic() + _OTHERS_SECONDS
+    with suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        said = store.add(_MISTAKES, 1)
+        while dist.get_rank() == 0 and said < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said = store.add(_MISTAKES, 0)

@@ -1,0 +1,217 @@
+"""Forward and backward passes of one microbatch over one stage, as DeepSpeed's PipelineEngine makes them, without its clones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from axonn_plugins.pipeline.packing import Message
+
+Values = Tensor | tuple[Tensor, ...]
+
+
+@dataclass
+class Kept:
+    """What a stage keeps of a microbatch from forward to backward.
+
+    Attributes:
+        inputs: leaves whose gradients go to the stage before.
+        wanted: by input: whether that stage asks for it.
+        outputs: that want a gradient from the stage after.
+        loss: on the last stage.
+    """
+
+    inputs: tuple[Tensor, ...]
+    wanted: tuple[bool, ...]
+    outputs: tuple[Tensor, ...]
+    loss: Tensor | None
+
+
+class _SameMemory(torch.autograd.Function):
+    """A leaf's values, which a layer may change in place as it may not change a leaf or its view."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def checkpoint_layers(function: Any, *inputs: Tensor) -> Any:
+    """Activation checkpointing in which weights get their gradients also where no input wants one."""
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+def _as_tuple(values: Any, what: str) -> tuple[Tensor, ...]:
+    found = (values,) if isinstance(values, Tensor) else values
+    if isinstance(found, (tuple, list)) and all(isinstance(value, Tensor) for value in found):
+        return tuple(found)
+    raise TypeError(f"{what} of a pipeline stage is {type(values).__name__}; make it a tensor or a tuple of tensors")
+
+
+class StagePasses(PipelineEngine):
+    """The part of the engine that computes."""
+
+    _kept: dict[int, Kept]
+    most_alive: int
+    total_loss: Any
+    total_additional_losses: Any
+
+    def _forward_microbatch(self, microbatch: int, message: Message | None, training: bool) -> Message | None:
+        """One forward pass.
+
+        Args:
+            microbatch: counted from 0 in the batch.
+            message: from the stage before; None on the first.
+            training: whether there will be a backward pass.
+
+        Returns:
+            What goes to the stage after; None on the last.
+        """
+        batch: Any = self._next_batch() if self.is_first_stage() or self.is_last_stage() else None
+        leaves: tuple[Tensor, ...] = ()
+        wanted: tuple[bool, ...] = ()
+        if message is None:
+            inputs = self._loaded(batch[0])
+        else:
+            leaves, wanted, inputs = self._received(message, training)
+        outputs = self._outputs(inputs)
+        if not self.module.training:
+            checkpointing.reset()
+        sent: Message | None = None
+        loss: Any = None
+        differentiable: tuple[Tensor, ...] = ()
+        if self.is_last_stage():
+            loss = self._loss_of(outputs, batch)
+        else:
+            tensors = _as_tuple(outputs, "the output")
+            flags = tuple(tensor.requires_grad for tensor in tensors)
+            sent = Message(microbatch, tensors, isinstance(outputs, Tensor), flags)
+            differentiable = tuple(tensor for tensor in tensors if tensor.requires_grad)
+        if training:
+            self._kept[microbatch] = Kept(leaves, wanted, differentiable, loss)
+            self.most_alive = max(self.most_alive, len(self._kept))
+        return sent
+
+    def _outputs(self, inputs: Values) -> Any:
+        # Not through PipelineEngine, which has no forward.
+        return DeepSpeedEngine.forward(self, inputs)
+
+    def _backward_microbatch(self, microbatch: int, message: Message | None) -> Message | None:
+        """One backward pass.
+
+        Args:
+            microbatch: counted from 0 in the batch.
+            message: gradients from the stage after; None on the last.
+
+        Returns:
+            What goes to the stage before; None on the first.
+        """
+        kept = self._kept.pop(microbatch)
+        if message is None:
+            assert kept.loss is not None
+            DeepSpeedEngine.backward(self, self._scaled(kept.loss))
+        else:
+            pairs = [(o, g) for o, g in zip(kept.outputs, message.tensors, strict=True) if g is not None]
+            if pairs:
+                self._backward_from(*zip(*pairs, strict=True))
+        if self.is_first_stage():
+            return None
+        gradients = tuple(leaf.grad for leaf, wanted in zip(kept.inputs, kept.wanted, strict=True) if wanted)
+        return Message(microbatch, gradients, False, tuple(False for _ in gradients))
+
+    def _backward_from(self, outputs: Any, gradients: Any) -> None:
+        later = self.using_bf16_optimizer
+        if later:
+            self.optimizer.clear_lp_grads()
+        # DeepSpeed's hooks ask whether the engine runs backward or the user does.
+        self._running_engine_backward = True
+        try:
+            torch.autograd.backward(outputs, gradients)
+        finally:
+            self._running_engine_backward = False
+        if later and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """The loss, scaled where DeepSpeed unscales gradients and forgets to scale: fp16 at stage 0."""
+        scaling = getattr(self.optimizer, "loss_scale_config", None)
+        if scaling is None or not scaling.use_grad_scaling or isinstance(self.optimizer, ZeROOptimizer):
+            return loss
+        custom = self.optimizer.custom_loss_scaler
+        return loss.float() * (self.optimizer.external_loss_scale if custom else scaling.cur_scale)
+
+    @property
+    def _reentrant(self) -> bool:
+        """Whether a checkpointed layer sees its weights' gradients only if an input wants one."""
+        others = (checkpoint_layers, checkpointing.non_reentrant_checkpoint)
+        return self.module.activation_checkpoint_interval > 0 and self.module.activation_checkpoint_func not in others
+
+    def _loaded(self, given: Any) -> Values:
+        """A batch's inputs, copied, for layers may change them in place."""
+        moved = tuple(
+            x.clone().detach() if x.device == self.device else x.to(self.device) for x in _as_tuple(given, "the input")
+        )
+        if self._reentrant:
+            for tensor in moved:
+                tensor.requires_grad_(tensor.is_floating_point())
+        return moved[0] if isinstance(given, Tensor) else moved
+
+    def _received(self, message: Message, training: bool) -> tuple[tuple[Tensor, ...], tuple[bool, ...], Values]:
+        leaves, wanted, inputs = [], [], []
+        everything = self._reentrant
+        for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
+            assert tensor is not None
+            leaf = training and (differentiable or (everything and tensor.is_floating_point()))
+            if leaf:
+                leaves.append(tensor.requires_grad_())
+                wanted.append(differentiable)
+            inputs.append(_SameMemory.apply(tensor) if leaf else tensor)
+        return tuple(leaves), tuple(wanted), inputs[0] if message.single else tuple(inputs)
+
+    def _labels(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return given.to(self.device)
+        if isinstance(given, (tuple, list)):
+            return tuple(label.to(self.device).detach() for label in given)
+        return given
+
+    def _loss_of(self, outputs: Any, batch: Any) -> Any:
+        if self._compute_loss and self.module.loss_fn is not None:
+            self.loss = self.module.loss_fn(outputs, self._labels(batch[1]))
+        else:
+            # Some models return the loss themselves.
+            self.loss = outputs
+        if self.eval_return_logits:
+            self.outputs = outputs
+        single = isinstance(self.loss, Tensor)
+        self.fwd_outputs.append(self.loss.detach() if single else [part.detach() for part in self.loss])
+        if not self.module.training:
+            return self.loss
+        self.total_loss = _added(self.total_loss, self.loss)
+        more = self.module.get_additional_losses()
+        if more is not None:
+            totals = OrderedDict() if self.total_additional_losses is None else self.total_additional_losses
+            for name, value in more.items():
+                totals[name] = _added(totals.get(name), value)
+            self.total_additional_losses = totals
+        return self.loss
+
+
+def _added(total: Any, loss: Any) -> Any:
+    if isinstance(loss, Tensor):
+        return loss.detach().clone() if total is None else total.add_(loss.detach())
+    if total is None:
+        return [part.detach().clone() for part in loss]
+    return [before.add_(part.detach()) for before, part in zip(total, loss, strict=True)]

@@ -1,0 +1,101 @@
+"""Reading a DeepSpeed configuration, and what several keys of the ``"axonn"`` block refuse in it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+from axonn_plugins.config import ConfigError
+
+Refusal = tuple[bool, str]
+"""Whether a setting is refused, and the sentence that says so."""
+# Words in the names of optimizers that look at a whole weight matrix or layer at once.
+NOT_ELEMENTWISE = (
+    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
+    *("dadapt", "onebit", "zerooneadam"),
+)
+
+
+def needs_whole_matrices(name: str) -> bool:
+    """Whether an optimizer of this name would compute something else on shards."""
+    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
+
+
+def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of the configuration; empty where there is none."""
+    found = raw.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def enabled(raw: Mapping[str, Any], key: str) -> bool:
+    """Whether a section says that it is on."""
+    return section(raw, key).get("enabled", False) is True
+
+
+def on(zero: Mapping[str, Any], key: str) -> bool:
+    """Whether state is kept elsewhere than on the device."""
+    return section(zero, key).get("device", "none") != "none"
+
+
+def refuse(refusals: Iterable[Refusal]) -> None:
+    """Raise the first.
+
+    Raises:
+        ConfigError: one of them holds.
+    """
+    for refused, reason in refusals:
+        if refused:
+            raise ConfigError(reason)
+
+
+def refuse_pipeline(key: str, mpu: Any) -> None:
+    """Refuse a PipelineModule, whose unit stands in for the user's.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(mpu, PipelineParallelGrid):
+        raise ConfigError(
+            f"{key} does not go with a PipelineModule yet; leave the block out, or pass a plain torch.nn.Module"
+        )
+
+
+def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:
+    """Both half precisions at once, and one that the device lacks."""
+    accelerator = get_accelerator()
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    return [
+        (all(enabled(raw, half) for half in supported), "fp16.enabled and bf16.enabled are both true; turn one off"),
+        *[
+            (
+                enabled(raw, half) and not known(),
+                f"{half}.enabled = true, but DeepSpeed finds no {half} on this device ({accelerator.device_name()}); use another precision",
+            )
+            for half, known in supported.items()
+        ],
+    ]
+
+
+def own_names(raw: Mapping[str, Any]) -> tuple[str, str]:
+    """What DeepSpeed calls the weights' type."""
+    names = {"fp16": ("fp16", "float16"), "bf16": ("bf16", "bfloat16")}
+    return next((name for half, name in names.items() if enabled(raw, half)), ("fp32", "float32"))
+
+
+def of_background(raw: Mapping[str, Any]) -> list[Refusal]:
+    """Checkpoints that are written while training goes on."""
+    given = {
+        "nebula": raw.get("nebula"),
+        "datastates_ckpt": raw.get("datastates_ckpt"),
+        "checkpoint.writer": section(raw, "checkpoint").get("writer"),
+    }
+    return [
+        (
+            bool(value),
+            f"{key} writes checkpoints in the background, where they could not be renamed when complete; remove it",
+        )
+        for key, value in given.items()
+    ]

@@ -1,0 +1,328 @@
+"""The torch.distributed backend ``pccl``."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.pccl import register as register
+from axonn_plugins.pccl.algorithms import algorithms
+from axonn_plugins.pccl.algorithms.flat import Nodes
+from axonn_plugins.pccl.build import BuildError, load
+from axonn_plugins.pccl.choice import NATIVE, Choice, Measured, choose, prescribed
+from axonn_plugins.pccl.interfaces import node_name
+from axonn_plugins.pccl.links import Fabric, Gone, Group, LinkError, Member
+from axonn_plugins.pccl.network import Network
+from axonn_plugins.pccl.options import Options
+from axonn_plugins.pccl.program import Program, flatten
+from axonn_plugins.pccl.tuner import learn
+from axonn_plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
+"""By their numbers in the engine."""
+_MOMENT = 0.3  # seconds for news of a failure
+
+
+@cache
+def _fabric(process: int, interfaces: tuple[str, ...] | None) -> Fabric:
+    """One a process; a forked child makes its own."""
+    core = load().Core()
+    atexit.register(core.close)
+    return Fabric(core, interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
+    """A group's backend; torch calls it on every member.
+
+    With the algorithm "auto", the job's first group is tuned now where nothing is known of such a cluster.
+
+    Args:
+        options: torch's `DistributedBackendOptions`.
+        backend_options: `Options`; None: those of the job's first group, else the environment's.
+
+    Raises:
+        BuildError: there is no compiler, here or at another member.
+        LinkError: a member cannot be reached.
+        ValueError: options that are not allowed, or not the same on all members.
+    """
+    rank, size = options.group_rank, options.group_size
+    store = dist.PrefixStore("pccl", options.store)
+    store.set_timeout(timedelta(seconds=options.timeout.total_seconds()))
+    try:
+        return _create(options, store, backend_options)
+    except (RuntimeError, ValueError, OSError):
+        # Rank 0, which may hold the store, stays until the others know why, but not for ever.
+        with suppress(dist.DistError):
+            store.set(f"left{rank}", "")
+            if rank == 0:
+                store.wait([f"left{other}" for other in range(size)], timedelta(seconds=5))
+        raise
+
+
+def _create(options: Any, store: Any, backend_options: Any) -> Any:
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
+    ranks = [int(number) for number in options.global_ranks_in_group]
+    first = not ranks  # torch names none for the group of all
+    try:
+        chosen = _options(backend_options, first)
+        agreed, native = chosen.agreed(), chosen.algorithm == "native"
+        if asked_for(options.store) == "cuda":
+            require()
+        fabric = None if native else _fabric(os.getpid(), chosen.interfaces)
+    except (BuildError, ValueError, OSError) as error:
+        # Said to the others, who would wait.
+        for name in (f"member{rank}", *(["secret"] if rank == 0 else [])):
+            store.set(name, json.dumps({"error": str(error), "rank": rank}))
+        raise
+    if rank == 0:
+        store.set("secret", json.dumps({"secret": secrets.token_hex(32)}))
+    group = Group(bytes.fromhex(_read(store.get("secret"))["secret"]))
+    key = 0 if fabric is None else fabric.join(group)
+    record = None if fabric is None else fabric.member.record()
+    store.set(f"member{rank}", json.dumps({"member": record, "node": node_name(), "options": agreed}))
+    records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
+    _agree([found["options"] for found in records])
+    ranks = ranks or list(range(size))
+    nodes = nodes_of([found["node"] for found in records], ranks, chosen.ranks_per_node)
+    inner: Any = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
+    if torch.cuda.is_available():
+        inner = load().router(inner, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
+    if fabric is None:
+        return inner
+    members = [Member.read(found["member"]) for found in records]
+    numbers = [fabric.number(member.identity) for member in members]
+    fabric.core.add_group(key, numbers, ranks, rank, timeout)
+    planner = Planner(fabric, group, members, nodes, rank, ranks, timeout, chosen)
+    backend = load().backend(fabric.core, key, rank, size, timeout, inner, planner)
+    if chosen.algorithm == "auto" and size > 1:
+        learn(backend, inner, store, first)
+    return backend
+
+
+_first: Options | None = None
+
+
+def _options(given: Any, first: bool) -> Options:
+    """A group's options: given, or those of the group of all ranks where that is ours, or the environment's."""
+    global _first
+    if given is not None and not isinstance(given, Options):
+        raise ValueError(
+            f"pccl: pg_options = {given!r} are not options of pccl; pass axonn_plugins.pccl.Options(...), or leave them out"
+        )
+    if first:
+        _first = given or Options.from_environment()
+        return _first
+    inherited = _first if dist.is_initialized() and "pccl" in str(dist.get_backend_config()) else None
+    return given or inherited or Options.from_environment()
+
+
+def options_of_world() -> Options:
+    """Those of the group of all ranks, which is pccl's."""
+    assert _first is not None
+    return _first
+
+
+def _read(record: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(record)
+    if "error" in found:
+        raise BuildError(f"rank {found['rank']} of the group cannot use pccl: {found['error']}")
+    return found
+
+
+def _agree(options: Sequence[str]) -> None:
+    for rank, other in enumerate(options):
+        if other != options[0]:
+            raise ValueError(
+                f"pccl: rank {rank} of the group has {other}, but rank 0 has {options[0]}; give all ranks the same"
+            )
+
+
+def planner(group: dist.ProcessGroup | None = None, device: str = "cpu") -> Any:
+    """What chooses for a group with this backend, by default all ranks': a `Planner`; on "cuda" an `Executor`."""
+    return load().planner(_backend(group, device))
+
+
+def forget(group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
+    """Have the planner asked anew for every size."""
+    load().forget(_backend(group, device))
+
+
+@contextmanager
+def using(choice: Choice | None, group: dist.ProcessGroup | None = None, device: str = "cpu") -> Iterator[None]:
+    """Collectives of `group` that begin in the ``with`` block are done as `choice` says, on all ranks; None: as ever."""
+    asked = planner(group, device)
+    asked.fixed, before = choice, asked.fixed
+    forget(group, device)
+    try:
+        yield
+    finally:
+        asked.fixed = before
+        forget(group, device)
+
+
+def _backend(group: dist.ProcessGroup | None, device: str) -> Any:
+    found = (group or dist.group.WORLD)._get_backend(torch.device(device))  # type: ignore[union-attr]
+    return found if device == "cpu" else load().on_device(found)
+
+
+class Planner:
+    """Answers the shim's question how a collective of so many bytes is to be done.
+
+    Attributes:
+        nodes: the group's ranks by node.
+        measured: what choices rest on.
+        network: what it is like between the nodes; None for one node, and where times do not matter.
+        fixed: a choice that holds whatever was measured.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        group: Group,
+        members: Sequence[Member],
+        nodes: Nodes,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        options: Options,
+    ) -> None:
+        self.fabric, self.group, self.members, self.rank, self.timeout = fabric, group, members, rank, timeout
+        self.nodes, self.ranks, self.options = nodes, ranks, options
+        self.measured = Measured()
+        self.network: Network | None = None
+        self.fixed: Choice | None = None
+        self._made: dict[tuple[str, Choice, int], Any] = {}
+        self._reaching: set[int] = set()
+
+    def __call__(self, collective: int, size: int, root: int, native: bool, call: int = 0) -> Any:
+        """The engine's program, and all links that it sends on; None for the native library.
+
+        Args:
+            collective: number in `COLLECTIVES`.
+            size: bytes of all blocks.
+            root: of a broadcast.
+            native: whether the native library can do it.
+            call: number among those of the group; 0 where the program alone is wanted.
+        """
+        name = COLLECTIVES[collective]
+        name = "all_reduce" if name == "barrier" else name
+        choice = self.choose(name, size, native)
+        if choice.algorithm == NATIVE:
+            return None
+        if (name, choice, root) not in self._made:
+            self._made[name, choice, root] = self._make(name, choice, root, size, call)
+        return self._made[name, choice, root]
+
+    def choose(self, collective: str, size: int, native: bool = True) -> Choice:
+        """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
+        if self.fixed is not None and collective != "broadcast" and (native or self.fixed.algorithm != NATIVE):
+            return self.fixed
+        asked = prescribed(self.options, collective, size, len(self.members))
+        return asked or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
+
+    def _make(self, collective: str, choice: Choice, root: int, size: int, call: int) -> Any:
+        make = algorithms(collective, len(self.members))[choice.algorithm]
+        options = {"root": root} if collective == "broadcast" else {}
+        program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
+        for peer in receivers(program):
+            try:
+                self.fabric.connect(self.group, self.members[peer], self.timeout)
+            except LinkError as error:
+                what = f"{collective} of {size} bytes{f', call {call} of its group,' if call else ''}"
+                why = f"rank {self.ranks[self.rank]}: {what} needs rank {self.ranks[peer]}, but {error}"
+                if call:
+                    self._give_up(why)
+                raise LinkError(f"pccl: {why}") from error
+        flat = flatten(program)
+        digest = zlib.crc32(repr((choice, root)).encode())
+        sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])
+        return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"])
+
+    def reach(self, number: int, needed: bool) -> None:
+        """Make a link to a peer that a call has long waited for, by a thread of its own.
+
+        Args:
+            number: the engine's for the peer.
+            needed: whether the call cannot be done where the peer has ended.
+        """
+        rank = next(i for i, member in enumerate(self.members) if self.fabric.number(member.identity) == number)
+        if rank in self._reaching:
+            return
+        self._reaching.add(rank)
+
+        def connect() -> None:
+            try:
+                self.fabric.connect(self.group, self.members[rank], self.timeout)
+            except LinkError as error:
+                if needed and isinstance(error, Gone):
+                    who, whom = self.ranks[self.rank], self.ranks[rank]
+                    why = f"rank {who}: a call that was under way needs rank {whom}, but {error}"
+                    self._give_up(why)
+            finally:
+                self._reaching.discard(rank)
+
+        threading.Thread(target=connect, name="pccl-reach", daemon=True).start()
+
+    @property
+    def _key(self) -> int:
+        return int.from_bytes(self.group.key, "little")
+
+    def _give_up(self, why: str) -> None:
+        self.fabric.core.give_up(self._key, why)
+
+    def failed(self, what: str, peer: int, sequence: int, why: str) -> str:
+        """What is said of a call of this rank's that the native library did not do, as connections of its own have ended.
+
+        Args:
+            what: collective and size.
+            peer: the other rank of the group, of a send or receive; else -1.
+            sequence: number of a collective; else 0.
+            why: in the library's words.
+        """
+        core, others = self.fabric.core, [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        # A peer that has given the group up closes the library's connections: what it says of that may be on its way.
+        if told := _heard(lambda: str(core.broken(self._key))):
+            return told
+        call = f"rank {self.ranks[self.rank]}: {what}"
+        if peer >= 0:
+            call += f" {'to' if what.startswith('send') else 'from'} rank {self.ranks[peer]}"
+        if sequence:
+            call += f", call {sequence} of its group,"
+        words = why.strip().splitlines()[0].partition(". This is typically")[0]
+        gone = [f"rank {self.ranks[rank]}" for rank in others if self.fabric.gone(self.members[rank])]
+        if gone:
+            return f"{call} needs {', '.join(gone)}, which {'has' if len(gone) == 1 else 'have'} gone: {words}"
+        known = str(core.suspects(self._key))
+        if not known:
+            for rank in others:
+                with suppress(LinkError):
+                    self.fabric.connect(self.group, self.members[rank], _MOMENT)
+            core.ask_all(self._key)
+            known = _heard(lambda: str(core.broken(self._key) or core.suspects(self._key)))
+        return f"{call} failed{f' ({known})' if known else ''}: {words}"
+
+
+def _heard(news: Callable[[], str]) -> str:
+    """What is said in a moment, or ""."""
+    until = time.monotonic() + _MOMENT
+    while not (told := news()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return told
+
+
+def receivers(program: Program) -> list[int]:
+    """The ranks that a program sends to, in the order in which it first does."""
+    return list(dict.fromkeys(op.peer for op in program.ops if op.kind == 0))

@@ -1,0 +1,106 @@
+"""Let pccl do the CPU's collectives of a job's group of all ranks that was made with another backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from axonn_plugins.pccl import register
+from axonn_plugins.pccl.backend import create, options_of_world
+from axonn_plugins.pccl.options import Options
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class _Taken:
+    """What is needed to go back and forth."""
+
+    options: Options
+    names: tuple[str, str]
+    theirs: Any
+    ours: Any
+
+
+_taken: WeakKeyDictionary[dist.ProcessGroup, _Taken] = WeakKeyDictionary()
+
+
+def take(options: Options) -> bool:
+    """Have pccl do the collectives of the group of all ranks, and of groups made after it; all ranks call this.
+
+    Args:
+        options: those of the group, and of the groups that inherit from it.
+
+    Returns:
+        Whether that is new.
+
+    Raises:
+        ValueError: the group is pccl's already, with other options, or has no backend for CPU tensors.
+    """
+    register()
+    world = c10d._get_default_group()
+    name, store = c10d._world.pg_map[world]
+    devices = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
+    before = _taken.get(world)
+    if devices.get("cpu") == "pccl":
+        have = before.options if before else options_of_world()
+        if have != options:
+            raise ValueError(
+                f"the process group is pccl's already, with {have}, which cannot become {options}; choose the options once in a job"
+            )
+        return False
+    if before and before.options != options:
+        raise ValueError(
+            f"pccl was used with {before.options}, which cannot become {options}; choose the options once in a job"
+        )
+    if "cpu" not in devices:
+        raise ValueError(
+            f"the process group's backend {name} has nothing for CPU tensors, and pccl works on no others so far; "
+            'make the group with "cpu:gloo" beside it, or leave pccl out'
+        )
+    theirs = world._get_backend(_CPU)
+    ours = before.ours if before else create(_describe(world, store, theirs), options)
+    names = ("pccl" if set(devices.values()) == {devices["cpu"]} else _joined(devices | {"cpu": "pccl"}), name)
+    _taken[world] = _Taken(options, names, theirs, ours)
+    _switch(world, names[0], ours, dist.ProcessGroup.BackendType.CUSTOM)
+    return True
+
+
+def give_back() -> bool:
+    """Undo `take`; whether there was something to undo. Groups made meanwhile stay as they are."""
+    if not dist.is_initialized():
+        return False
+    world = c10d._get_default_group()
+    taken = _taken.get(world)
+    if taken is None or c10d._world.pg_map[world][0] != taken.names[0]:
+        return False
+    _switch(world, taken.names[1], taken.theirs, c10d.Backend.backend_type_map[taken.theirs.name()])
+    return True
+
+
+def _joined(devices: dict[str, str]) -> str:
+    return ",".join(f"{device}:{backend}" for device, backend in devices.items())
+
+
+def _describe(world: dist.ProcessGroup, store: dist.Store, theirs: Any) -> Any:
+    """What torch would tell the backend of a new group of all ranks."""
+    described = c10d._DistributedBackendOptions()
+    described.store = dist.PrefixStore("axonn/", store)
+    described.group_rank, described.group_size = world.rank(), world.size()
+    described.timeout = theirs.options._timeout
+    described.group_id = world.group_name
+    described.global_ranks_in_group = []
+    return described
+
+
+def _switch(world: dist.ProcessGroup, name: str, backend: Any, kind: Any) -> None:
+    world._register_backend(_CPU, kind, backend)
+    world._set_default_backend(kind)
+    # Groups made from now on inherit the name.
+    c10d._world.pg_map[world] = (name, c10d._world.pg_map[world][1])
+    c10d._world.pg_backend_config[world] = str(c10d.BackendConfig(c10d.Backend(name)))

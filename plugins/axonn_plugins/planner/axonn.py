@@ -1,0 +1,228 @@
+"""AxoNN's communication model (000, equations 5.1 to 5.7; 003, section V): seconds that a 4D grid's collectives take.
+
+Rows of an activation, m, are split over z, those of a data-parallel group; k features over y, n over x; weights over z, too. The
+forward sum is over y, the backward sum over x; a transposed layer swaps x and y. Axes lie innermost first: x, y, z, data.
+Everything is a pure function of arrays of grids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
+
+import numpy as np
+import numpy.typing as npt
+
+from axonn_plugins.planner.layers import Linear
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.model import Model, Transformer
+from axonn_plugins.planner.space import factorizations
+from axonn_plugins.planner.work import Number
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Grids:
+    """4D grids, an array for each axis, innermost first."""
+
+    gx: npt.NDArray[np.int64]
+    gy: npt.NDArray[np.int64]
+    gz: npt.NDArray[np.int64]
+    gdata: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.gx)
+
+    @property
+    def axes(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """All four."""
+        return self.gx, self.gy, self.gz, self.gdata
+
+    def take(self, chosen: npt.NDArray) -> Grids:
+        """Some of them, by index or mask."""
+        return Grids(*(axis[chosen] for axis in self.axes))
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes a second of a ring along each axis."""
+
+    x: Floats
+    y: Floats
+    z: Floats
+    data: Floats
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How often a layer's collectives run in a step.
+
+    Attributes:
+        gathers: of weights: 1, or 2 where activation checkpointing runs forward again and gathered weights are not kept.
+        sums: of outputs, likewise.
+        accumulation: micro-batches of a step; weights are gathered and their gradients scattered for each.
+        gradient_bytes: of an element that is summed over data-parallel ranks.
+    """
+
+    gathers: int = 1
+    sums: int = 1
+    accumulation: Number = 1
+    gradient_bytes: float = 2
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Seconds of a step's collectives: equations 5.1 to 5.5, in their order."""
+
+    gather: Floats
+    scatter: Floats
+    forward: Floats
+    backward: Floats
+    data: Floats
+
+    @property
+    def total(self) -> Floats:
+        """Equation 5.6."""
+        return self.gather + self.scatter + self.forward + self.backward + self.data
+
+    def __add__(self, other: Communication) -> Communication:
+        return Communication(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def times(self, count: Number) -> Communication:
+        """Of so many layers."""
+        return Communication(*(getattr(self, one.name) * count for one in fields(self)))
+
+
+def grids(model: Model, gpus: int, batch: int) -> Grids:
+    """Every grid of so many GPUs that divides the model's heads and features, and a step's samples.
+
+    Args:
+        model: what is trained.
+        gpus: gx · gy · gz · gdata.
+        batch: samples of a step, which z and data split.
+    """
+    table = np.array(factorizations(gpus, 4), np.int64).T
+    gx, gy, gz, gdata = table
+    features, heads = model.divides
+    fits = (batch % (gz * gdata) == 0) & (heads % gx == 0)
+    for size in features:
+        fits &= (size % gx == 0) & (size % gy == 0)
+    return Grids(*table[:, fits])
+
+
+def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:
+    """Rings' bandwidths: of groups within a node from a table (case 1), of others by equation 5.7 (case 2).
+
+    Args:
+        machine: its domains are the nodes.
+        at: the grids.
+        aware: False for the placement-agnostic model, in which all are the bandwidth between nodes.
+    """
+    inter = node_bandwidth(machine)
+    found, inner = [], np.ones(len(at), np.int64)
+    for size in at.axes:
+        outer = inner * size
+        across = inter / np.minimum(machine.domain, inner)
+        found.append(
+            np.where(outer <= machine.domain, _within(machine, inner, size), across) if aware else across * 0 + inter
+        )
+        inner = outer
+    return Bandwidths(*found)
+
+
+def node_bandwidth(machine: Machine) -> float:
+    """β_inter: bytes a second between two nodes, over all their interfaces."""
+    return machine.slow_bandwidth * machine.interfaces * machine.domain * machine.bandwidth_efficiency
+
+
+def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwidths, repeats: Repeats) -> Communication:
+    """Equations 5.1 to 5.5 of one layer.
+
+    Args:
+        layer: its sizes.
+        samples: of a data-parallel group in a step; m, its rows, are each sample's positions.
+        at: the grids.
+        beta: bytes a second along the axes.
+        repeats: how often each runs.
+    """
+    gx, gy, beta_x, beta_y = (at.gy, at.gx, beta.y, beta.x) if layer.transposed else (at.gx, at.gy, beta.x, beta.y)
+    gz, gdata = at.gz, at.gdata
+    weights = 2 * layer.weights / (gx * gy)
+    outputs = 2 * samples * layer.gives * layer.n / (gz * gx)
+    inputs = 2 * samples * layer.takes * layer.k / (gz * gy)
+    shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz)
+    return Communication(
+        gather=repeats.gathers * repeats.accumulation * (gz - 1) * weights / gz / beta.z,
+        scatter=repeats.accumulation * (gz - 1) / gz * weights / beta.z,
+        forward=repeats.sums * 2 * (gy - 1) / gy * outputs / beta_y,
+        backward=2 * (gx - 1) / gx * inputs / beta_x,
+        data=2 * (gdata - 1) / gdata * shared / beta.data,
+    )
+
+
+def communication(
+    machine: Machine, model: Model, at: Grids, batch: int, repeats: Repeats | None = None, aware: bool = True
+) -> Communication:
+    """Seconds of all collectives of a step.
+
+    Args:
+        machine: the networks.
+        model: what is trained.
+        at: the grids.
+        batch: samples of a step, over all GPUs.
+        repeats: how often each runs.
+        aware: see `bandwidths`.
+    """
+    beta, samples = bandwidths(machine, at, aware), batch / at.gdata
+    parts = [
+        layer_communication(layer, samples, at, beta, repeats or Repeats()).times(block.count)
+        for block in model.blocks
+        for layer in block.linears
+    ]
+    return reduce(add, parts)
+
+
+def state_bytes(model: Model, at: Grids, each: float = 16.0) -> Floats:
+    """Bytes of weights, gradients and optimizer state of a GPU, which data-parallel ranks repeat.
+
+    Args:
+        model: what is trained.
+        at: the grids.
+        each: bytes a parameter; 16 in mixed precision with Adam.
+    """
+    return each * model.parameters / (at.gx * at.gy * at.gz)
+
+
+def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
+    """The order of grids by time; of equal ones, the one of fewer axes, and of more inner ones, is first."""
+    axes = (np.stack(at.axes) > 1).sum(axis=0)
+    rounded = np.array([float(f"{value:.9e}") for value in seconds])
+    return np.lexsort((-at.gz, -at.gy, -at.gx, axes, rounded))
+
+
+def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
+    """Floating-point operations of a step by Narayanan's formula: 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation, 3/4 without.
+
+    Of a U-Net, those of its products, two for each multiplication, and twice as many in backward.
+
+    Args:
+        model: what is trained; a transformer's MLP is taken to be four times as wide as its hidden size.
+        batch: samples, B.
+        recompute: whether activation checkpointing runs forward again.
+    """
+    if not isinstance(model, Transformer):
+        return (8 if recompute else 6) * batch * sum(block.count * block.products for block in model.blocks)
+    s, depth, h = model.sequence, model.layers, model.hidden
+    layers = 1 + s / (6 * h)
+    head = model.vocabulary / (16 * depth * h)
+    return 96 * batch * s * depth * h**2 * ((layers if recompute else 0.75 * layers) + head)
+
+
+def _within(machine: Machine, inner: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Floats:
+    """Measured bandwidths of simultaneous groups of a node, by how many are inside one another and by size, or the network's."""
+    table = np.full(len(inner), machine.fast_bandwidth * machine.bandwidth_efficiency)
+    for (before, members), bandwidth in machine.within.items():
+        table[(inner == before) & (size == members)] = bandwidth
+    return table

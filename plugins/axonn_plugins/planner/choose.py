@@ -1,0 +1,124 @@
+"""A grid for a model at hand: what a start-up with ``"gx": "auto"`` asks. The model is what it sends on each grid, counted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from axonn_plugins.block import ConfigError
+from axonn_plugins.planner.axonn import Floats, Grids, bandwidths, ranked
+from axonn_plugins.planner.machine import Machine
+from axonn_tp import AXES, Grid
+from axonn_tp.volumes import Volume
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid that divides the model and the step's samples, and what a rank sends and holds on it.
+
+    Attributes:
+        sizes: gx, gy, gz, gdata.
+        sent: bytes a step by axis, of x, y, z and data.
+        messages: one after another, by axis.
+        state: bytes of weights, gradients and optimizer state.
+        scattered: of the bytes sent, those in reduce-scatters, by axis.
+    """
+
+    sizes: tuple[int, int, int, int]
+    sent: Mapping[str, float]
+    messages: Mapping[str, int]
+    state: float
+    scattered: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A grid, its seconds of collectives in a step, and bytes of state of a rank."""
+
+    gx: int
+    gy: int
+    gz: int
+    gdata: int
+    seconds: float
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"gx={self.gx} gy={self.gy} gz={self.gz} gdata={self.gdata}"
+
+
+def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float) -> Candidate:
+    """A grid that sends what `axonn_tp.volumes.step_volumes` counts. What goes over several axes goes as fast as over the outermost."""
+    sent: dict[str, float] = defaultdict(float)
+    messages: dict[str, int] = defaultdict(int)
+    scattered: dict[str, float] = defaultdict(float)
+    for name, volume in volumes.items():
+        axis = outermost(name, grid)
+        sent[axis] += float(volume.sent)
+        messages[axis] += volume.messages
+        scattered[axis] += float(volume.scattered)
+    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state, scattered)
+
+
+def outermost(axis: str, grid: Grid) -> str:
+    """The axis itself, or of what goes over several the outermost."""
+    return axis if axis in AXES else "data" if grid.gdata > 1 else "z"
+
+
+def choose(machine: Machine, candidates: Sequence[Candidate]) -> list[Choice]:
+    """Those that fit by the time of their collectives, equal ones with fewer and more inner axes first.
+
+    Bandwidths are the placement-aware model's (000, section 5.1.2); each message of a ring adds the latency of the network that it crosses.
+
+    Args:
+        machine: the networks, and the memory of a rank.
+        candidates: at least one.
+
+    Raises:
+        ConfigError: none fits the memory.
+    """
+    fitting = [one for one in candidates if one.state <= machine.memory]
+    if not fitting:
+        least = min(one.state for one in candidates)
+        raise ConfigError(
+            f"no grid of {np.prod(candidates[0].sizes)} ranks fits: state alone takes {least / 1e9:.1f} GB of "
+            f"{machine.memory / 1e9:.1f}; use more ranks"
+        )
+    at = Grids(*np.array([one.sizes for one in fitting], np.int64).T)
+    took = seconds(machine, fitting)
+    made = []
+    for i in ranked(at, took):
+        gx, gy, gz, gdata = fitting[i].sizes
+        made.append(Choice(gx, gy, gz, gdata, float(took[i]), fitting[i].state))
+    return made
+
+
+def sentence(choices: Sequence[Choice]) -> str:
+    """What was chosen and the runner-up, for a log."""
+    first = choices[0]
+    text = f"{first}, {first.seconds * 1e3:.4g} ms of collectives a step, {first.bytes / 1e9:.3g} GB of state"
+    if len(choices) == 1:
+        return f"{text}; the only grid that divides and fits"
+    second = choices[1]
+    return f"{text}; next {second}, {second.seconds * 1e3:.4g} ms; {len(choices)} grids fit"
+
+
+def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
+    """Of the collectives of a step on each grid."""
+    return np.sum(list(seconds_by_axis(machine, candidates).values()), axis=0)
+
+
+def seconds_by_axis(machine: Machine, candidates: Sequence[Candidate]) -> dict[str, Floats]:
+    """Of the collectives over x, y, z and data of a step on each grid; reduce-scatters take as long as they do on this machine."""
+    at = Grids(*np.array([one.sizes for one in candidates], np.int64).T)
+    beta, inner, found = bandwidths(machine, at), np.ones(len(at)), {}
+    for axis, size, rate in zip(("x", "y", "z", "data"), at.axes, (beta.x, beta.y, beta.z, beta.data), strict=True):
+        inner = inner * size
+        latency = np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
+        sent = np.array([float(one.sent.get(axis, 0.0)) for one in candidates])
+        scattered = np.array([float(one.scattered.get(axis, 0.0)) for one in candidates])
+        sent = sent + (machine.reduce_scatter - 1) * scattered
+        found[axis] = sent / rate + np.array([one.messages.get(axis, 0) for one in candidates]) * latency
+    return found

@@ -1,0 +1,107 @@
+"""Compute of a 4D grid's GPU, a block at a time: seconds by the roofline, and bytes that forward keeps for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from axonn_plugins.planner import work
+from axonn_plugins.planner.axonn import Floats, Grids
+from axonn_plugins.planner.layers import Attention, Between, Block, Linear
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.work import Number
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds of one block and micro-batch.
+
+    Attributes:
+        forward: (compute, waiting for memory) of forward.
+        backward: the same of backward.
+        products: of each linear's weight gradient, behind which a sum hides.
+    """
+
+    forward: tuple[Floats, Floats]
+    backward: tuple[Floats, Floats]
+    products: list[Floats]
+
+
+def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> Layer:
+    """Compute of one block and micro-batch, by the roofline.
+
+    Args:
+        machine: where it runs.
+        block: what is computed.
+        at: the grids.
+        samples: of a micro-batch, on one GPU's share of z and data.
+    """
+    # A convolution is the product that it would be with its input unfolded, which is not written to memory.
+    products = [
+        replace(
+            work.matmul(samples * linear.gives, linear.k * linear.kernel / over_k, linear.n / over_n),
+            **_convolution_moves(linear, samples, over_k, over_n),
+        )
+        for linear in block.linears
+        for over_k, over_n in [(at.gx, at.gy) if linear.transposed else (at.gy, at.gx)]
+    ]
+    attention = [] if block.attention is None else [_attention(machine, block.attention, at, samples)]
+    vector = [_between(one, samples / (at.gx * at.gy)) for one in block.between]
+    forward, backward = np.zeros((2, len(at))), np.zeros((2, len(at)))
+    for done, peak in [
+        *((one, machine.tensor) for one in [*products, *attention]),
+        *((one, machine.vector) for one in vector),
+    ]:
+        forward += _roofline(machine, done.flops, done.moved, peak)
+        backward += _roofline(machine, done.backward_flops, done.backward_moved, peak)
+    gradients = [
+        _roofline(machine, one.backward_flops, one.backward_moved, machine.tensor).sum(axis=0) / 2 for one in products
+    ]
+    return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
+
+
+def stored(block: Block, at: Grids, samples: Floats) -> Floats:
+    """Bytes that one block keeps for backward: its linears' inputs, which one axis splits, and the rest, which two do.
+
+    Args:
+        block: what is kept of.
+        at: the grids.
+        samples: of a micro-batch, on one GPU's share of z and data.
+    """
+    plane = at.gx * at.gy
+    kept = sum((_between(one, samples).stored for one in block.between), 0 * samples)
+    if block.attention is not None:
+        of = block.attention
+        heads, kv_heads = samples * of.heads, samples * of.kv_heads
+        kept = kept + work.attention(heads, kv_heads, of.positions, of.positions, of.width, 1.0).stored
+    inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in block.linears)
+    return inputs + kept / plane
+
+
+def _attention(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
+    share = np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
+    heads, kv_heads = samples * attention.heads / share, samples * np.maximum(attention.kv_heads / share, 1)
+    positions, ratio = attention.positions, machine.tensor / machine.vector
+    return work.attention(heads, kv_heads, positions, positions, attention.width, ratio)
+
+
+def _between(one: Between, samples: Floats) -> work.Work:
+    rows = samples * one.positions
+    if one.kind == "bias":
+        return work.bias(rows, one.width)
+    if one.kind == "norm":
+        return work.layer_norm(rows, one.width)
+    return work.gelu(rows * one.width) if one.kind == "activation" else work.dropout(rows * one.width)
+
+
+def _convolution_moves(linear: Linear, samples: Floats, over_k: Number, over_n: Number) -> dict[str, Number]:
+    """Bytes that a layer moves, forward and backward."""
+    taken, given = samples * linear.takes * linear.k / over_k, samples * linear.gives * linear.n / over_n
+    moved = 2 * (taken + given + linear.weights / (over_k * over_n))
+    return {"moved": moved, "backward_moved": 2 * moved}
+
+
+def _roofline(machine: Machine, flops: Number, moved: Number, peak: float) -> Floats:
+    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
+    return np.stack(np.broadcast_arrays(compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)))

@@ -1,0 +1,235 @@
+"""Seconds and bytes of a step on 4D grids: AxoNN's collectives (`axonn`) beside compute, with what overlap hides.
+
+All-gathers of weights hide behind the layer before (OAG), backward's sums behind the product of the weight's gradient (OAR),
+reduce-scatters of gradients behind the rest of backward (ORS); sums of outputs and over data-parallel ranks are exposed. Gathered
+weights are let go after forward and gathered again. Activations lie scattered, so attention and element-wise work are not repeated.
+The optimizer's state is sharded over data-parallel ranks. `mode="paper"` is the published model: collectives alone, each once, at nominal bandwidths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+
+from axonn_plugins.planner.axonn import (
+    Communication,
+    Floats,
+    Grids,
+    Repeats,
+    bandwidths,
+    communication,
+    grids,
+    layer_communication,
+    ranked,
+    state_bytes,
+)
+from axonn_plugins.planner.compute import Layer, layer_times, stored
+from axonn_plugins.planner.layers import Block
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.model import Model
+from axonn_plugins.planner.search import Constraints, Found, GridPlan
+from axonn_plugins.planner.space import divisors
+from axonn_plugins.planner.step import Memory, Setting, Times
+from axonn_plugins.planner.transformer import Mode
+from axonn_plugins.planner.work import Number
+
+
+def search(
+    machine: Machine,
+    model: Model,
+    gpus: int,
+    batch: int,
+    mode: Mode = "default",
+    top: int = 10,
+    constraints: Constraints | None = None,
+    setting: Setting | None = None,
+) -> Found:
+    """Try every grid, and every number of micro-batches.
+
+    Args:
+        machine: where it runs; its domains are the nodes.
+        model: what is trained.
+        gpus: how many, all used.
+        batch: samples of a step.
+        mode: "paper" for collectives alone.
+        top: how many grids are returned.
+        constraints: which grids count, by gx, gy, gz, gdata and m.
+        setting: how it is trained.
+    """
+    at, m = _with_microbatches(grids(model, gpus, batch), batch, mode)
+    kept = _mask(at, m, constraints or Constraints())
+    at, m = at.take(kept), m[kept]
+    if not len(at):
+        return Found([], [], 0, 0, 0)
+    held = memory(model, at, m, batch, mode, setting)
+    fits = held.total <= machine.memory
+    lacking = np.flatnonzero(~fits)
+    lacking = lacking[np.argsort(held.total[lacking], kind="stable")][:top]
+    nearest = [_plan(at, m, held, None, None, int(i)) for i in lacking]
+    if not fits.any():
+        return Found([], nearest, len(at), 0, 0)
+    timed, talked = times(machine, model, at, m, batch, mode, setting)
+    index = np.flatnonzero(fits)
+    order = index[ranked(at.take(index), timed.total[index])][:top]
+    return Found([_plan(at, m, held, timed, talked, int(i)) for i in order], nearest, len(at), len(index), len(index))
+
+
+def times(
+    machine: Machine,
+    model: Model,
+    at: Grids,
+    m: Number,
+    batch: int,
+    mode: Mode = "default",
+    setting: Setting | None = None,
+) -> tuple[Times, Communication]:
+    """Seconds of a step by part, and of its collectives whether hidden or not.
+
+    Args:
+        machine: where it runs.
+        model: what is trained.
+        at: the grids.
+        m: micro-batches of each.
+        batch: samples of a step.
+        mode: "paper" for collectives alone.
+        setting: how it is trained.
+    """
+    setting = setting or Setting()
+    none = np.zeros(len(at))
+    if mode == "paper":
+        talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, batch)
+        return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
+    compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
+    talked = Communication(none, none, none, none, none)
+    for block in model.blocks:
+        count = block.count * m
+        layer = layer_times(machine, block, at, batch / (at.gz * at.gdata * m))
+        parts = _communication(machine, block, at, batch / at.gdata / m, setting)
+        for part in parts:
+            talked = talked + part.times(count)
+        compute, waiting = (
+            spent + (passes * layer.forward[i] + layer.backward[i]) * count
+            for i, spent in enumerate((compute, waiting))
+        )
+        exposed = exposed + _exposed(layer, parts, setting.recompute) * count
+    talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
+    return Times(compute, waiting, exposed, talked.data, none, none), talked
+
+
+def memory(
+    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "default", setting: Setting | None = None
+) -> Memory:
+    """Bytes of a GPU. In the published model, only state counts, and data-parallel ranks repeat it.
+
+    Args:
+        model: what is trained.
+        at: the grids.
+        m: micro-batches of each.
+        batch: samples of a step.
+        mode: see `search`.
+        setting: how it is trained.
+    """
+    setting = setting or Setting()
+    if mode == "paper":
+        two = state_bytes(model, at, 2.0)
+        return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
+    two, kept = state_bytes(model, at, 2.0), setting.kept
+    largest = max(linear.weights for block in model.blocks for linear in block.linears)
+    gathered = np.where(at.gz > 1, 2 * 2 * largest / (at.gx * at.gy), 0)
+    samples = batch / (at.gz * at.gdata * m)
+    each = [stored(block, at, samples) for block in model.blocks]
+    activations = reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
+    if setting.recompute:
+        kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
+        activations = 2 * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
+    index = kept * two if setting.sparsity else 0 * two
+    optimizer = kept * state_bytes(model, at, 12.0) / at.gdata + index
+    return Memory(two + gathered, kept * two, optimizer, activations)
+
+
+def _exposed(layer: Layer, parts: list[Communication], recompute: bool) -> Floats:
+    """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart.
+
+    With recomputation, forward runs twice, and gathers its weights each time; without, backward gathers them.
+    """
+    forward, backward = sum(layer.forward), sum(layer.backward)
+    gather = sum(part.gather for part in parts) / 2
+    exposed = np.maximum(gather - forward, 0) + sum(part.forward for part in parts)
+    exposed = 2 * exposed if recompute else exposed
+    hidden = np.zeros_like(forward)
+    for part, product in zip(parts, layer.products, strict=True):
+        behind = np.minimum(part.backward, product)
+        exposed, hidden = exposed + part.backward - behind, hidden + behind
+    later = (0 if recompute else gather) + sum(part.scatter for part in parts)
+    return exposed + np.maximum(later - (backward - hidden), 0)
+
+
+def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
+    """Of each linear of a block and micro-batch, `samples` of a data-parallel group."""
+    beta, one = bandwidths(machine, at), Repeats(gathers=2, gradient_bytes=2 * setting.kept)
+    share, scatter = 1 / len(block.linears), machine.reduce_scatter
+    parts = [
+        _with_latency(machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share)
+        for linear in block.linears
+    ]
+    # In the scattered layout a sum is a reduce-scatter and an all-gather.
+    return [
+        replace(
+            part,
+            scatter=scatter * part.scatter,
+            forward=(1 + scatter) / 2 * part.forward,
+            backward=(1 + scatter) / 2 * part.backward,
+        )
+        for part in parts
+    ]
+
+
+def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: bool, share: float) -> Communication:
+    """Latency besides: of a ring, a message for each further rank, twice in a sum; over data, the linears of a block share one."""
+    steps: list[Floats] = []
+    inner = np.ones(len(at))
+    for size in at.axes:
+        inner = inner * size
+        near = np.clip(machine.domain // (inner // size), 1, size)  # of its ranks in a node
+        recursive = machine.slow_latency * np.ceil(np.log2(size / near)) + machine.fast_latency * (near - 1)
+        ring = (size - 1) * np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
+        steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
+    x, y, z, data = steps
+    x, y = (y, x) if transposed else (x, y)
+    return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data * share)
+
+
+def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.ndarray]:
+    """Each grid with every number of micro-batches that its samples divide into."""
+    if mode == "paper":
+        return at, np.ones(len(at), np.int64)
+    counts = [divisors(int(batch // (gz * gdata))) for gz, gdata in zip(at.gz, at.gdata, strict=True)]
+    index = np.repeat(np.arange(len(at)), [len(one) for one in counts])
+    return at.take(index), np.array([m for one in counts for m in one], np.int64)
+
+
+def _mask(at: Grids, m: np.ndarray, constraints: Constraints) -> np.ndarray:
+    mask = np.ones(len(at), bool)
+    for name, size in constraints.fixed.items():
+        mask &= (m if name == "m" else getattr(at, name)) == size
+    return mask
+
+
+def _plan(
+    at: Grids, m: np.ndarray, held: Memory, timed: Times | None, talked: Communication | None, i: int
+) -> GridPlan:
+    pick = lambda one: {} if one is None else {name: float(values[i]) for name, values in vars(one).items()}  # noqa: E731
+    return GridPlan(
+        gx=int(at.gx[i]),
+        gy=int(at.gy[i]),
+        gz=int(at.gz[i]),
+        gdata=int(at.gdata[i]),
+        microbatches=int(m[i]),
+        seconds=float(timed.total[i]) if timed else np.nan,
+        parts=pick(timed),
+        bytes=float(held.total[i]),
+        holds=pick(held),
+        collectives=pick(talked),
+    )

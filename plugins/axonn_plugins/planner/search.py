@@ -1,0 +1,236 @@
+"""The best configurations of a model on a machine: all that fit, ranked by time (004, step S3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.space import placed, shapes
+from axonn_plugins.planner.step import Candidates, Memory, Setting, Times, memory, times
+from axonn_plugins.planner.transformer import Mode, Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration and what it takes. Letters are the paper's, see `step.Candidates`.
+
+    Attributes:
+        seconds: of a step.
+        parts: seconds by part: compute, memory, tensor, data, pipeline, bubble.
+        bytes: of a GPU.
+        holds: bytes by part: weights, gradients, optimizer, activations.
+    """
+
+    strategy: Strategy
+    n1: int
+    n2: int
+    np: int
+    nd: int
+    bm: int
+    microbatches: int
+    panels: int
+    v1: int
+    v2: int
+    vp: int
+    vd: int
+    seconds: float
+    parts: dict[str, float]
+    bytes: float
+    holds: dict[str, float]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What distinguishes it, by letter, placement apart."""
+        positions = {} if self.strategy == "1d" else {"n2": self.n2}
+        panels = {"nb": self.panels} if self.strategy == "summa" else {}
+        return {"n1": self.n1, **positions, "np": self.np, "nd": self.nd, "bm": self.bm, **panels}
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """A 4D grid and what it takes; as `Plan` otherwise.
+
+    Attributes:
+        collectives: seconds of equations 5.1 to 5.5, hidden ones included.
+    """
+
+    gx: int
+    gy: int
+    gz: int
+    gdata: int
+    microbatches: int
+    seconds: float
+    parts: dict[str, float]
+    bytes: float
+    holds: dict[str, float]
+    collectives: dict[str, float]
+    strategy: Literal["axonn"] = "axonn"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What distinguishes it, by letter."""
+        return {"gx": self.gx, "gy": self.gy, "gz": self.gz, "gdata": self.gdata, "m": self.microbatches}
+
+
+AnyPlan = Plan | GridPlan
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Which configurations count.
+
+    Attributes:
+        fixed: sizes that are given, by the names of `step.Candidates`.
+        least: sizes that are at least so large.
+    """
+
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    def keep(self, at: Candidates, placement: bool = False) -> Candidates:
+        """Those that count; before placement, whatever it is."""
+        mask = np.ones(len(at), bool)
+        for name, size in self.fixed.items():
+            if placement or not name.startswith("v"):
+                mask &= getattr(at, name) == size
+        for name, size in self.least.items():
+            mask &= getattr(at, name) >= size
+        return at.take(mask)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: configurations that fit, the fastest first.
+        nearest: of those that do not fit, the ones that come nearest by memory, without placement and time.
+        shapes: configurations before placement.
+        fitting: of which fit.
+        candidates: placed configurations that fit, all timed.
+    """
+
+    best: Sequence[AnyPlan]
+    nearest: Sequence[AnyPlan]
+    shapes: int
+    fitting: int
+    candidates: int
+
+
+def search(
+    machine: Machine,
+    model: Transformer,
+    strategy: Strategy,
+    gpus: int,
+    batch: int,
+    mode: Mode = "default",
+    top: int = 10,
+    constraints: Constraints | None = None,
+    setting: Setting | None = None,
+) -> Found:
+    """Try every configuration.
+
+    Args:
+        machine: where it runs.
+        model: what is trained.
+        strategy: of tensor parallelism.
+        gpus: how many, all used.
+        batch: samples of a step.
+        mode: "paper" reproduces the published results with their defects.
+        top: how many configurations are returned.
+        constraints: which configurations count.
+        setting: how it is trained.
+    """
+    constraints, setting = constraints or Constraints(), setting or Setting()
+    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
+    if not len(whole):
+        return Found([], [], 0, 0, 0)
+    held = memory(model, strategy, mode, whole, batch, setting)
+    fits = held.total <= machine.memory
+    at = constraints.keep(placed(whole.take(fits), gpus, machine.domain), placement=True)
+    nearest = _smallest(whole, held, ~fits, strategy, batch, top)
+    if not len(at):
+        return Found([], nearest, len(whole), int(fits.sum()), 0)
+    timed = times(machine, model, strategy, mode, at, batch, setting)
+    order = np.argsort(timed.total, kind="stable")[:top]
+    few = at.take(order)
+    best = _plans(few, strategy, batch, memory(model, strategy, mode, few, batch, setting), _pick(timed, order))
+    return Found(best, nearest, len(whole), int(fits.sum()), len(at))
+
+
+def faster_but_too_large(
+    machine: Machine,
+    model: Transformer,
+    strategy: Strategy,
+    gpus: int,
+    batch: int,
+    mode: Mode,
+    seconds: float,
+    constraints: Constraints | None = None,
+    setting: Setting | None = None,
+) -> Plan | None:
+    """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
+    constraints, setting = constraints or Constraints(), setting or Setting()
+    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
+    if not len(whole):
+        return None
+    large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)
+    at = constraints.keep(placed(large, gpus, machine.domain), placement=True)
+    if not len(at):
+        return None
+    timed, held = (
+        times(machine, model, strategy, mode, at, batch, setting),
+        memory(model, strategy, mode, at, batch, setting),
+    )
+    fast = np.flatnonzero(timed.total < seconds)
+    if not len(fast):
+        return None
+    one = fast[[np.lexsort((timed.total[fast], held.total[fast]))[0]]]
+    return _plans(
+        at.take(one), strategy, batch, memory(model, strategy, mode, at.take(one), batch, setting), _pick(timed, one)
+    )[0]
+
+
+def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int) -> Candidates:
+    """Those whose layers and microbatches divide as interleaving asks."""
+    if parts == 1:
+        return at
+    divides = (model.layers % (at.np * parts) == 0) & (batch // at.nd // at.bm % at.np == 0)
+    return at.take(divides | (at.np == 1))
+
+
+def _smallest(
+    whole: Candidates, held: Memory, mask: np.ndarray, strategy: Strategy, batch: int, top: int
+) -> list[Plan]:
+    """The configurations of a mask that need least memory, one for each split of the GPUs."""
+    index = np.flatnonzero(mask)
+    index = index[np.argsort(held.total[index], kind="stable")]
+    splits = np.stack([whole.n1, whole.n2, whole.np, whole.nd])[:, index]
+    _, first = np.unique(splits, axis=1, return_index=True)
+    index = index[np.sort(first)[:top]]
+    part = Memory(held.weights[index], held.gradients[index], held.optimizer[index], held.activations[index])
+    return _plans(whole.take(index), strategy, batch, part, None)
+
+
+def _pick(timed: Times, order: np.ndarray) -> Times:
+    return Times(**{name: values[order] for name, values in vars(timed).items()})
+
+
+def _plans(at: Candidates, strategy: Strategy, batch: int, held: Memory, timed: Times | None) -> list[Plan]:
+    return [
+        Plan(
+            strategy=strategy,
+            **{name: int(values[i]) for name, values in vars(at).items()},
+            microbatches=int(batch // at.nd[i] // at.bm[i]),
+            seconds=float(timed.total[i]) if timed else np.nan,
+            parts={name: float(values[i]) for name, values in vars(timed).items()} if timed else {},
+            bytes=float(held.total[i]),
+            holds={name: float(values[i]) for name, values in vars(held).items()},
+        )
+        for i in range(len(at))
+    ]

@@ -1,0 +1,294 @@
+"""Seconds and bytes of one training step on one GPU, for arrays of candidates: tensor × pipeline × data parallelism (004, section III).
+
+Compute and memory follow the roofline; tensor-parallel collectives are exposed, SUMMA's partly hidden; stages run 1F1B; the optimizer's
+state is sharded over data-parallel ranks, whose collectives hide behind the first and last microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from axonn_plugins.planner.collectives import Kind, point_to_point, seconds
+from axonn_plugins.planner.experts import exchange_seconds, share
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
+from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations
+from axonn_plugins.planner.work import Number
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained, beyond the paper.
+
+    Attributes:
+        recompute: activation checkpointing: layers keep their inputs alone, and backward runs forward again.
+        interleave: parts of the model on each stage (interleaved 1F1B): bubbles are so many times shorter, messages as many times more,
+            and activations of (np − 1)/(np · interleave) more microbatches are in flight.
+        sparsity: share of the parameters that is pruned, with SAMO's compressed state and gradients: 2 + (4 + 12/nd)·(1 − p)
+            bytes a parameter, as `samo` keeps them.
+        experts: in the place of every second layer's MLP (`experts`); 0 for none.
+        whole: also what 004 leaves out (`rest`): output layer and loss, the optimizer's step, residual sums.
+        fused: attention is one kernel; else four, whose scores backward computes again.
+    """
+
+    recompute: bool = False
+    interleave: int = 1
+    sparsity: float = 0.0
+    experts: int = 0
+    whole: bool = False
+    fused: bool = True
+
+    @property
+    def kept(self) -> float:
+        """Share of the parameters that is not pruned."""
+        return 1 - self.sparsity
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Configurations, an array each. Letters are the paper's; v is how many of a group's GPUs share a domain.
+
+    Attributes:
+        n1: ranks that split weights and heads.
+        n2: ranks that split positions; 1 in 1D.
+        np: pipeline stages.
+        nd: data-parallel ranks.
+        bm: samples of a microbatch.
+        panels: SUMMA's nb; 1 elsewhere.
+        v1: of n1.
+        v2: of n2.
+        vp: of np.
+        vd: of nd.
+    """
+
+    n1: Integers
+    n2: Integers
+    np: Integers
+    nd: Integers
+    bm: Integers
+    panels: Integers
+    v1: Integers
+    v2: Integers
+    vp: Integers
+    vd: Integers
+
+    def __len__(self) -> int:
+        return len(self.n1)
+
+    def take(self, chosen: npt.NDArray) -> Candidates:
+        """Some of them, by index or mask."""
+        return Candidates(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a GPU: 2 + 2 bytes a parameter, 12 that data-parallel ranks share, and activations of microbatches in flight."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+
+    @property
+    def total(self) -> Floats:
+        """All four."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step.
+
+    Attributes:
+        compute: at the units' rates.
+        memory: what waiting for memory adds.
+        tensor: exposed collectives of tensor parallelism.
+        data: of data parallelism.
+        pipeline: messages between stages.
+        bubble: idle at the pipeline's ends.
+    """
+
+    compute: Floats
+    memory: Floats
+    tensor: Floats
+    data: Floats
+    pipeline: Floats
+    bubble: Floats
+
+    @property
+    def total(self) -> Floats:
+        """All of them."""
+        return self.compute + self.memory + self.tensor + self.pipeline + self.bubble + self.data
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer and microbatch: compute, waiting for memory, exposed collectives; forward and backward."""
+
+    forward: tuple[Floats, Floats, Floats]
+    backward: tuple[Floats, Floats, Floats]
+
+    def longer(self, communicate: Number) -> LayerTimes:
+        """With so many more seconds of collectives in each direction."""
+        forward, backward = self.forward, self.backward
+        return LayerTimes((*forward[:2], forward[2] + communicate), (*backward[:2], backward[2] + communicate))
+
+
+def memory(
+    model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, batch: int, setting: Setting | None = None
+) -> Memory:
+    """Bytes of a GPU. Placement plays no part.
+
+    Args:
+        model: what is trained.
+        strategy: of tensor parallelism.
+        mode: see `transformer.local`.
+        at: the candidates.
+        batch: samples of a step.
+        setting: how it is trained.
+    """
+    setting = setting or Setting()
+    size = _local(model, strategy, mode, at)
+    layers = model.layers / at.np
+    lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
+    weights = (lies.shared + lies.expert) * layers
+    sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
+    layer = sum(operation.work.stored for operation in operations(model, strategy, mode, size, 1.0))
+    in_flight = np.minimum(at.np, batch / at.nd / at.bm)
+    if setting.interleave > 1:
+        in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
+    activations = layer * layers * in_flight
+    if setting.recompute:
+        activations = _input_bytes(model, strategy, size) * layers * in_flight + layer
+    kept = setting.kept
+    index = 2 * kept * weights if setting.sparsity else 0 * weights
+    return Memory(2 * weights, 2 * kept * weights, 12 * kept * sharded + index, activations)
+
+
+def times(
+    machine: Machine,
+    model: Transformer,
+    strategy: Strategy,
+    mode: Mode,
+    at: Candidates,
+    batch: int,
+    setting: Setting | None = None,
+) -> Times:
+    """Seconds of a step.
+
+    Args:
+        machine: where it runs.
+        model: what is trained.
+        strategy: of tensor parallelism.
+        mode: see `transformer.local` and `collectives.point_to_point`.
+        at: the candidates.
+        batch: samples of a step.
+        setting: how it is trained.
+    """
+    setting = setting or Setting()
+    size = _local(model, strategy, mode, at)
+    lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
+    layer = _distinct_layers(machine, model, strategy, mode, at, setting)
+    if setting.experts:
+        layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies))
+    if setting.recompute:
+        twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
+        layer = LayerTimes(layer.forward, (twice[0], twice[1], twice[2]))
+    layers, microbatches = model.layers / at.np, batch / at.nd / at.bm
+    forward, backward = sum(layer.forward), sum(layer.backward)
+
+    message = _input_bytes(model, strategy, size)
+    hop = point_to_point(machine, message, at.np, at.vp, mode == "paper")
+    pipeline = 2 * microbatches * setting.interleave * hop
+    bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches) / setting.interleave
+
+    collective = seconds(machine, Kind.GATHER, 2 * setting.kept * lies.shared, *lies.replicas)
+    if setting.experts:
+        collective = collective + seconds(machine, Kind.GATHER, 2 * setting.kept * lies.expert, *lies.expert_replicas)
+    exposed = np.maximum(collective - forward, 0) + np.maximum(collective - backward, 0)
+    data = 2 * collective + (layers - 1) * exposed
+
+    compute, waiting, tensor = (microbatches * layers * (layer.forward[i] + layer.backward[i]) for i in range(3))
+    if setting.whole:
+        head = output_seconds(machine, model, size)
+        own = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
+        compute = compute + microbatches * head[0]
+        waiting = waiting + microbatches * head[1] + optimizer_seconds(machine, setting.kept * own)
+    return Times(compute, waiting, tensor, data, pipeline, bubble)
+
+
+def layer_times(
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, setting: Setting
+) -> LayerTimes:
+    """Seconds of one layer and microbatch, all candidates one by one."""
+    size = _local(model, strategy, mode, at)
+    groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
+    forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
+    for operation in _operations(machine, model, strategy, mode, size, setting):
+        forward += _direction(machine, operation, groups, False)
+        backward += _direction(machine, operation, groups, True)
+    return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
+
+
+def _direction(
+    machine: Machine, operation: Operation, groups: dict[str, tuple[Integers, Integers]], back: bool
+) -> Floats:
+    done = operation.work
+    flops, moved = (done.backward_flops, done.backward_moved) if back else (done.flops, done.moved)
+    peak = machine.tensor if operation.unit == "tensor" else machine.vector
+    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
+    waiting = np.maximum(moved / machine.memory_bandwidth - compute, 0)
+    communicate: Number = 0.0
+    for collective in operation.backward if back else operation.forward:
+        communicate = communicate + seconds(machine, collective.kind, collective.volume, *groups[collective.axis])
+    if done.panels is not None:
+        communicate = communicate + np.maximum(done.panels * communicate - (compute + waiting), 0)
+    return np.stack(np.broadcast_arrays(compute, waiting, communicate))
+
+
+def _operations(
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, size: Local, setting: Setting
+) -> list[Operation]:
+    """Of a layer, as it is trained."""
+    found = operations(model, strategy, mode, size, machine.tensor / machine.vector)
+    if not setting.fused:
+        again = not setting.recompute
+        four = [plain_attention(one, model, size, again) if one.name == "attention" else [one] for one in found]
+        found = [operation for several in four for operation in several]
+    return [*found, *residuals(model, strategy, size)] if setting.whole else found
+
+
+def _distinct_layers(
+    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, setting: Setting
+) -> LayerTimes:
+    """As `layer_times`, each distinct layer once: stages, data-parallel ranks and their placement do not change a layer."""
+    key = np.zeros(len(at), np.int64)
+    for column in (at.n1, at.n2, at.bm, at.panels, at.v1, at.v2):
+        values, index = np.unique(column, return_inverse=True)
+        key = key * len(values) + index
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    few = layer_times(machine, model, strategy, mode, at.take(first), setting)
+    spread = lambda three: (three[0][inverse], three[1][inverse], three[2][inverse])  # noqa: E731
+    return LayerTimes(spread(few.forward), spread(few.backward))
+
+
+def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:
+    """Of a layer, which stages send: the input of its first LayerNorm, in the published results as wide as that is taken to be."""
+    return 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
+
+
+def _local(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates) -> Local:
+    floats = [column.astype(np.float64) for column in (at.n1, at.n2, at.bm, at.panels)]
+    return local(model, strategy, mode, *floats)
+
+
+def _replicas(strategy: Strategy, at: Candidates) -> tuple[Integers, Integers]:
+    """Ranks that hold the same weights, and how many of them share a domain: in 2D also those that split positions."""
+    return (at.nd * at.n2, at.vd * at.v2) if strategy == "2d" else (at.nd, at.vd)

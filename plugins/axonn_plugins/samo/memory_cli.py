@@ -1,0 +1,185 @@
+"""``axonn samo memory``: bytes of model state, dense, by the dissertation's SAMO, by ours, and measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import samo
+from axonn_plugins.config import ConfigError
+from axonn_plugins.samo.models import MODELS, gpt, maker
+from samo import memory
+from samo.pruning import magnitude, require_sparsity
+from samo.targets import names_of, targets
+
+LARGEST = 200_000_000
+"""Parameters of the largest model that is built and trained for a step."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OPTIMIZERS: dict[str, tuple[int, Callable]] = {
+    "adamw": (memory.ADAM, partial(torch.optim.AdamW, lr=1e-3)),
+    "sgd": (memory.MOMENTUM, partial(torch.optim.SGD, lr=1e-3, momentum=0.9)),
+}
+
+small_gpt = partial(gpt, 2, 192, 512, 128)
+"""Makes the model that the picture's points are measured on."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="axonn samo memory", description=__doc__)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(MODELS)}, GPT:layers,hidden,vocabulary[,context], or the path of HF's config.json",
+    )
+    parser.add_argument("--sparsity", type=float, default=0.9, help="of the weights that are pruned (default 0.9)")
+    parser.add_argument("--dtype", default="bf16", metavar="DTYPE", help=f"{', '.join(_DTYPES)} (default bf16)")
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="adamw, or sgd with momentum (default adamw)"
+    )
+    parser.add_argument("--shard", type=int, default=1, metavar="N", help="data-parallel ranks that share the state")
+    parser.add_argument(
+        "--include", nargs="+", metavar="PATTERN", help='parameters to prune; "*": tables of embeddings, too'
+    )
+    parser.add_argument("--exclude", nargs="+", metavar="PATTERN", help="parameters not to prune")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw Figure 4.2: share saved against sparsity")
+    parsed = parser.parse_args(arguments)
+    _check(parsed)
+    make = maker(parsed.model)
+    with torch.device("meta"):
+        model = make()
+    try:
+        chosen = targets(model, parsed.include, parsed.exclude)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print(_report(parsed, model, make, sum(parameter.numel() for parameter in chosen.values())))
+    if parsed.picture is not None:
+        draw(parsed.picture)
+        print(f"picture: {parsed.picture}")
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    try:
+        require_sparsity(parsed.sparsity)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
+    for key, known in (("dtype", _DTYPES), ("optimizer", _OPTIMIZERS)):
+        value = getattr(parsed, key)
+        if value not in known:
+            raise ConfigError(f'--{key} = "{value}" is not known; use one of {", ".join(known)}')
+    if parsed.shard < 1:
+        raise ConfigError(f"--shard = {parsed.shard} is not a number of ranks; use 1 or more")
+
+
+def _report(parsed: argparse.Namespace, model: nn.Module, make: Callable[[], nn.Module], prunable: int) -> str:
+    layers = memory.layers_of(model, parsed.sparsity, parsed.include, parsed.exclude)
+    phi, kept = sum(layer.numel for layer in layers), sum(layer.kept for layer in layers)
+    state, factory = _OPTIMIZERS[parsed.optimizer]
+    itemsize = _DTYPES[parsed.dtype].itemsize
+    sparsity, ranks = 1 - kept / phi, parsed.shard
+    dense = memory.dense_bytes(phi, state, itemsize)
+    ours = memory.predicted(layers, state, itemsize, ranks)
+    rows: list[tuple[str, float]] = [(f"dense, as the paper counts it: {dense // phi}φ", dense)]
+    if itemsize == 2:
+        rows.append((f"dense, torch under autocast: {state + 8}φ, and θ16 in forward and backward", (state + 10) * phi))
+    rows += [
+        ("SAMO as published, eq. 4.3", memory.paper_bytes(phi, sparsity, state, itemsize)),
+        (f"ours, formula{_over(ranks)}", memory.our_bytes(phi, sparsity, state, itemsize, ranks)),
+        (f"ours, by layer{_over(ranks)}", ours.total),
+    ]
+    note = f"\nnot measured: {phi:,} parameters are more than {LARGEST:,}, the largest model that is built here"
+    if ranks > 1:
+        note = "\nnot measured: that takes the ranks; leave --shard out"
+    elif phi <= LARGEST:
+        found = measure(make, parsed.sparsity, _DTYPES[parsed.dtype], factory, parsed.include, parsed.exclude)
+        rows.append(("ours, measured after a step", found.total))
+        note = f"\nbeside it for one tile while it steps: {found.buffers / 2**20:.2f} MiB measured, {ours.buffers / 2**20:.2f} by formula"
+    head = (
+        f"{parsed.model}: {phi:,} parameters, of which {prunable:,} can be pruned; sparsity {parsed.sparsity:g} of these keeps "
+        f"{kept:,} ({kept / phi:.2%} of all)\n{parsed.dtype}, {parsed.optimizer}\n\n"
+    )
+    return head + _table(rows, dense) + note
+
+
+def _over(ranks: int) -> str:
+    return f", over {ranks} ranks" if ranks > 1 else ""
+
+
+def _table(rows: Sequence[tuple[str, float]], dense: float) -> str:
+    width = max(len(label) for label, _ in rows)
+    unit, size_of = ("GiB", 2**30) if dense >= 2**30 else ("MiB", 2**20)
+    lines = [f"{'model state':<{width}}{'bytes':>20}{unit:>12}{'saved':>9}"]
+    for label, size in rows:
+        lines.append(f"{label:<{width}}{round(size):>20,}{size / size_of:>12.3f}{1 - size / dense:>9.1%}")
+    return "\n".join(lines)
+
+
+def measure(
+    make: Callable[[], nn.Module],
+    sparsity: float,
+    dtype: torch.dtype,
+    factory: Callable,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+) -> memory.Bytes:
+    """Build the model as it is initialised, prune each layer, take a step, and count.
+
+    Args:
+        make: makes the model.
+        sparsity: of each layer that is pruned.
+        dtype: of the parameters.
+        factory: makes the optimizer.
+        include: see `samo.targets.targets`.
+        exclude: see there.
+    """
+    model = make().to(dtype)
+    optimizer = samo.Optimizer(factory, model, magnitude(model, sparsity, "layer", include, exclude))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.sum().backward()
+    optimizer.step()
+    return memory.measured(optimizer)
+
+
+def draw(file: Path) -> None:
+    """Figure 4.2: the share of 20φ bytes saved against sparsity, by both formulas and measured on a small GPT.
+
+    Args:
+        file: the picture, in a format that its suffix names.
+
+    Raises:
+        ConfigError: the format is unknown, or the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    steps = [number / 20 for number in range(21)]
+    with torch.device("meta"):
+        phi = sum(parameter.numel() for parameter in names_of(small_gpt())[0].values())
+    dense = memory.dense_bytes(phi)
+    points = []
+    for sparsity in steps[::2]:
+        with torch.device("meta"):
+            layers = memory.layers_of(small_gpt(), sparsity, ["*"])
+        found = measure(small_gpt, sparsity, torch.bfloat16, _OPTIMIZERS["adamw"][1], ["*"])
+        points.append((1 - sum(layer.kept for layer in layers) / phi, 100 * (1 - found.total / dense)))
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(steps, [100 * memory.paper_saving(phi, p) / dense for p in steps], label="SAMO as published, eq. 4.5")
+    axis.plot(steps, [100 * (1 - memory.our_bytes(phi, p) / dense) for p in steps], label="ours, 2φ + 16fφ")
+    axis.plot(*zip(*points, strict=True), "o", label=f"ours, measured: GPT, {phi / 1e6:.1f} million parameters")
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set(xlabel="sparsity", ylabel="memory saved (% of 20φ)", xlim=(0, 1))
+    axis.legend()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=120)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f'--picture = "{file}" cannot be written: {error}; use a file such as figure_4_2.png'
+        ) from None

@@ -1,0 +1,184 @@
+"""``axonn ted memory``: the largest MoE that fits, by number of GPUs (Figure 7.9), or with MODEL the bytes of one configuration."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.ted import memory_report as report
+from ted_moe.memory import TABLE_4_1, Degrees, Transformer, require_divides
+
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SUMMIT_NODE = 6
+_ONE, _MANY = ("expert", "data", "tokens"), ("gpus", "reserve", "picture")
+"""Options of one configuration, and of the table."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; axonn ted memory --help says what there is")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parsed = _parser().parse_args(arguments)
+    misplaced = [name for name in (_MANY if parsed.model else _ONE) if getattr(parsed, name) is not None]
+    if misplaced:
+        what = "is for the table, which is printed without MODEL" if parsed.model else "belongs to one MODEL"
+        raise ConfigError(f"--{misplaced[0]} = {getattr(parsed, misplaced[0])} {what}; leave one of the two out")
+    return _one(parsed) if parsed.model else _table(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Everything is read as text, so that what is wrong with it is said in our words.
+    parser = _Parser(prog="axonn ted memory", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{', '.join(TABLE_4_1)} or {_GPT}: the base model")
+    table, one = (parser.add_argument_group(title) for title in ("of the table", "of one configuration, with MODEL"))
+    parser.add_argument("--memory", metavar="SIZE", help="of a GPU (table: default 16GB, Summit's V100)")
+    parser.add_argument(
+        "--experts", metavar="E", help="in every second layer: 16, or for the table 4,8,16 or 4..128 (its default)"
+    )
+    parser.add_argument(
+        "--tensor",
+        metavar="N",
+        help=f'tensor degree (default 1), in the table the highest allowed, or "max"\n(default {_SUMMIT_NODE}, a node of Summit)',
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="train stock DeepSpeed-MoE for a step on this machine and count: MODEL, or for the table a small GPT",
+    )
+    table.add_argument("--gpus", metavar="G", help="numbers of GPUs (default 32,64,128,256,512)")
+    table.add_argument(
+        "--reserve", metavar="SIZE", help="kept free on each GPU for activations and workspace (default 0GB)"
+    )
+    table.add_argument("--picture", metavar="FILE", help="draw Figure 7.9")
+    one.add_argument("--expert", metavar="N", help="expert-parallel ranks (default: one for each expert)")
+    one.add_argument(
+        "--data", metavar="N", help="replicas of an expert (default 1); GPUs are tensor × expert × data, equation 7.1"
+    )
+    one.add_argument(
+        "--tokens", metavar="N", help="of a microbatch, for activations (default: the context of the model)"
+    )
+    return parser
+
+
+def _table(parsed: argparse.Namespace) -> int:
+    gpus = _numbers("gpus", parsed.gpus or "32,64,128,256,512")
+    experts = _numbers("experts", parsed.experts or "4..128")
+    tensor = max(gpus) if parsed.tensor == "max" else _number("tensor", parsed.tensor, _SUMMIT_NODE, 'or "max"')
+    memory = _size("memory", parsed.memory or "16GB")
+    reserve = _size("reserve", parsed.reserve or "0GB")
+    if memory <= reserve:
+        raise ConfigError(
+            f"--memory = {parsed.memory or '16GB'} leaves nothing beside --reserve = {parsed.reserve or '0GB'}; give more memory"
+        )
+    rows = report.search(gpus, experts, memory - reserve, tensor)
+    print(report.table(rows, experts, memory, reserve, tensor))
+    if parsed.picture is not None:
+        report.draw(Path(parsed.picture), rows)
+        print(f"\npicture: {parsed.picture}")
+    if parsed.measure:
+        from axonn_plugins.ted import memory_measure as measure
+
+        print(f"\n{measure.compare(measure.SMALL, measure.SMALL_EXPERTS, measure.SMALL_DEGREES)}")
+    return 0
+
+
+def _one(parsed: argparse.Namespace) -> int:
+    model = base(parsed.model)
+    experts = _number("experts", parsed.experts, 16)
+    degrees = Degrees(
+        _number("tensor", parsed.tensor, 1),
+        _number("expert", parsed.expert, experts),
+        _number("data", parsed.data, 1),
+    )
+    try:
+        require_divides(model, experts, degrees)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
+    memory = None if parsed.memory is None else _size("memory", parsed.memory)
+    tokens = _number("tokens", parsed.tokens, model.context)
+    if parsed.measure:
+        from axonn_plugins.ted import memory_measure as measure
+
+        measure.require_small(model, experts, degrees)
+    print(report.configuration(parsed.model, model, experts, degrees, tokens, memory))
+    if parsed.measure:
+        print(f"\n{measure.compare(model, experts, degrees)}")
+    return 0
+
+
+_GPT = "GPT:layers,hidden,vocabulary[,context]"
+
+
+def base(name: str) -> Transformer:
+    """The base model of this name: one of Table 4.1, or ``GPT:layers,hidden,vocabulary[,context]``.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    plain = {_plain(known): known for known in TABLE_4_1}
+    if _plain(name) in plain:
+        return TABLE_4_1[plain[_plain(name)]]
+    if not name.lower().startswith("gpt:"):
+        near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f'MODEL = "{name}" is not known; use "{plain[near]}", another of {", ".join(TABLE_4_1)}, or {_GPT}'
+        )
+    sizes = name.partition(":")[2].split(",")
+    if len(sizes) not in (3, 4) or not all(_is_count(size) for size in sizes):
+        raise ConfigError(
+            f'MODEL = "{name}" does not give the sizes of a GPT; write {_GPT} in whole numbers from 1 to 999,999,999, such as GPT:24,2048,50257'
+        )
+    if int(sizes[0]) < 2:
+        raise ConfigError(f'MODEL = "{name}" has no second layer to hold experts; use 2 layers or more')
+    return Transformer(*(int(size) for size in sizes))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).lower()
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is not None and int(text) > 0
+
+
+def _number(key: str, text: str | None, default: int, more: str = "") -> int:
+    if text is None:
+        return default
+    if not _is_count(text):
+        raise ConfigError(
+            f'--{key} = "{text}" is not a number of them; use a whole number from 1 to 999,999,999 {more}'.rstrip()
+        )
+    return int(text)
+
+
+def _numbers(key: str, text: str) -> list[int]:
+    """``4,8,12``, and ``4..128`` for 4, 8, 16, ..., 128."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        if not _is_count(first) or (dots and (not _is_count(last) or int(last) < int(first))):
+            raise ConfigError(
+                f'--{key} = "{text}" is not a list of numbers; use whole numbers from 1 to 999,999,999, such as 32,64, or 4..128, '
+                "which doubles from 4 to 128"
+            )
+        number = int(first)
+        while number <= int(last if dots else first):
+            numbers.add(number)
+            number *= 2
+    return sorted(numbers)
+
+
+def _size(key: str, text: str) -> float:
+    found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]i?B)\s*", text)
+    if found is None or (key == "memory" and float(found[1]) == 0):
+        raise ConfigError(
+            f'--{key} = "{text}" is not a size of memory; use a positive number and a unit, such as 16GB or 40GiB'
+        )
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,1 +1,0 @@
-"""The message-driven pipeline (dissertation chapter 3): schedule, transport, events; DeepSpeed's engine is in `plugins.deepspeed`."""

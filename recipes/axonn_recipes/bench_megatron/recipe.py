@@ -1,0 +1,112 @@
+"""``axonn bench megatron``: Megatron's own TP and DP beside 3D PMM in Megatron, at equal ranks on an emulated cluster."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from axonn_plugins.cluster import Cluster
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_megatron import report
+from axonn_recipes.bench_megatron.measure import Run, measure
+from axonn_recipes.bench_megatron.report import MEGATRON, OURS, Side
+from axonn_recipes.bench_megatron.settings import Settings, described, parser, resolve
+from axonn_recipes.megatron_gpt.settings import Settings as Training
+from axonn_recipes.runs import new_folder
+
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference of the first losses that is rounding."""
+_CANDIDATES = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's, sides that do not compute the same, or no cluster can be emulated here.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    options = parser().parse_args(arguments)
+    points = resolve(options)
+    folder = new_folder(options.runs, options.name, "bench_megatron")
+    print(described(points), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    import megatron.core.models.gpt  # noqa: F401  # once here, not in each rank that is forked
+
+    numbers = []
+    for point in points:
+        with Cluster(point.nodes, point.latency, point.bandwidth) as cluster:
+            sides, tried = compare(point, partial(cluster.launch, measure, point.ranks_per_node))
+        numbers.append(report.results(point, sides, tried))
+        print(report.table(numbers[-1]), end="\n\n", flush=True)
+    print(*report.write(numbers, folder), sep="\n")
+    return 0
+
+
+def compare(point: Settings, run: Callable[[Training], list[Run]]) -> tuple[list[Side], dict[str, dict[str, float]]]:
+    """Find each side's fastest way, then time these in turns; Megatron as it comes, with nothing turned on, is a third.
+
+    Args:
+        point: what to measure.
+        run: runs a side; what each rank found.
+
+    Returns:
+        The sides, and seconds of all that was tried, by system and name.
+
+    Raises:
+        ConfigError: the sides do not compute the same losses.
+    """
+    tried: dict[str, dict[str, float]] = {}
+    sides = []
+    for system, splits in ((MEGATRON, point.megatron()), (OURS, point.ours())):
+        tried[system] = {}
+        for name, training in splits.items():
+            tried[system][name] = _brief(run, training, f"{system} {name}")
+        ways: dict[str, Training] = dict(splits)
+        for name in sorted(splits, key=lambda each: tried[system][each])[:_CANDIDATES]:
+            for what, training in point.variants(splits[name]).items():
+                called = ", ".join(filter(None, (name, what)))
+                ways[called] = training
+                if called not in tried[system]:
+                    tried[system][called] = _brief(run, training, f"{system} {called}")
+        plain = min(splits, key=lambda each: tried[system][each])
+        best = min(tried[system], key=lambda each: tried[system][each])
+        if system == MEGATRON and plain != best:
+            sides.append(Side(system, plain, ways[plain]))
+        sides.append(Side(system, best, ways[best]))
+    for number in range(point.rounds):
+        first = number % len(sides)
+        for side in sides[first:] + sides[:first]:
+            _add(side, run(side.training))
+    _check_losses(sides, TOLERANCES[point.precision])
+    return sides, tried
+
+
+def _brief(run: Callable[[Training], list[Run]], training: Training, what: str) -> float:
+    (seconds,) = run(replace(training, steps=1))[0].seconds
+    if sys.stderr.isatty():
+        print(f"{what}: {seconds:.3f} s", file=sys.stderr, flush=True)
+    return seconds
+
+
+def _add(side: Side, found: list[Run]) -> None:
+    side.run = found[0]
+    side.seconds.append(statistics.median(found[0].seconds))
+    axes = {axis for each in found for axis in each.sent}
+    side.sent = {axis: max(each.sent.get(axis, 0.0) for each in found) for axis in sorted(axes)}
+
+
+def _check_losses(sides: list[Side], allowed: float) -> None:
+    wanted = sides[0].run.losses
+    for side in sides[1:]:
+        apart = max(abs(a - b) / abs(a) for a, b in zip(wanted, side.run.losses, strict=True))
+        if not apart <= allowed:
+            raise ConfigError(
+                f"{side.name} and {sides[0].name} do not compute the same: losses {side.run.losses} and {wanted} differ by {apart:.2g}, "
+                f"more than {allowed:g}; nothing is reported, use --precision fp32 or other --grids"
+            )

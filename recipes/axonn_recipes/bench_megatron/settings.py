@@ -1,0 +1,200 @@
+"""What is measured, read from the command line and checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
+from axonn_plugins.config import ConfigError
+from axonn_recipes.cluster_run import ClusterRun
+from axonn_recipes.megatron_gpt.settings import Settings as Training
+from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from axonn_tp import Grid
+from axonn_tp.mesh import factorisations
+
+VARIANTS: Mapping[str, Mapping[str, bool]] = {
+    "": {},
+    "overlapped": {"overlap_grad_reduce": True},
+    "overlapped, bf16 sums": {"overlap_grad_reduce": True, "grad_reduce_in_bf16": True},
+    "overlapped, split optimizer": {
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "overlapped, split optimizer, bf16 sums": {
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "grad_reduce_in_bf16": True,
+    },
+}
+"""What both sides may turn on; the first is how Megatron runs when not told otherwise."""
+_SIZES = (
+    ("ranks-per-node", 2, "ranks on each node"),
+    ("layers", 4, "transformer layers"),
+    ("heads", 8, "attention heads"),
+    ("context", 128, "tokens a sample"),
+    ("batch", 16, "samples a step, over all ranks"),
+    ("rounds", 5, "timed runs of each side, in turns"),
+    ("steps", 4, "timed steps of a run, after two that are not"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ClusterRun):
+    """One point of the figure.
+
+    Attributes:
+        precision: of the model.
+        steps: timed steps of a run; a side's seconds in a round are their median.
+        grids: ours to choose from; all of these ranks when empty.
+    """
+
+    precision: str
+    steps: int
+    grids: tuple[tuple[int, int, int], ...] = ()
+
+    def training(self, **changes: object) -> Training:
+        """A side's run; sizes of the grid and switches are among the changes."""
+        base = Training(
+            ranks=self.ranks,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            context=self.context,
+            batch=self.batch,
+            steps=self.steps,
+            seed=self.seed,
+            precision=self.precision,
+        )
+        side = replace(base, **changes)  # type: ignore[arg-type]
+        return replace(side, micro_batch=max(1, self.batch // side.data))
+
+    def megatron(self) -> dict[str, Training]:
+        """Megatron's own tensor and data parallelism, every way to split the ranks."""
+        sizes = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
+        found = {
+            f"tensor {size} data {self.ranks // size}": self.training(
+                tensor_model_parallel_impl="megatron", tensor_model_parallel_size=size
+            )
+            for size in sizes
+        }
+        return {name: side for name, side in found.items() if _fits(side)}
+
+    def ours(self) -> dict[str, Training]:
+        """3D PMM on every grid, or on those that were asked for, in both layouts of activations."""
+        grids = [
+            grid for grid in factorisations(self.ranks) if not self.grids or (grid.gx, grid.gy, grid.gz) in self.grids
+        ]
+        found = {}
+        for grid in grids:
+            scattered = self.training(axonn_gx=grid.gx, axonn_gy=grid.gy, axonn_gz=grid.gz)
+            found[name(grid)] = scattered
+            if grid.gx * grid.gy > 1:
+                found[f"{name(grid)}, replicated"] = replace(scattered, axonn_layout="replicated")
+        return {called: side for called, side in found.items() if _fits(side)}
+
+    def variants(self, side: Training) -> dict[str, Training]:
+        """A side with everything that Megatron may do beside: by what is turned on."""
+        chosen = {
+            called: on for called, on in VARIANTS.items() if self.precision == "bf16" or "grad_reduce_in_bf16" not in on
+        }
+        return {called: replace(side, **on) for called, on in chosen.items()}  # type: ignore[arg-type]
+
+
+def _fits(side: Training) -> bool:
+    try:
+        side.check()
+    except ConfigError:
+        return False
+    return True
+
+
+def name(grid: Grid) -> str:
+    """A grid in short."""
+    return f"x{grid.gx} y{grid.gy} z{grid.gz} d{grid.gdata}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="axonn bench megatron",
+        description="Megatron's own tensor and data parallelism beside 3D PMM in Megatron, each on its best grid, on an emulated cluster.",
+    )
+    made.add_argument(
+        "--nodes", default="4", help="emulated nodes; several, as in 1,2,4, are points of a figure (default 4)"
+    )
+    made.add_argument("--hidden", default="512", help="hidden size, or one for each number of nodes (default 512)")
+    made.add_argument("--latency", default="100us", help="between nodes, one way (default 100us)")
+    made.add_argument("--bandwidth", default="500Mbit", help="of a node in each direction (default 500Mbit)")
+    made.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of the model (default bf16)")
+    made.add_argument("--grids", default="", help='ours to choose from, such as "2,1,4 1,1,8" (default: all)')
+    add_numbers(made, _SIZES)
+    add_run(made, "bench_megatron")
+    return made
+
+
+def resolve(options: argparse.Namespace) -> list[Settings]:
+    """The points that the command line asks for.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    at_least_one(options, *(size.replace("-", "_") for size, *_ in _SIZES))
+    nanoseconds(options.latency), bits_per_second(options.bandwidth)
+    nodes, hidden = _integers(options.nodes, "--nodes"), _integers(options.hidden, "--hidden")
+    if len(hidden) not in (1, len(nodes)):
+        raise ConfigError(
+            f"--hidden {options.hidden} has {len(hidden)} sizes for {len(nodes)} numbers of nodes; give one, or one for each"
+        )
+    grids = tuple(_grid(text) for text in options.grids.split())
+    given = {field.name for field in fields(Settings)} & set(vars(options)) - {"nodes", "hidden", "grids"}
+    shared = {key: getattr(options, key) for key in given}
+    points = [
+        Settings(nodes=node_count(count), hidden=size, grids=grids, **shared)
+        for count, size in zip(nodes, hidden * (len(nodes) // len(hidden)), strict=True)
+    ]
+    for point in points:
+        heads_fit(point.hidden, point.heads)
+        if point.ranks < 2:
+            raise ConfigError("--nodes 1 with --ranks-per-node 1 has nothing to communicate; raise one of them")
+        for side, found in (("Megatron", point.megatron()), ("--grids", point.ours())):
+            if not found:
+                raise ConfigError(
+                    f"no way to split {point.ranks} ranks fits this model for {side}; change --batch {point.batch} or --heads {point.heads}"
+                )
+    return points
+
+
+def _integers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text} is not a list of integers; write it as in 1,2,4") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"{option} {text} holds a number below 1; give positive ones")
+    return numbers
+
+
+def _grid(text: str) -> tuple[int, int, int]:
+    sizes = _integers(text, "--grids")
+    if len(sizes) != 3:
+        raise ConfigError(f"--grids {text} is not gx,gy,gz; write it as in 2,1,4")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def described(points: list[Settings]) -> str:
+    """The run in words."""
+    first = points[0]
+    where = ", ".join(f"{point.ranks} ranks on {point.nodes} nodes with hidden {point.hidden}" for point in points)
+    return "\n".join(
+        [
+            f"{where}; emulated, latency {first.latency}, bandwidth {first.bandwidth} a node",
+            f"GPT: {first.layers} layers, {first.heads} heads, {first.batch} x {first.context} tokens a step, {first.precision}",
+            "both sides: megatron.core's model, gradient buffers and optimizer; each side's fastest split of the ranks, with what "
+            "Megatron may overlap and split turned on or not, whichever is faster",
+            f"{first.rounds} runs of {first.steps} timed steps, in turns",
+        ]
+    )

@@ -1,0 +1,80 @@
+"""``axonn bench network``: measure this machine, an emulated cluster or, under torchrun, a real one, and write the planner's file of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+
+from axonn_plugins.cluster.units import bits_per_second, nanoseconds
+from axonn_plugins.config import ConfigError
+from axonn_plugins.planner.machine import measured_file
+from axonn_recipes.bench_network.measure import Measured, measure
+from axonn_recipes.bench_network.report import described, toml
+from axonn_recipes.bench_pccl.places import on_each
+from axonn_recipes.bench_pccl.settings import Places, add_places, layouts, where
+from axonn_recipes.bench_tp.settings import under_torchrun
+from axonn_recipes.options import add_run
+from axonn_recipes.runs import new_folder
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    options = _parser().parse_args(arguments)
+    places, size = _resolve(options)
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print(f"{where(places)}; rings of {options.size}, {options.rounds} rounds", flush=True)
+    if options.dry_run:
+        return 0
+    folder = new_folder(options.runs, options.name, "bench_network") if first else None
+    asked = (size, options.matrix, options.rounds)
+    measured: Measured = measure(*asked) if under_torchrun() else on_each(places, measure, *asked)[0]
+    if folder:
+        folder.mkdir(parents=True)
+        file = folder / "machine.toml"
+        file.write_text(toml(measured, options.size, where(places)))
+        print(f"{described(measured)}\n\n{file}: axonn plan --machine {file}")
+        if not places.emulated or places.layouts[0][0] == 1:
+            kept = measured_file()
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(file.read_text())
+            print(f'{kept}: what sizes that are "auto" in an "axonn" block go by on this machine')
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="axonn bench network", description=__doc__)
+    add_places(parser, "1x2")
+    parser.add_argument(
+        "--size", default="64M", help="bytes that a ring gathers; the paper's is 1G (default %(default)s)"
+    )
+    parser.add_argument(
+        "--matrix", type=int, default=1024, help="edge of the matrices multiplied (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed (default %(default)s)")
+    add_run(parser, "bench_network")
+    return parser
+
+
+def _resolve(options: argparse.Namespace) -> tuple[Places, int]:
+    nanoseconds(options.latency), bits_per_second(options.bandwidth)
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([KMG])", options.size)
+    if found is None:
+        raise ConfigError(f'--size = "{options.size}" is not a size; write KiB, MiB or GiB as in 64M')
+    for name, least in (("matrix", 16), ("rounds", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} = {getattr(options, name)} is too small; use {least} or more")
+    asked = layouts(options.layouts)
+    if len(asked) > 1:
+        raise ConfigError(
+            f"--layouts = {options.layouts} names {len(asked)} clusters; a machine file is of one, such as 2x4"
+        )
+    return Places(asked, not under_torchrun(), options.latency, options.bandwidth), int(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,22 @@
+"""Where a benchmark runs, and where its results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from axonn_plugins.cluster import Cluster
+from axonn_plugins.launch import launch
+from axonn_recipes.bench_pccl.settings import Places
+
+
+def on_each(places: Places, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What rank 0 of each cluster returned of `function(*arguments)`, which all of its ranks run."""
+    found = []
+    for nodes, ranks in places.layouts:
+        if nodes == 1:
+            found.append(launch(function, ranks, *arguments)[0])
+            continue
+        with Cluster(nodes, places.latency, places.bandwidth) as cluster:
+            found.append(cluster.launch(function, ranks, *arguments)[0])
+    return found

@@ -1,0 +1,45 @@
+"""``axonn bench pipeline``: pipelines beside one another on emulated clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from axonn_plugins.cluster import Cluster
+from axonn_recipes.bench_pipeline import report
+from axonn_recipes.bench_pipeline.settings import Settings, described, parser, resolve
+from axonn_recipes.runs import new_folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's, or no cluster can be emulated here.
+    """
+    options = parser().parse_args(arguments)
+    runs = resolve(options)
+    folder = new_folder(options.runs, options.name, "bench_pipeline")
+    print(described(options.figure, runs), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    # DeepSpeed is imported here, before ranks are forked.
+    from axonn_recipes.bench_pipeline import measure, overlap
+
+    if options.figure == "coarsening":
+        found = _on_cluster(overlap.measure, runs[0])
+        print(report.overlap_table(found), end="\n\n")
+        written = report.write_overlap(runs[0], found, folder)
+    else:
+        names = None if options.figure == "schedules" else measure.SWEPT[options.figure]
+        numbers = report.results([(run, _on_cluster(measure.measure, run, names)) for run in runs])
+        print(report.table(numbers), end="\n\n")
+        written = report.write(numbers, options.figure, folder)
+        written.append(report.write_timeline(_on_cluster(measure.timelines, runs[0]), folder))
+    print(*written, sep="\n")
+    return 0
+
+
+def _on_cluster(function: Callable[..., Any], settings: Settings, *rest: Any) -> Any:
+    with Cluster(settings.ranks, settings.latency, settings.bandwidth, jitter=settings.link_jitter) as cluster:
+        return cluster.launch(function, 1, settings, *rest)[0]

@@ -1,0 +1,64 @@
+"""What the planner says of the grids that are measured, on the machine as measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from axonn_plugins.planner import fourd
+from axonn_plugins.planner.axonn import Floats, Grids
+from axonn_plugins.planner.choose import Candidate, candidate, seconds, seconds_by_axis
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.model import Transformer
+from axonn_recipes.bench_planner.measure import OPTIONS
+from axonn_recipes.bench_tp.settings import Settings
+from axonn_recipes.bench_tp.sides import plan
+from axonn_recipes.models.gpt import GPT
+from axonn_tp import AXES, Grid, Options, place
+from axonn_tp.volumes import step_volumes
+
+
+def formulas(machine: Machine, settings: Settings) -> Floats:
+    """Seconds a step as `axonn plan --strategy axonn` has them: equations 5.1 to 5.5, the roofline, and what overlap hides.
+
+    Its elements have 2 bytes and the run's have 4, so that all bandwidths count half.
+    """
+    half = replace(
+        machine,
+        memory_bandwidth=machine.memory_bandwidth / 2,
+        fast_bandwidth=machine.fast_bandwidth / 2,
+        slow_bandwidth=machine.slow_bandwidth / 2,
+        within={groups: rate / 2 for groups, rate in machine.within.items()},
+    )
+    at = _grids(settings)
+    return fourd.times(half, _model(settings), at, np.ones(len(at)), settings.batch)[0].total
+
+
+def counted(machine: Machine, settings: Settings) -> Floats:
+    """Seconds a step with what a rank sends counted over all layers, as sizes that are "auto" are chosen, and none of it hidden."""
+    at = _grids(settings)
+    timed, _ = fourd.times(machine, _model(settings), at, np.ones(len(at)), settings.batch)
+    return timed.compute + timed.memory + seconds(machine, [_candidate(settings, grid) for grid in settings.grids])
+
+
+def collectives(machine: Machine, settings: Settings) -> list[dict[str, float]]:
+    """Seconds of a step's collectives by axis, for every grid."""
+    by_axis = seconds_by_axis(machine, [_candidate(settings, grid) for grid in settings.grids])
+    return [{axis: float(values[i]) for axis, values in by_axis.items()} for i in range(len(settings.grids))]
+
+
+def _candidate(settings: Settings, grid: Grid) -> Candidate:
+    with torch.device("meta"):
+        model = GPT(settings.model)
+    placements = place(model, grid, plan(settings), Options(**OPTIONS))  # type: ignore[arg-type]
+    return candidate(grid, step_volumes(model, placements, grid, settings.tokens // grid.batch), 0.0)
+
+
+def _grids(settings: Settings) -> Grids:
+    return Grids(*(np.array([grid.size(axis) for grid in settings.grids], np.int64) for axis in AXES))
+
+
+def _model(settings: Settings) -> Transformer:
+    return Transformer("gpt", settings.layers, settings.hidden, settings.heads, settings.context)

@@ -1,0 +1,29 @@
+"""``axonn bench samo``: the step of compressed state beside that of dense state, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from axonn_recipes.bench_samo import report
+from axonn_recipes.bench_samo.measure import passes, steps
+from axonn_recipes.bench_samo.settings import described, parser, resolve
+from axonn_recipes.runs import new_folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    options = parser().parse_args(arguments)
+    settings = resolve(options)
+    folder = new_folder(options.runs, options.name, "bench_samo")
+    print(described(settings), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    sides, copying = steps(settings)
+    numbers = report.results(settings, sides, copying, passes(settings) if settings.passes else [])
+    print(report.table(numbers), end="\n\n")
+    print(*report.write(numbers, folder), sep="\n")
+    return 0

@@ -1,0 +1,132 @@
+"""What each rank does: build the sides, check that they learn alike, count, and time their steps in turns."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.ledger import Ledger
+from axonn_recipes.allocations import most_allocated
+from axonn_recipes.bench_ted.blocking import KINDS, Blocking, counted
+from axonn_recipes.bench_ted.settings import Settings
+from axonn_recipes.bench_ted.sides import SIDES, Ranks, Step, mean_loss
+
+TOLERANCE = 1e-4  # of the first losses, in nats: what rounding of fp32 explains, and no mistake
+_CHECKED_STEPS = 3
+
+
+@dataclass
+class Side:
+    """One side and what was measured of it; all numbers are the same on every rank.
+
+    Attributes:
+        name: shown.
+        losses: of the first steps, mean over the batch.
+        seconds: of each timed step, the slowest rank's.
+        parts: by kind of collective, seconds of each step with blocking collectives, mean over the ranks.
+        blocking: seconds of these steps less the collectives, likewise: computing, and waiting for later ranks.
+        calls: collectives a step, by kind.
+        sent: bytes that a rank sends a step, by kind.
+        memory: most bytes that a step allocated, above weights and the optimizer's state; the rank with most.
+        stashed: bytes of it that communication-aware checkpointing holds after the forward.
+    """
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    blocking: list[float] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    memory: int = 0
+    stashed: int = 0
+
+
+def measure(settings: Settings) -> list[Side]:
+    """Measure all sides; every rank calls it, and has the result.
+
+    Raises:
+        ConfigError: the sides do not compute the same losses.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    dist.init_process_group("gloo")
+    ranks = Ranks(settings)
+    made = []
+    for name in SIDES:
+        _say(f"building {name}")
+        made.append((side := Side(name), step := Step(name, settings, ranks)))
+        side.losses = [mean_loss(step()) for _ in range(_CHECKED_STEPS)]
+    check_losses([side for side, _ in made])
+    axes = ranks.axis_names()
+    for side, step in made:
+        _count(side, step, axes)
+    for number in range(settings.rounds):
+        _say(f"round {number + 1} of {settings.rounds}")
+        first = number % len(made)
+        for side, step in made[first:] + made[:first]:
+            side.seconds.append(_over_ranks([_seconds(step)], dist.ReduceOp.MAX)[0])
+            _split(side, step, axes)
+    return [side for side, _ in made]
+
+
+def check_losses(sides: list[Side]) -> None:
+    """Whether all learn the same.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    reference = sides[0]
+    for side in sides:
+        apart = max(abs(a - b) for a, b in zip(side.losses, reference.losses, strict=True))
+        if not apart <= TOLERANCE:
+            raise ConfigError(
+                f"{side.name} and {reference.name} do not compute the same: their first losses, {side.losses} and "
+                f"{reference.losses}, differ by {apart:.2g}, more than {TOLERANCE:g}; nothing is reported"
+            )
+
+
+def _count(side: Side, step: Step, axes: dict[str, str]) -> None:
+    with Ledger(axes) as ledger:
+        step()
+    assert not ledger.unknown, ledger.unknown
+    side.calls, side.sent = counted(ledger)
+    memory, stashed = _over_ranks([most_allocated(step), step.stashed], dist.ReduceOp.MAX)
+    side.memory, side.stashed = int(memory), int(stashed)
+
+
+def _split(side: Side, step: Step, axes: dict[str, str]) -> None:
+    """A step's time by kind of collective."""
+    with Blocking(axes) as ledger:
+        whole = _seconds(step)
+    mine = ledger.seconds()
+    summed = _over_ranks([*mine.values(), whole - sum(mine.values())], dist.ReduceOp.SUM)
+    *parts, rest = (seconds / dist.get_world_size() for seconds in summed)
+    for kind, seconds in zip(mine, parts, strict=True):
+        side.parts[kind].append(seconds)
+    side.blocking.append(rest)
+
+
+def _seconds(step: Step) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0 and sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _over_ranks(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    reduced = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(reduced, op=how)
+    return reduced.tolist()

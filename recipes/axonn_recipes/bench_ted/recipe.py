@@ -1,0 +1,44 @@
+"""``axonn bench ted``: a step of an MoE GPT with stock DeepSpeed-MoE and with TED, by part, on an emulated cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+from axonn_plugins.cluster import Cluster
+from axonn_plugins.config import ConfigError
+from axonn_plugins.launch import launch
+from axonn_recipes.bench_ted import report
+from axonn_recipes.bench_ted.measure import Side, measure
+from axonn_recipes.bench_ted.settings import Settings, described, parser, resolve
+from axonn_recipes.runs import new_folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's, no cluster can be emulated here, or sides that do not compute the same.
+    """
+    options = parser().parse_args(arguments)
+    runs = resolve(options)
+    folder = new_folder(options.runs, options.name, "bench_ted")
+    print(described(runs), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError("axonn bench ted measures DeepSpeed-MoE, but DeepSpeed is not installed; install deepspeed")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    numbers = report.results([(settings, run(settings)) for settings in runs])
+    print(report.table(numbers), end="\n\n")
+    print(*report.write(numbers, folder), sep="\n")
+    return 0
+
+
+def run(settings: Settings) -> list[Side]:
+    """Measure on a cluster of its own, or on ranks of this machine."""
+    if settings.local:
+        return launch(measure, settings.ranks, settings)[0]
+    with Cluster(settings.nodes, settings.latency, settings.bandwidth) as cluster:
+        return cluster.launch(measure, settings.ranks_per_node, settings)[0]

@@ -1,0 +1,240 @@
+"""What each rank does: build every side, check that all learn alike, and time them in turns."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_tp import sides
+from axonn_recipes.bench_tp.memory import PeakMemory
+from axonn_recipes.bench_tp.settings import RESHARD, STAGES, Settings, name, options_of
+from axonn_tp import Grid
+
+TOLERANCE = 1e-3  # of the first losses, in nats: what rounding of fp32 explains, and no mistake
+_CHECKED_STEPS, _SCREENED_STEPS = 3, 2
+
+
+@dataclass
+class Side:
+    """One side and what was measured of it; all numbers are the same on every rank.
+
+    Attributes:
+        name: shown in the table.
+        kind: "peer", "ours" or "stage".
+        build: makes its step.
+        losses: of the first steps, mean over the batch.
+        memory: most bytes of tensors a rank held at once; the largest of all ranks.
+        seconds: of each timed step, the slowest rank's.
+        inside: bytes a step between ranks of one node, all nodes together; None where the device hides them.
+        between: bytes a step between nodes, likewise.
+        compute: seconds a step takes when collectives take none.
+    """
+
+    name: str
+    kind: str
+    build: Callable[[], sides.Step] = field(repr=False)
+    losses: list[float] = field(default_factory=list)
+    memory: int = 0
+    seconds: list[float] = field(default_factory=list)
+    inside: float | None = None
+    between: float | None = None
+    compute: float | None = None
+
+    @property
+    def median(self) -> float:
+        """Seconds a step."""
+        return statistics.median(self.seconds)
+
+
+def measure(settings: Settings) -> list[Side]:
+    """Measure all sides; every rank calls it, and has the result.
+
+    Raises:
+        ConfigError: the sides do not compute the same losses.
+    """
+    prepare(settings)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    chosen = [Side(peer, "peer", _peer(peer, settings)) for peer in settings.peers if not sides.absent(peer)]
+    steps = {}
+    for side in chosen:
+        steps[side.name] = first_steps(side)
+    grids = _fastest_grids(settings, chosen) if settings.screen else list(settings.grids)
+    for grid in grids:
+        for called in (name(grid), f"{name(grid)}, {RESHARD}") if grid.gz > 1 else (name(grid),):
+            chosen.append(side := Side(called, "ours", _ours(grid, settings, options_of(called.partition(", ")[2]))))
+            steps[side.name] = first_steps(side)
+    for stage, options in STAGES:
+        chosen.append(side := Side(f"{name(grids[0])}, {stage}", "stage", _ours(grids[0], settings, options)))
+        steps[side.name] = first_steps(side)
+    check_losses(chosen)
+    take_turns(chosen, steps, settings.rounds)
+    return chosen
+
+
+def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]:
+    """Seconds of this rank's steps, by side, where collectives return at once without communicating.
+
+    What a step takes longer than that is communication that no computation hid.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    prepare(settings)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    # What a collective leaves unwritten may be denormal numbers, with which arithmetic is slow.
+    torch.set_flush_denormal(True)
+    grids = {name(grid): grid for grid in settings.grids}
+    steps = {}
+    for side in names:
+        grid, _, stage = side.partition(", ")
+        make = _ours(grids[grid], settings, options_of(stage)) if grid in grids else _peer(side, settings)
+        steps[side] = make()
+        steps[side]()
+    found: dict[str, list[float]] = {side: [] for side in names}
+    for _ in range(settings.rounds):
+        for side in names:
+            found[side].append(_seconds(steps[side]))
+    return found
+
+
+def prepare(settings: Settings) -> None:
+    """Quiet warnings, this rank's device, and its share of the cores."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    here = settings.ranks if settings.emulated else int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+
+
+def _peer(peer: str, settings: Settings) -> Callable[[], sides.Step]:
+    return lambda: sides.build(peer, settings)
+
+
+def _ours(grid: Grid, settings: Settings, options: dict[str, object]) -> Callable[[], sides.Step]:
+    return lambda: sides.ours(settings, grid, options)
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0 and sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def first_steps(side: Side) -> sides.Step:
+    """Build a side; its first losses, and the peak memory of a step in the steady state."""
+    _say(f"building {side.name}")
+    with PeakMemory() as memory:
+        step = side.build()
+        for number in range(_CHECKED_STEPS):
+            if number == _CHECKED_STEPS - 1:
+                gc.collect()
+                memory.restart()
+            side.losses.append(_mean(float(step())))
+    side.memory = int(_over_ranks(float(memory.peak), dist.ReduceOp.MAX))
+    return step
+
+
+def _fastest_grids(settings: Settings, peers: list[Side]) -> list[Grid]:
+    """Time all grids briefly; the fastest, and for each peer the fastest that needs at most its memory."""
+    seconds, memory = {}, {}
+    for grid in settings.grids:
+        side = Side(name(grid), "ours", _ours(grid, settings, {}))
+        step = first_steps(side)
+        memory[grid] = side.memory
+        seconds[grid] = min(_over_ranks(_together(step), dist.ReduceOp.MAX) for _ in range(_SCREENED_STEPS))
+        _say(f"{side.name}: {seconds[grid]:.3f} s")
+        del step, side
+    ordered = sorted(settings.grids, key=lambda grid: seconds[grid])
+    chosen = ordered[:1]
+    for peer in peers:
+        chosen += [grid for grid in ordered if memory[grid] <= peer.memory][:1]
+    return list(dict.fromkeys(chosen))
+
+
+def check_losses(measured: list[Side]) -> None:
+    """Refuse sides that do not learn alike.
+
+    Raises:
+        ConfigError: the first such pair.
+    """
+    reference = measured[0]
+    for side in measured:
+        apart = max(abs(a - b) for a, b in zip(side.losses, reference.losses, strict=True))
+        if not apart <= TOLERANCE:
+            raise ConfigError(
+                f"{side.name} and {reference.name} do not compute the same: their first losses, {side.losses} and "
+                f"{reference.losses}, differ by {apart:.2g}, more than {TOLERANCE:g}; nothing is reported, leave one out"
+            )
+
+
+def take_turns(measured: list[Side], steps: dict[str, sides.Step], rounds: int) -> None:
+    """Time a step of every side in each round, so that what drifts hits all; each round begins with another side."""
+    _, *nothing = _timed(lambda: None)
+    for number in range(rounds):
+        _say(f"round {number + 1} of {rounds}")
+        first = number % len(measured)
+        for side in measured[first:] + measured[:first]:
+            seconds, inside, between = _timed(steps[side.name])
+            side.seconds.append(seconds)
+            if not torch.cuda.is_available():
+                side.inside = (side.inside or 0) + max(0.0, inside - nothing[0]) / rounds
+                side.between = (side.between or 0) + max(0.0, between - nothing[1]) / rounds
+
+
+def _timed(step: Callable[[], object]) -> tuple[float, float, float]:
+    """Seconds of the slowest rank, and bytes inside and between nodes, those of the measurement included."""
+    before = _link_bytes()
+    seconds = _over_ranks(_together(step), dist.ReduceOp.MAX)
+    dist.barrier()
+    inside, between = (after - earlier for after, earlier in zip(_link_bytes(), before, strict=True))
+    return seconds, _over_ranks(inside, dist.ReduceOp.SUM), _over_ranks(between, dist.ReduceOp.SUM)
+
+
+def _together(step: Callable[[], object]) -> float:
+    dist.barrier()
+    return _seconds(step)
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _link_bytes() -> tuple[float, float]:
+    """Bytes sent over loopback and over other interfaces of this node, as its first rank sees them; else 0."""
+    if os.environ["LOCAL_RANK"] != "0":
+        return 0.0, 0.0
+    inside = between = 0.0
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        interface, _, columns = line.partition(":")
+        sent = float(columns.split()[8])
+        if interface.strip() == "lo":
+            inside += sent
+        else:
+            between += sent
+    return inside, between
+
+
+def _mean(value: float) -> float:
+    return _over_ranks(value, dist.ReduceOp.SUM) / dist.get_world_size()
+
+
+def _over_ranks(value: float, how: dist.ReduceOp.RedOpType) -> float:
+    reduced = torch.tensor([value], dtype=torch.float64, device=sides.device())
+    dist.all_reduce(reduced, op=how)
+    return reduced.item()

@@ -1,0 +1,81 @@
+"""``axonn bench tp``: 3D PMM and its peers side by side, on an emulated cluster, this machine, or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from axonn_plugins.cluster import Cluster
+from axonn_plugins.launch import launch
+from axonn_recipes.bench_tp import report, sides
+from axonn_recipes.bench_tp.measure import Side, compute_only, measure
+from axonn_recipes.bench_tp.settings import Settings, described, parser, resolve, under_torchrun
+from axonn_recipes.runs import new_folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's, or sides that do not compute the same.
+    """
+    options = parser().parse_args(arguments)
+    settings = resolve(options)
+    folder = new_folder(options.runs, options.name, "bench_tp")
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print(described(settings), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    left_out = {peer: reason for peer in settings.peers if (reason := sides.absent(peer))}
+    measured = _under_torchrun(settings) if under_torchrun() else _launched(settings)
+    if first:
+        numbers = report.results(settings, measured, left_out)
+        print(report.table(numbers), end="\n\n")
+        print(*report.write(numbers, folder), sep="\n")
+    return 0
+
+
+def _under_torchrun(settings: Settings) -> list[Side]:
+    measured = measure(settings)
+    dist.destroy_process_group()
+    return measured
+
+
+def _launched(settings: Settings) -> list[Side]:
+    """Measure on ranks of this machine, then once more without communication."""
+    with ExitStack() as stack:
+        start = _starter(settings, stack)
+        measured: list[Side] = start(_rank, settings)[0]
+        names = [side.name for side in measured if side.name not in sides.NEED_COMMUNICATION]
+        computed = _slowest(start(compute_only, settings, names))
+    for side in measured:
+        if side.name in computed:
+            side.compute = statistics.median(computed[side.name])
+    return measured
+
+
+def _starter(settings: Settings, stack: ExitStack) -> Callable[..., list[Any]]:
+    if not settings.emulated:
+        return lambda function, *arguments: launch(function, settings.ranks, *arguments)
+    cluster = stack.enter_context(Cluster(settings.nodes, settings.latency, settings.bandwidth))
+    return lambda function, *arguments: cluster.launch(function, settings.ranks_per_node, *arguments)
+
+
+def _rank(settings: Settings) -> list[Side]:
+    measured = measure(settings)
+    for side in measured:
+        del side.build  # it cannot be sent to the process that started the ranks, nor be of use there
+    return measured
+
+
+def _slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Each step's seconds on the slowest rank."""
+    return {
+        name: [max(times) for times in zip(*(found[name] for found in by_rank), strict=True)] for name in by_rank[0]
+    }

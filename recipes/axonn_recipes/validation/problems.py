@@ -1,0 +1,111 @@
+"""The two models of the validation, how their layers use the grid, and what they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonn_plugins.config import ConfigError
+from axonn_recipes import data
+from axonn_recipes.models.gpt import GPT, GPTConfig
+from axonn_recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
+from axonn_recipes.models.unet_plan import unet_plan
+from axonn_recipes.validation.settings import MODELS, Settings
+from axonn_tp import LayerPlan, place
+
+GPT_SIZES = GPTConfig(vocabulary=256, context=32, layers=2, heads=8, hidden=96)
+GPT_PLAN = {
+    **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
+    **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
+    **{"*.qkv": LayerPlan("normal", parts=3, heads=GPT_SIZES.heads), "*.proj": LayerPlan("transposed")},
+    **{"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")},
+    **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
+}
+UNET_SIZES = UNetConfig(
+    in_channels=3, channels=16, multipliers=(1, 2), blocks=1, attention_levels=(), heads=4, groups=4
+)
+PIXELS, TIMESTEPS = 8, 1000
+BATCH = {"gpt": 16, "unet": 16}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained.
+
+    Attributes:
+        build: makes the serial model, whose weights follow from torch's seed; called with a batch it gives the mean loss.
+        plan: how its layers use the grid.
+        checkpointed: the modules of a model that are run again in backward.
+        batch: a step's whole batch, the same everywhere; floating point is float64.
+        lr: highest learning rate.
+    """
+
+    build: Callable[[], nn.Module]
+    plan: Mapping[str, LayerPlan]
+    checkpointed: Callable[[Any], Iterable[nn.Module]]
+    batch: Callable[[int], tuple[Tensor, ...]]
+    lr: float
+
+
+def problem(name: str, settings: Settings) -> Problem:
+    """A problem by name, checked against the grid.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    build: Callable[[], nn.Module] = (lambda: GPT(GPT_SIZES)) if name == "gpt" else (lambda: UNet(UNET_SIZES))
+    plan = GPT_PLAN if name == "gpt" else unet_plan(UNET_SIZES)
+    grid = ",".join(map(str, astuple(settings.grid)))
+    if BATCH[name] % settings.grid.batch:
+        raise ConfigError(
+            f"--grid {grid}: the batch of {BATCH[name]} does not divide by gz*gdata = {settings.grid.batch}; choose a divisor"
+        )
+    with torch.device("meta"):
+        model = build()
+    try:
+        place(model, settings.grid, plan, settings.options)
+    except ValueError as error:
+        raise ConfigError(f"--grid {grid} does not fit the {MODELS[name][0]}: {error}") from None
+    if name == "gpt":
+        return Problem(build, plan, lambda model: model.blocks, _text(settings), lr=3e-3)
+    return Problem(build, plan, lambda model: model.down, _noisy_images(settings), lr=2e-3)
+
+
+def _text(settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
+    corpus = data.load(None, GPT_SIZES.context)
+    return lambda step: corpus.batch("training", BATCH["gpt"], GPT_SIZES.context, _seed(settings, step))
+
+
+def _noisy_images(settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
+    signal = cosine_schedule(TIMESTEPS)
+
+    def batch(step: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(_seed(settings, step))
+        images = discs(BATCH["unet"], PIXELS, generator)
+        t = torch.randint(TIMESTEPS, (BATCH["unet"],), generator=generator)
+        noise = torch.randn(images.shape, generator=generator, dtype=torch.float64)
+        return diffuse(images, t, noise, signal), t, noise
+
+    return batch
+
+
+def _seed(settings: Settings, step: int) -> int:
+    return settings.seed * 1_000_003 + step
+
+
+def discs(images: int, pixels: int, generator: torch.Generator) -> Tensor:
+    """Images of a soft disc of random colour, place and size on a plain ground: (images, 3, pixels, pixels), in [-1, 1]."""
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(images, *shape, generator=generator, dtype=torch.float64)
+
+    ground, colour = uniform(-1, 1, 2, 3, 1, 1).unbind(1)
+    at = torch.linspace(0, 1, pixels, dtype=torch.float64)
+    x, y, radius = uniform(0.2, 0.8, 1, 1), uniform(0.2, 0.8, 1, 1), uniform(0.15, 0.4, 1, 1)
+    distance = ((at - x) ** 2 + (at[:, None] - y) ** 2).sqrt()
+    inside = torch.sigmoid((radius - distance) * 2 * pixels)[:, None]
+    return ground + (colour - ground) * inside
