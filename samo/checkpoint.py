@@ -76,9 +76,13 @@ def dense_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """
     found = state_dict(optimizer)
     by_parameter = {entry.parameter: entry for entry in optimizer.entries}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    numbered = list(enumerate(_parameters(optimizer)))
+    known = {by_parameter[p].group: found["state"][n] for n, p in numbered if "step" in found["state"].get(n, {})}
+    for number, parameter in numbered:
         if number in found["state"]:
             entry = by_parameter[parameter]
+            if entry.kept == 0:
+                found["state"][number] = _of_nothing(found["state"][number], known.get(entry.group, {}))
             found["state"][number] = {
                 key: entry.dense(value) if isinstance(value, Tensor) and value.dim() == 1 else value
                 for key, value in found["state"][number].items()
@@ -86,6 +90,14 @@ def dense_state_dict(optimizer: Optimizer) -> dict[str, Any]:
             }
     del found["loss_scale"]
     return found
+
+
+def _of_nothing(state: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """State of a parameter that is pruned whole, which no step has made: as another of its group has it, with no element."""
+    empty = {
+        key: t.new_empty(0) for key, t in like.items() if isinstance(t, Tensor) and t.dim() == 1 and key != "positions"
+    }
+    return {key: value for key, value in like.items() if key not in empty} | empty | state
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samo.mask_file import pack, unpack
-from samo.pruning import chosen, require_scope, smallest
+from samo.pruning import chosen, require_alive, require_scope, smallest
 from samo.selection import Magnitudes, Shards, total
 from samo.targets import Parameters, require_values
 
@@ -58,7 +58,7 @@ class EarlyBird:
         sparsity: float,
         window: int = 5,
         epsilon: float = 0.1,
-        scope: str = "global",
+        scope: str = "layer",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         *,
@@ -86,7 +86,7 @@ class EarlyBird:
             Whether the ticket is found; once it is, nothing is looked at any more.
 
         Raises:
-            ValueError: a weight is NaN.
+            ValueError: a weight is NaN; the mask would keep nothing of a parameter.
         """
         if self.masks is not None:
             return True
@@ -94,6 +94,7 @@ class EarlyBird:
         with torch.no_grad():
             found = Magnitudes(self._parameters, self._shards)
             masks = smallest(found, self.sparsity, self._scope)
+            require_alive(found, masks, self.sparsity, self._scope)
         self._shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
         packed = {name: pack(mask) for name, mask in masks.items()}
         distances = self._distances(packed, sum(found.sizes.values()))

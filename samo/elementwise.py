@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ def require_elementwise(factory: Callable[[list[dict[str, Any]]], torch.optim.Op
     Two steps on four elements are compared with two steps on two of them.
 
     Raises:
-        ValueError: they differ, or the factory returned no optimizer.
+        ValueError: they differ, its step needs a closure, or the factory returned no optimizer.
     """
     weights, gradients = [0.5, -1.0, 2.0, 0.25], ([0.1, -0.3, 0.7, 2.0], [0.4, 0.2, -0.9, -1.0])
     # What needs a device of its own or more than one dim is judged by its first step.
@@ -41,6 +42,12 @@ def _train(
         raise ValueError(
             f"the factory returned {type(optimizer).__name__}, not a torch optimizer; pass a function such as "
             "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss several times a step and looks at all weights together, so it cannot work "
+            "on the kept ones in tiles; use an optimizer such as Adam, AdamW or SGD"
         )
     for gradient in gradients:
         weight.grad = torch.tensor(gradient)

@@ -47,8 +47,21 @@ def write_masks(path: str | os.PathLike, masks: Mapping[str, Tensor]) -> None:
     aside.replace(file)
 
 
+def masks_within(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The masks in a state_dict of torch.nn.utils.prune, boolean, by the names that the parameters had before; else what is given.
+
+    Args:
+        state: where a parameter ``w`` is pruned it has ``w_orig`` and ``w_mask``, of zeros and ones.
+    """
+    found = {name.removesuffix("_mask"): mask for name, mask in state.items() if name.endswith("_mask")}
+    own = {name: mask for name, mask in found.items() if f"{name}_orig" in state}
+    return {name: _boolean(name, mask, "the state_dict") for name, mask in own.items()} if own else state
+
+
 def read_masks(path: str | os.PathLike, model: Parameters | None = None) -> dict[str, Tensor]:
     """Read masks: what `write_masks` wrote, or a dict by parameter name of boolean tensors or of zeros and ones.
+
+    The state_dict of a model that torch.nn.utils.prune has pruned is taken, too.
 
     Args:
         path: a safetensors file, or one of torch.save, which is read without running code from it.
@@ -58,15 +71,22 @@ def read_masks(path: str | os.PathLike, model: Parameters | None = None) -> dict
         By name, boolean, on the CPU. With a model the names are those of `named_parameters`.
 
     Raises:
-        ValueError: the file is missing or holds something else; a name or shape that is not the model's.
+        ValueError: the file is missing or holds something else; a name or shape that is not the model's; a mask keeps nothing.
     """
     file = Path(path)
     if not file.is_file():
         raise ValueError(
             f'the file of masks "{file}" does not exist; write one with samo.write_masks, or correct the path'
         )
-    found = {name: _boolean(name, mask, file) for name, mask in _read(file).items()}
-    return found if model is None else _of_model(found, model, file)
+    found = {name: _boolean(name, mask, f'"{file}"') for name, mask in masks_within(_read(file)).items()}
+    if model is not None:
+        found = _of_model(found, model, file)
+    for name, mask in found.items():
+        if mask.numel() and not mask.any():
+            raise ValueError(
+                f'the mask of {name!r} in "{file}" keeps nothing; keep some of it, or take its layer out of the model'
+            )
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -89,16 +109,16 @@ def _read(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _boolean(name: str, mask: Any, file: Path) -> Tensor:
+def _boolean(name: str, mask: Any, where: str) -> Tensor:
     if not isinstance(mask, Tensor):
         raise ValueError(
-            f'{name!r} in "{file}" is a {type(mask).__name__}; masks are boolean tensors, or tensors of 0 and 1'
+            f"{name!r} in {where} is a {type(mask).__name__}; masks are boolean tensors, or tensors of 0 and 1"
         )
     if mask.dtype == torch.bool:
         return mask
     kept = mask != 0
     if not torch.equal(kept.to(mask.dtype), mask):
-        raise ValueError(f'{name!r} in "{file}" holds other values than 0 and 1; a mask is 1 where an element is kept')
+        raise ValueError(f"{name!r} in {where} holds other values than 0 and 1; a mask is 1 where an element is kept")
     return kept
 
 

@@ -15,6 +15,7 @@ from samo import checkpoint, fused
 from samo.elementwise import require_elementwise
 from samo.index import Index
 from samo.loss_scale import LossScale
+from samo.mask_file import masks_within
 from samo.native import native_step
 from samo.parameters import check_masks, named_groups
 from samo.reducer import Reducer, gather
@@ -48,7 +49,8 @@ class Optimizer(torch.optim.Optimizer):
             one of transformer-engine or NVIDIA's apex.
         params: a module, an iterable of parameters or of (name, parameter), or torch's parameter groups of these.
         masks: by parameter name, true where an element is kept; what is not named is kept whole. Names are those of the
-            module, or the numbers of the parameters in their order. None: nothing is pruned yet (`prune`).
+            module, or the numbers of the parameters in their order. A state_dict of torch.nn.utils.prune is taken, too.
+            None: nothing is pruned yet (`prune`).
         max_norm: clip the gradient's norm to this.
         loss_scale: "dynamic", a number or a `LossScale`: multiply the loss by `scale`; a step whose gradients are not finite
             is skipped. None: gradients are taken as they are.
@@ -138,6 +140,7 @@ class Optimizer(torch.optim.Optimizer):
     def _apply(self, masks: Mapping[str, Tensor]) -> None:
         """Give entries the indices of masks, and set what they prune to zero."""
         parameters = {self.names[p]: p for group in self.param_groups for p in group["params"]}
+        masks = masks_within(masks)
         check_masks(masks, parameters)
         with torch.no_grad():
             for name, mask in masks.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +15,8 @@ from samo.selection import Shard as Shard
 from samo.selection import Shards as Shards
 from samo.targets import Parameters, names_of, require_values, targets
 
+SCARCE = 0.1
+"""Matrices that keep less than this times the share that is kept of all are named in a warning."""
 _INPUT_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -21,7 +24,7 @@ _INPUT_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def magnitude(
     model: Parameters,
     sparsity: float,
-    scope: str = "global",
+    scope: str = "layer",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     *,
@@ -30,12 +33,13 @@ def magnitude(
     """Prune the weights with the smallest magnitudes: exactly round(sparsity · n) of n.
 
     Of equal magnitudes the first go: by parameter, then by position. So masks are the same from run to run, and the same on
-    any number of ranks.
+    any number of ranks. A warning names matrices of which less than a tenth of the share kept of all is kept.
 
     Args:
         model: a module, or pairs of name and parameter.
-        sparsity: which share to prune, 0 to 1 inclusive.
-        scope: "global": the smallest of all; "layer": of each parameter by itself.
+        sparsity: which share to prune, 0 to 1.
+        scope: "layer": the smallest of each parameter by itself, of which at least one element stays; "global": of all together,
+            which can take small-valued layers away whole, such as GPT-2's attention outputs as they are initialised.
         include: see `samo.targets.targets`, which says which parameters are pruned by default.
         exclude: see there.
         shards: where each rank holds a part of the model: how. Masks are those of the parts; padding is pruned.
@@ -44,12 +48,15 @@ def magnitude(
         By name, boolean, of the parameter's shape and device.
 
     Raises:
-        ValueError: an argument that is not allowed; a weight is NaN.
+        ValueError: an argument that is not allowed; a weight is NaN; nothing of a parameter would be kept.
     """
     require_scope(sparsity, scope)
     parameters = chosen(model, include, exclude, shards)
     require_values(parameters)
-    return smallest(Magnitudes(parameters, shards), sparsity, scope)
+    found = Magnitudes(parameters, shards)
+    masks = smallest(found, sparsity, scope)
+    require_alive(found, masks, sparsity, scope)
+    return masks
 
 
 def chosen(
@@ -65,9 +72,46 @@ def chosen(
 def smallest(found: Magnitudes, sparsity: float, scope: str) -> dict[str, Tensor]:
     """Masks without the smallest of these; see `magnitude`."""
     masks: dict[str, Tensor] = {}
-    for names in [found.names] if scope == "global" else [[name] for name in found.names]:
-        masks |= found.keep(names, round(sparsity * sum(found.sizes[name] for name in names)))
+    if scope == "global":
+        masks = found.keep(found.names, round(sparsity * sum(found.sizes.values())))
+    else:
+        for name in found.names:
+            size = found.sizes[name]
+            count = round(sparsity * size)
+            masks |= found.keep([name], min(count, size - 1) if size and sparsity < 1 else count)
     return masks
+
+
+def require_alive(found: Magnitudes, masks: Mapping[str, Tensor], sparsity: float, scope: str) -> None:
+    """Refuse masks that take a parameter away whole, and warn of those that nearly do.
+
+    Raises:
+        ValueError: one does; on all ranks.
+    """
+    kept = found.kept(masks)
+    dead = [name for name in found.names if found.sizes[name] and not kept[name]]
+    if dead:
+        advice = (
+            "use scope = 'layer', which keeps the same share of each" if scope == "global" else "use a lower sparsity"
+        )
+        raise ValueError(
+            f"sparsity = {sparsity} with scope = {scope!r} keeps nothing of {_listed([repr(name) for name in dead])}; {advice}, or exclude "
+            "what is not to be pruned"
+        )
+    least = SCARCE * (1 - sparsity)
+    scarce = [name for name in found.names if kept[name] < min(least * found.sizes[name], found.sizes[name] - 1)]
+    if scarce:
+        shares = [f"{name!r} ({kept[name] / found.sizes[name]:.3%})" for name in scarce]
+        warnings.warn(
+            f"samo: sparsity = {sparsity} with scope = {scope!r} keeps less than {least:.2%} of {_listed(shares)}; scope = 'layer' "
+            "keeps the same share of each",
+            stacklevel=3,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    few = ", ".join(names[:4])
+    return few if len(names) <= 4 else f"{few} and {len(names) - 4} more"
 
 
 @torch.no_grad()
@@ -96,10 +140,8 @@ def n_of_m(
     Raises:
         ValueError: an argument that is not allowed; a weight is NaN.
     """
-    if not (isinstance(n, int) and isinstance(m, int) and 0 <= n <= m and m >= 1):
-        raise ValueError(
-            f"n = {n}, m = {m} is not a pattern; keep n of each m with 0 <= n <= m and m at least 1, such as 2 of 4"
-        )
+    if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
+        raise ValueError(f"n = {n}, m = {m} is not a pattern; keep n of each m with 1 <= n <= m, such as 2 of 4")
     parameters = targets(model, include, exclude)
     require_values(parameters)
     masks = {}

@@ -148,6 +148,18 @@ class Magnitudes:
         edges = self._edges(names, parts, threshold, count - below)
         return {part.name: self._mask(part, threshold, edges.get(part.name)) for part in parts}
 
+    def kept(self, masks: Mapping[str, Tensor]) -> dict[str, int]:
+        """How many elements of each whole parameter these masks keep, on all ranks together.
+
+        Args:
+            masks: by name, of the parts that this process holds.
+        """
+        counts = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)
+        for number, name in enumerate(self.names):
+            if name in masks:
+                counts[number] = int(masks[name].sum()) * self.parts[name].weight
+        return dict(zip(self.names, total(counts, self.shards).tolist(), strict=True))
+
     def _all(self, part: Part, kept: bool) -> Tensor:
         mask = torch.full_like(part.flat, kept, dtype=torch.bool)
         real = part.real(0, part.flat.numel())

@@ -236,7 +236,7 @@ def serial(case: Case, replicas: int, steps: Sequence[int] | None = None) -> tup
     if case.optimizer == "SGD":
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     elif case.samo is not None:
-        masks = samo.magnitude(model, case.samo["sparsity"], case.samo.get("scope", "global"))
+        masks = samo.magnitude(model, case.samo["sparsity"], case.samo.get("scope", "layer"))
         optimizer = samo.Optimizer(
             lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
             model,

@@ -71,8 +71,9 @@ class Samo(Block):
         "of the smallest weights has settled; with settings: {early_bird: {interval, window, epsilon}}. {mask: FILE}: masks from a file.",
     )
     scope: Literal["global", "layer"] = Field(
-        "global",
-        description="Whether sparsity is that of all prunable weights together, or of each parameter by itself.",
+        "layer",
+        description="layer: of each parameter its smallest weights are pruned. global: the smallest of all prunable weights together, which "
+        "can take layers of small weights away whole; then the run is refused.",
     )
     include: list[str] | None = Field(
         None,
