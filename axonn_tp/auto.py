@@ -21,6 +21,7 @@ from axonn_tp.example import Arguments, as_arguments, guesses, rows
 from axonn_tp.linear_split import features
 from axonn_tp.mesh import Grid
 from axonn_tp.options import Options
+from axonn_tp.own_faults import let_out
 from axonn_tp.pairs import Group, Judge, Traced, short
 from axonn_tp.placement import free_layers, place, readers
 from axonn_tp.plan import LayerPlan
@@ -85,6 +86,7 @@ class _Finder:
         try:
             self.shadow = Shadow(model)
         except Exception as error:
+            let_out(error)
             self.note = f"The model could not be copied for a simulation ({short(error)})."
         self.arguments = None if example_inputs is None else as_arguments(example_inputs)
         self._trials = Judge(self.shadow, self.sizes, grid, self.reasons)
@@ -129,6 +131,7 @@ class _Finder:
             try:
                 run = self.shadow.whole(name, arguments)
             except Exception as error:
+                let_out(error)
                 problem = problem or error
                 continue
             yield Traced(name, run)
@@ -208,6 +211,7 @@ class _Finder:
                 try:
                     self.shadow.share(traced.name, traced.run, rank.cuts, rank.counts, True)
                 except Exception as error:
+                    let_out(error)
                     return error
         return None
 
@@ -230,6 +234,7 @@ class _Finder:
         try:
             return self._stream(plan)
         except Exception as error:
+            let_out(error)
             return {}, f"The stream between pairs is whole on every rank: {collapse(short(error))}."
 
     def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:

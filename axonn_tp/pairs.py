@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from axonn_tp.counts import counting_attributes, divisors, read_count
 from axonn_tp.mesh import Grid
+from axonn_tp.own_faults import let_out
 from axonn_tp.plan import LayerPlan, linear_split
 from axonn_tp.report import collapse
 from axonn_tp.shadow import Cut, Local, Mismatch, Run, Shadow
@@ -140,6 +141,7 @@ class Judge:
             try:
                 self.shadow.share(name, run, group.cuts(share, shares), group.local(shares), False)
             except Exception as error:
+                let_out(error)
                 return error
         return None
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.mesh import Grid
+from axonn_tp.own_faults import let_out
 from axonn_tp.plan import LayerPlan
 from axonn_tp.report import collapse
 from axonn_tp.rms_norm import is_rms_norm
@@ -255,6 +256,7 @@ def split_stream(
         other = _simulated(shadow, run, grid, over_both, True)
         problem = "other layers would be part of it"
     except Exception as error:
+        let_out(error)
         other, problem = None, str(error) or type(error).__name__
     if other is not None and (other == found or grid.gy == 1):
         return other

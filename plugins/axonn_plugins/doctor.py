@@ -68,7 +68,7 @@ class Check:
 def report() -> list[Check]:
     """Look at everything; takes a few seconds, because torch is imported and a process group is tried."""
     core = [_versions, _entry_point, _package_found, _devices, _gloo]
-    rest = [_other_backends, _pccl, _compiler, _megatron_core, _megatron_checkout, _apex, _optional_parts]
+    rest = [_other_backends, _pccl, _compiler, _build_locks, _megatron_core, _megatron_checkout, _apex, _optional_parts]
     return [check for section in core + rest for check in _guarded(section, core=section in core)]
 
 
@@ -240,6 +240,19 @@ def _compiler() -> Iterable[Check]:
     else:
         detail = "none; only parts that compile when first used need one"
         yield Check("C++ compiler", "optional-missing", detail, "apt-get install g++", core=False)
+
+
+def _build_locks() -> Iterable[Check]:
+    from axonn_plugins import build_locks
+
+    name, found = "torch extensions", build_locks.abandoned()
+    for lock in found:
+        detail = f"{lock} was left by a build that was killed: every start that needs it waits for ever"
+        yield Check(
+            name, "problem", detail, f"rm {lock}, unless another machine is building in that folder", core=False
+        )
+    if not found:
+        yield Check(name, "ok", f"no build was left unfinished in {build_locks.folder()}", core=False)
 
 
 def _apex() -> Iterable[Check]:

@@ -187,6 +187,11 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("PipelineModule",),
     ),
     "stage 3": ("more = {'zero_optimization': {'stage': 3}}", ("stage = 3", "gz")),
+    "old offload": (
+        "more = {'zero_optimization': {'stage': 1, 'cpu_offload': True}}",
+        ("zero_optimization.cpu_offload", "offload_optimizer"),
+    ),
+    "old stage": ("more = {'zero_optimization': True}", ("zero_optimization = true", '{"stage": 1}')),
     "lamb": (
         "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
         ("Lamb", "AdamW"),

@@ -141,6 +141,7 @@ WRONG = [
     ("--fix np=0", "gives np no size"),
     ("--tokens many", '--tokens = "many"'),
     ("--json no/such/folder/a.json", '--json = "no/such/folder/a.json" cannot be written'),
+    ("--plot -", '--plot = "-" is no file'),
     ("--plot no/such/folder/a.png", '--plot = "no/such/folder/a.png" cannot be written'),
     ("--wrong", "unrecognized arguments: --wrong"),
     ("--tokens-per-batch 2M", "not allowed with"),

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
-from axonn_plugins import doctor
+from axonn_plugins import build_locks, doctor
 from axonn_plugins.doctor import Check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,3 +186,25 @@ def test_pccl_says_whether_it_is_compiled_by_what_and_where_it_listens(monkeypat
     (check,) = doctor._pccl()
     assert check.state == "problem" and "none0" in check.detail
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys, named):
+    root = tmp_path if named else tmp_path / "torch_extensions" / "py311_cpu"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    if named:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (root / "cpu_adam").mkdir(parents=True)
+    baton = FileBaton(str(root / "cpu_adam" / "lock"))
+    assert baton.try_acquire()  # a build that goes on
+    assert [check.state for check in doctor._build_locks()] == ["ok"]
+    os.close(baton.fd)  # its process is gone
+    (check,) = doctor._build_locks()
+    assert check.state == "problem" and str(root / "cpu_adam" / "lock") in check.detail and not check.core
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    build_locks.warn()
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    build_locks.warn()
+    assert str(root / "cpu_adam" / "lock") in capsys.readouterr().err

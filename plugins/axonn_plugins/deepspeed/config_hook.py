@@ -20,7 +20,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 
-from axonn_plugins import config, names
+from axonn_plugins import build_locks, config, names
+from axonn_plugins.deepspeed.sections import of_old_forms, refuse
 
 # Not in older versions of DeepSpeed.
 _DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
@@ -57,6 +58,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
         ConfigError: the first mistake.
     """
     _one_sentence_for_mistakes()
+    build_locks.warn()
     block = config.parse(raw["axonn"])
     for key, packages in _PACKAGES.items():
         if getattr(block, key) is not None:
@@ -68,6 +70,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     if deciding is None:
         _stock_engine()
     else:
+        refuse(of_old_forms(raw))
         _stock_pipelines()
         if deciding != "tensor_parallel":  # whose engine puts its own in that place
             _forget_unit()

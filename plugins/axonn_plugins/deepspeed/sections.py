@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,6 +77,36 @@ def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:
             )
             for half, known in supported.items()
         ],
+    ]
+
+
+def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
+    """What DeepSpeed still reads under names that it has given up, and the checks of the block would not see."""
+    zero = raw.get("zero_optimization")
+    old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+    return [
+        (
+            isinstance(zero, bool),
+            f"zero_optimization = {json.dumps(zero)} is DeepSpeed's old form; write "
+            + json.dumps({"stage": int(zero is True)}),
+        ),
+        *[
+            (
+                key in section(raw, "zero_optimization"),
+                f"zero_optimization.{key} is DeepSpeed's old name; write "
+                + (
+                    f'"{new}": {{"device": "cpu"}}, or leave it out'
+                    if section(raw, "zero_optimization").get(key)
+                    else "nothing"
+                ),
+            )
+            for key, new in old.items()
+        ],
+        (
+            "cpu_offload" in raw,
+            "cpu_offload is DeepSpeed's old name, which it does not read; write "
+            '"offload_optimizer": {"device": "cpu"} in zero_optimization, or leave it out',
+        ),
     ]
 
 

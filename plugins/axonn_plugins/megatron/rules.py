@@ -10,6 +10,7 @@ import sys
 import warnings
 from typing import Any
 
+from axonn_plugins import build_locks
 from axonn_plugins.block import ConfigError
 from axonn_plugins.doctor import MEGATRON_BELOW, MEGATRON_FROM
 from axonn_plugins.megatron.features import FEATURES, MODELS, Feature
@@ -35,6 +36,7 @@ def before(args: Any) -> Settings:
         ConfigError: the first mistake.
     """
     require("--tensor-model-parallel-impl=axonn3d", "axonn_tp")
+    build_locks.warn()
     check_host()
     _check_script()
     for feature in FEATURES:

@@ -32,6 +32,10 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     parsed = _parser().parse_args(arguments)
+    if parsed.plot == "-":
+        raise ConfigError(
+            '--plot = "-" is no file: a picture is not written to the terminal; use a name such as plan.png'
+        )
     for option, name in (("json", parsed.json), ("plot", parsed.plot)):
         if name not in (None, "-"):
             _writable(option, name)
