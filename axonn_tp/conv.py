@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from axonn_tp.activation import plain, split_among
 from axonn_tp.collectives import Collective, gather_from, split_to
 from axonn_tp.entry import enter
 from axonn_tp.layout import Layout, become
@@ -197,14 +198,13 @@ class Conv(SplitWeight):
         if input.dim() == -dim:
             return self.forward(input[None])[0]
         scattered_input = self._check_channels(input)
-        input = input.to(self.compute_dtype(input))
+        input = plain(input).to(self.compute_dtype(input))
         block, bias = self.block(), self.bias
         bias = bias if bias is None else bias.to(block.dtype)
         if self.mesh.size("model") == 1 and not (self.reshard_after_forward and self.mesh.size("z") > 1):
             return self.operation.forward(input, block, bias)
         output = self._product(input, block, bias, scattered_input)
-        self.mesh.split_over = self.split.split_over
-        return output
+        return split_among(output, self.mesh, self.split.split_over)
 
     def _product(self, input: Tensor, block: Tensor, bias: Tensor | None, scattered_input: bool) -> Tensor:
         mesh, split, dim = self.mesh, self.split, self.operation.features

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonn_tp.activation import split_among
 from axonn_tp.collectives import Collective, reduce_from, scatter_from
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
-from axonn_tp.product import note_tokens
+from axonn_tp.tokens import Tokens
 from axonn_tp.weight import SplitWeight
 
 
@@ -71,12 +72,17 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""
-        mesh, rows = self.mesh, self._look_up(input)
-        mesh.split_over = ("x", "y") if self.scatter_tokens else ("y",)
-        if not self.scatter_tokens:
-            return reduce_from(rows, mesh, "x")
-        note_tokens(mesh, "x", rows.shape[-2])
-        return scatter_from(rows, mesh, "x", dim=-2)
+        if not self.scatter_tokens or self.mesh.size("x") == 1:
+            return split_among(self.looked_up(input), self.mesh, ("y",))
+        tokens = Tokens(input.shape[-1], self.mesh.size("x"), input.dim() + 1)
+        return split_among(self.looked_up(input), self.mesh, ("x", "y"), tokens)
+
+    def looked_up(self, input: Tensor) -> Tensor:
+        """What `forward` gives, as a plain tensor."""
+        rows = self._look_up(input)
+        if self.scatter_tokens:
+            return scatter_from(rows, self.mesh, "x", dim=-2)
+        return reduce_from(rows, self.mesh, "x")
 
     def _look_up(self, input: Tensor) -> Tensor:
         """Rows of this rank's part of the vocabulary, zeros for other ids."""

@@ -38,17 +38,18 @@ class Entry:
         share: the tensor as it came.
         route: how it came.
         layer: the first reader.
+        tokens: how many the gathered tensor has, where tokens are scattered; with the padding when None.
 
     Attributes:
         readers: how many products have read it.
     """
 
-    def __init__(self, share: Tensor, route: Route, layer: Weight) -> None:
+    def __init__(self, share: Tensor, route: Route, layer: Weight, tokens: int | None) -> None:
         self.mesh: Mesh = layer.mesh
         self.operation: Operation = layer.operation
         self.route, self.readers = route, 1
         self.dim = self.operation.tokens if route.takes == "tokens" else self.operation.features
-        self._tokens = self.mesh.whole_tokens.get(share.shape[self.dim]) if route.takes == "tokens" else None
+        self._tokens = tokens
         self._pass = _Pass(-1)
 
     def gather(self, share: Tensor) -> Pending:
@@ -144,20 +145,21 @@ class _Enter(torch.autograd.Function):
         return ctx.entry.reduced() if grad is None else ctx.entry.reduce(grad), None
 
 
-def enter(share: Tensor, route: Route, layer: Weight) -> Entered:
+def enter(share: Tensor, route: Route, layer: Weight, tokens: int | None = None) -> Entered:
     """What a product reads of this rank's share of its input.
 
     Args:
         share: the input as it came.
         route: how it came.
         layer: the product's layer.
+        tokens: see `Entry`.
 
     Returns:
         The product's input, and where it comes from; None where it is the share itself.
     """
     if layer.mesh.size(route.output) == 1:
         return share, None
-    entry = Entry(share, route, layer)
+    entry = Entry(share, route, layer, tokens)
     return _Enter.apply(share, entry), Source(entry, share)
 
 

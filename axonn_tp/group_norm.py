@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from axonn_tp.activation import plain, split_as
 from axonn_tp.collectives import Collective, all_gather
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
@@ -151,7 +152,6 @@ class GroupNorm(Split, nn.GroupNorm):
             ValueError: the input is not this rank's share of the channels.
         """
         share = share_of(self.mesh.grid, self.mesh.coordinates, self.axes)
-        self.mesh.split_over = self.axes
         if share.count == 1:
             return super().forward(input)
         if input.shape[1] * share.count != self.num_channels:
@@ -162,8 +162,9 @@ class GroupNorm(Split, nn.GroupNorm):
         if not pieces:
             return nn.functional.group_norm(input, self.num_groups // share.count, self.weight, self.bias, self.eps)
         groups = _Groups(self.num_channels, self.num_groups, share, input.device)
-        output = _Normalise.apply(input.reshape(*input.shape[:2], -1), self.eps, groups, self.mesh).view_as(input)
+        images = plain(input).reshape(*input.shape[:2], -1)
+        output = _Normalise.apply(images, self.eps, groups, self.mesh).view(input.shape)
         if self.affine:
             like = (-1,) + (1,) * (input.dim() - 2)
             output = output * self.weight.view(like) + self.bias.view(like)
-        return output
+        return split_as(output, input)

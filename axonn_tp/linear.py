@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonn_tp.activation import plain, split_among, split_of, unwatched
 from axonn_tp.collectives import gather_from, split_to
 from axonn_tp.entry import Entered, SharedInput, enter
 from axonn_tp.layout import become
@@ -21,6 +22,7 @@ from axonn_tp.linear_split import LinearSplit, features, is_conv1d
 from axonn_tp.mesh import Mesh
 from axonn_tp.options import Options
 from axonn_tp.product import Matmul, Operation, Product, Route
+from axonn_tp.tokens import REMEDY, Tokens
 from axonn_tp.weight import SplitWeight
 
 
@@ -89,29 +91,67 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         self._split(mesh, {"weight": weight, "bias": split.bias_layout(n)})
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, k or its share) → (…, n or its share), as `self.split` says."""
-        return self.multiply(input, self.bias)
+        """(…, k or its share) → (…, n or its share), as `self.split` says.
 
-    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`forward` with a bias of the caller's, or none."""
+        Raises:
+            ValueError: the input is not what this layer takes.
+        """
+        tokens = self._tokens(input)
+        with unwatched():
+            output = self.multiply(input, self.bias, tokens)
+        if self.split.gives != "tokens" or self.mesh.size(self.split.contracted) == 1:
+            kept = tokens if tokens is not None and input.dim() == 2 < tokens.dims else None
+            tokens = None if kept is None else Tokens(kept.whole, 1, kept.dims)
+        elif tokens is None:
+            tokens = Tokens(input.shape[-2], self.mesh.size(self.split.contracted), input.dim())
+        else:
+            tokens = Tokens(tokens.whole, self.mesh.size(self.split.contracted), tokens.dims)
+        return split_among(output, self.mesh, self.split.split_over, tokens)
+
+    def _tokens(self, input: Tensor) -> Tokens | None:
+        """How the input's tokens lie, where they are scattered or it has been flattened.
+
+        Raises:
+            ValueError: they are scattered, and their number is unknown.
+        """
+        found = split_of(input)
+        tokens = found.tokens if found is not None else None
+        if self.split.takes == "tokens" and self.mesh.size(self.split.output) > 1:
+            if tokens is None or tokens.ranks == 1:
+                raise ValueError(
+                    f"{self}: an input of shape {tuple(input.shape)} does not tell of how many tokens it is a share, as it comes from no layer "
+                    f"that scatters them, or through code that torch does not see; {REMEDY}"
+                )
+            return tokens
+        return tokens if tokens is not None and input.dim() == 2 < tokens.dims else None
+
+    def multiply(self, input: Tensor, bias: Tensor | None, tokens: Tokens | None = None) -> Tensor:
+        """`forward` on plain tensors.
+
+        Args:
+            input: the input; one object for all layers that share it.
+            bias: the layer's, or the caller's, or none.
+            tokens: how the input's tokens lie; None where a scattered input has no padding, and otherwise where all are in their place.
+        """
         mesh, split = self.mesh, self.split
         route = split.route(self._check_width(input))
         block = self.block()
         bias = bias if bias is None else bias.to(block.dtype)
         resharded = self.reshard_after_forward and mesh.size("z") > 1
         if mesh.size("model") == 1 and not resharded and type(self.operation) is Matmul:
-            return F.linear(input.to(self.compute_dtype(input)), block, bias)
-        whole, source = self._entered(input, route)
+            return F.linear(plain(input).to(self.compute_dtype(input)), block, bias)
+        whole, source = self._entered(input, route, tokens)
         if split.gives == "whole":
             output = Product.apply(whole, block, None, route, self, source)
             output = gather_from(output, mesh, split.output)[..., : self.out_features]
             output = output if bias is None else output + bias
         else:
             output = Product.apply(whole, block, bias, route, self, source)
-        mesh.split_over = split.split_over
+        if tokens is not None and input.dim() == 2 < tokens.dims:
+            output = output.flatten(0, -2)
         return self._without_padding(output) if split.pad_vocabulary and split.gives != "whole" else output
 
-    def _entered(self, input: Tensor, route: Route) -> Entered:
+    def _entered(self, input: Tensor, route: Route, tokens: Tokens | None) -> Entered:
         """The input as the product reads it, entered for this layer or for one before it that reads the same tensor."""
         split, missing = self.split, 0
         dtype = self.compute_dtype(input)
@@ -119,11 +159,12 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             missing = self.layouts["weight"].padded(self.mesh.grid)[1] - self.in_features
 
         def make() -> Entered:
-            share = input.to(dtype)
+            share = plain(input).to(dtype)
+            share = share if tokens is None else tokens.unflatten(share)
             if split.takes == "whole":
                 share = F.pad(share, (0, missing)) if missing else share
                 share = split_to(share, self.mesh, split.contracted)
-            return enter(share, route, self)
+            return enter(share, route, self, tokens.whole if tokens is not None and route.takes == "tokens" else None)
 
         if self.shared is None:
             return make()

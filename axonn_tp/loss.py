@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from axonn_tp.activation import plain
 from axonn_tp.collectives import Collective, all_reduce
 from axonn_tp.layout import become
 from axonn_tp.mesh import Grid, Mesh
@@ -145,7 +146,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         Raises:
             ValueError: soft targets, or shapes that do not belong together.
         """
-        share = share_of(self.mesh.grid, self.mesh.coordinates, self.axes)
+        share, input = share_of(self.mesh.grid, self.mesh.coordinates, self.axes), plain(input)
         if share.count == 1:
             return super().forward(input, target)
         dim = min(1, input.dim() - 1)

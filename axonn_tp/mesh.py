@@ -6,13 +6,15 @@ The axes, innermost first, are ``x``, ``y``, ``z`` and ``data`` (dissertation §
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from axonn_tp.device import device_of_rank
 
 AXES = ("x", "y", "z", "data")
 _SEVERAL = {
@@ -128,8 +130,9 @@ class Axes(Protocol):
         """This rank's place in the group."""
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Mesh:
-    """A grid bound to the running process group.
+    """A grid bound to the running process group; it does not change.
 
     Besides the four axes it has groups that span several: ``"model"`` (x and y: ranks that read the same tokens),
     ``"batch"`` (z and data: ranks that read different ones), ``"tokens"`` (x, z and data: ranks that hold different
@@ -139,53 +142,54 @@ class Mesh:
         grid: the sizes.
         device: this rank's device.
         coordinates: this rank's place on every axis.
-        split_over: axes over which the activation that the last split layer gave is split among the ranks of x and y.
-        whole_tokens: by a scattered activation's tokens, how many there are in the whole (padding is cut off again).
 
     Args:
         grid: sizes of the axes.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: see `axonn_tp.device.device_of_rank`.
         stages: that many grids, one after the other, each a pipeline stage; the mesh is that of this rank's stage.
 
     Raises:
         ValueError: the grids do not have as many ranks as the process group.
     """
 
-    def __init__(self, grid: Grid, device_type: str = "cpu", stages: int = 1) -> None:
+    grid: Grid
+    device: torch.device
+    coordinates: Mapping[str, int]
+    device_mesh: DeviceMesh
+    _groups: dict[str, dist.ProcessGroup]
+
+    def __init__(self, grid: Grid, device_type: str | None = None, stages: int = 1) -> None:
         if grid.world * stages != dist.get_world_size():
             raise ValueError(
                 f"{stages} stages of the grid {grid} have {grid.world * stages} ranks, but {dist.get_world_size()} run; "
                 "make them equal"
             )
-        self.grid = grid
-        self.device = torch.device(device_type)
-        if device_type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.coordinates = grid.coordinates(dist.get_rank() % grid.world)
+        device = device_of_rank(device_type)
         shape = (stages, grid.gdata, grid.gz, grid.gy, grid.gx)
-        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("stage", *reversed(AXES)))
-        self._groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
-        if stages == 1:
-            assert dist.group.WORLD is not None  # made above, if it was not there
-            self._groups["grid"] = dist.group.WORLD
-        for name, axes in _SEVERAL.items():
-            if name in self._groups:
-                continue
-            self._groups[name] = self._joined(name, [axis for axis in axes if grid.size(axis) > 1] or [axes[0]])
-        self._forwards = 0
-        self.split_over: tuple[str, ...] = ()
-        self.whole_tokens: dict[int, int] = {}
-
-    def _joined(self, name: str, axes: list[str]) -> dist.ProcessGroup:
-        """The group over several axes; that of one of them where the others have size 1."""
-        for known, members in (*_SEVERAL.items(), *((axis, (axis,)) for axis in AXES)):
-            if members == tuple(axes) and known in self._groups:
-                return self._groups[known]
-        return self.device_mesh[tuple(axes)]._flatten(name).get_group()
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", *reversed(AXES)))
+        made = {
+            "grid": grid,
+            "device": device,
+            "coordinates": grid.coordinates(dist.get_rank() % grid.world),
+            "device_mesh": device_mesh,
+            "_groups": _groups(grid, device_mesh, stages),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
-    def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str = "cpu") -> Mesh:
-        """The mesh over all running ranks; the data axis takes what x, y and z leave."""
+    def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str | None = None) -> Mesh:
+        """The mesh over all running ranks; the data axis takes what x, y and z leave.
+
+        Args:
+            gx: ranks along x.
+            gy: ranks along y.
+            gz: ranks along z.
+            device_type: see `axonn_tp.device.device_of_rank`.
+
+        Raises:
+            ValueError: the sizes do not divide the ranks, or this rank has no device.
+        """
         return cls(Grid.for_world(dist.get_world_size(), gx, gy, gz), device_type)
 
     def __deepcopy__(self, memo: dict) -> Mesh:
@@ -216,20 +220,6 @@ class Mesh:
         # A group that spans several axes may be that of one of them, where the others have size 1: the axis names it.
         return {self._groups[axis].group_name: axis for axis in ("tokens", "model", "batch", *AXES)}
 
-    def enter_forward(self) -> None:
-        """A model's forward begins; forwards of models inside models nest."""
-        self._forwards += 1
-        self.split_over = ()
-
-    def leave_forward(self) -> None:
-        """A model's forward ends."""
-        self._forwards -= 1
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a model's forward is running, and so all ranks are in the same place."""
-        return self._forwards > 0
-
     def shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
         """This rank's part of a global batch, split in dim 0 over data and z.
 
@@ -243,3 +233,21 @@ class Mesh:
                 f"use a multiple of {parts}"
             )
         return batch.chunk(parts)[self.rank("batch")]
+
+
+def _groups(grid: Grid, device_mesh: DeviceMesh, stages: int) -> dict[str, dist.ProcessGroup]:
+    """The groups of a mesh by axis, and by the names in `_SEVERAL`."""
+    groups = {axis: device_mesh.get_group(axis) for axis in AXES}
+    if stages == 1:
+        assert dist.group.WORLD is not None  # the device mesh makes it, if it was not there
+        groups["grid"] = dist.group.WORLD
+    for name, axes in _SEVERAL.items():
+        if name in groups:
+            continue
+        real = tuple(axis for axis in axes if grid.size(axis) > 1) or (axes[0],)
+        known = [
+            other for other, members in (*_SEVERAL.items(), *((axis, (axis,)) for axis in AXES)) if members == real
+        ]
+        found = next((other for other in known if other in groups), None)
+        groups[name] = groups[found] if found else device_mesh[real]._flatten(name).get_group()
+    return groups

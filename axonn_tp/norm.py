@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from axonn_tp.activation import plain, split_as
 from axonn_tp.collectives import Collective, all_gather, all_reduce
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
@@ -78,8 +79,6 @@ class _Normalise(torch.autograd.Function):
 class LayerNorm(Split, nn.LayerNorm):
     """`nn.LayerNorm` over a mesh: (…, features/gy) → the same, weight and bias split over y."""
 
-    split_over: tuple[str, ...]
-
     @classmethod
     def convert(cls, module: nn.LayerNorm, mesh: Mesh, scattered: bool = False) -> None:
         """Turn an `nn.LayerNorm` that holds its full weight into this class, in place."""
@@ -87,18 +86,16 @@ class LayerNorm(Split, nn.LayerNorm):
         assert isinstance(module, cls)
         layout = norm_layout(tuple(module.normalized_shape), scattered)
         module._split(mesh, {"weight": layout, "bias": layout})
-        module.split_over = ("x", "y") if scattered else ("y",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise whole rows of which this rank holds 1/gy."""
-        self.mesh.split_over = self.split_over
         if self.mesh.size("y") == 1:
             return super().forward(input)
         if input.shape[-1] * self.mesh.size("y") != self.normalized_shape[0]:
             raise ValueError(
                 f"{self}: the input has {input.shape[-1]} features, expected {self.normalized_shape[0]} / gy = {self.mesh.size('y')}"
             )
-        output = _Normalise.apply(input, self.eps, self.mesh)
+        output = _Normalise.apply(plain(input), self.eps, self.mesh)
         if self.weight is not None:
             output = output * self.weight
-        return output if self.bias is None else output + self.bias
+        return split_as(output if self.bias is None else output + self.bias, input)

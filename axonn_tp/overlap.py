@@ -8,6 +8,7 @@ All ranks run the same passes, so all start the same collectives in the same ord
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,26 +78,49 @@ class _Deferred(torch.autograd.Function):
 class _Gathered(torch.autograd.Function):
     """A shard's block, flat; `late`: the gradient is handed on before its reduce-scatter is done, to `_Deferred`.
 
-    The shard receives the gradient, `values` are what is gathered: the shard's, in the type that its layer computes in.
+    The shard or its stand-in receives the gradient; `values` are the shard's, gathered in the type that its layer computes in.
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, values: Tensor, layer: SplitWeight, late: bool) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, values: Tensor, dtype: torch.dtype, layer: SplitWeight, late: bool) -> Tensor:
         # The node that made a stand-in is what waits for its gradient.
         ctx.layer, ctx.waits, ctx.shape = layer, shard.grad_fn if late else None, shard.shape
-        return layer.gathers.take(layer, values)
+        return layer.gathers.take(layer, values, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         mesh, gathers = ctx.layer.mesh, ctx.layer.gathers
         gathers.release(ctx.layer)
         grad = grad.to(gathers.options.summed_in(grad.dtype))
         if torch.is_grad_enabled():
-            return scatter_from(grad, mesh, "z", 0), None, None, None
+            return scatter_from(grad, mesh, "z", 0), None, None, None, None
         if ctx.waits is None:
-            return start_sum_of_shares(grad, mesh, "z").wait(), None, None, None
+            return start_sum_of_shares(grad, mesh, "z").wait(), None, None, None, None
         gathers.sums.start(ctx.waits, grad)
-        return grad.new_empty(()).expand(ctx.shape), None, None, None
+        return grad.new_empty(()).expand(ctx.shape), None, None, None, None
+
+
+_Key = tuple[int, int, torch.dtype]
+
+
+def _key(shard: Tensor, dtype: torch.dtype) -> _Key:
+    """Tells whether a gather is of this shard with these values in this type."""
+    return shard.data_ptr(), shard._version, dtype
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A gather under way.
+
+    Attributes:
+        key: of what.
+        values: what is sent, which must live until then.
+        pending: its result.
+    """
+
+    key: _Key
+    values: Tensor
+    pending: Pending
 
 
 class Gathers:
@@ -112,10 +136,11 @@ class Gathers:
         self._most_layers, self._most_bytes = options.cached()
         self._successor: dict[tuple[str, SplitWeight | None], SplitWeight] = {}
         self._last: dict[str, SplitWeight | None] = {}
-        self._pending: dict[SplitWeight, tuple[Tensor, int, Pending]] = {}
-        self._views: dict[SplitWeight, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[SplitWeight, Tensor] = {}
-        self._sources: dict[SplitWeight, Tensor] = {}
+        self._pending: dict[SplitWeight, _Gather] = {}
+        self._stand_ins: dict[SplitWeight, tuple[Tensor, torch.dtype, Tensor]] = {}
+        self._kept: dict[SplitWeight, tuple[_Key, Tensor]] = {}
+        self._sources: dict[SplitWeight, tuple[Tensor, torch.dtype]] = {}
+        self._forwards = 0
         self.sums = Sums(mesh)
 
     def __deepcopy__(self, memo: dict) -> Gathers:
@@ -124,11 +149,11 @@ class Gathers:
 
     def begin(self, layers: list[SplitWeight]) -> None:
         """The model's forward begins: forget what the last step left, and make the nodes that backward runs last."""
-        for _, _, pending in self._pending.values():
-            pending.wait()
+        for gather in self._pending.values():
+            gather.pending.wait()
         if not in_backward():
             self.sums.clear()
-        for store in (self._pending, self._views, self._kept, self._sources, self._last):
+        for store in (self._pending, self._stand_ins, self._kept, self._sources, self._last):
             store.clear()
         if self.mesh.size("z") == 1:
             return
@@ -138,8 +163,21 @@ class Gathers:
                 if shard.requires_grad:
                     dtype = layer.compute_dtype(shard)
                     stand_in = _Deferred.apply(shard, self.options.summed_in(dtype), self.sums)
-                    self._views[layer] = stand_in, shard.detach().to(dtype)
+                    self._stand_ins[layer] = shard, dtype, stand_in
         self._start_successors(_phase(), None)
+
+    def enter(self) -> None:
+        """The model's forward begins; forwards of models inside models nest."""
+        self._forwards += 1
+
+    def leave(self) -> None:
+        """The model's forward ends."""
+        self._forwards -= 1
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model's forward is running, and so all ranks are in the same place."""
+        return self._forwards > 0
 
     def block(self, layer: SplitWeight) -> Tensor:
         """The block of this (x, y), flat and padded as its shards are; differentiable, the gradient goes to the shard."""
@@ -148,33 +186,43 @@ class Gathers:
         if self.mesh.size("z") == 1:
             return shard.to(dtype)
         if torch.is_grad_enabled() and shard.requires_grad:
-            stand_in, values = self._views.pop(layer, (shard, shard))
-            if stand_in is not shard and values.dtype == dtype:
-                return _Gathered.apply(stand_in, values, layer, True)
-        return _Gathered.apply(shard, shard.detach().to(dtype), layer, False)
+            # The shard may be another than at the model's start: code may compute with weights of its own.
+            known, known_dtype, stand_in = self._stand_ins.pop(layer, (None, dtype, shard))
+            if known is shard and known_dtype == dtype:
+                return _Gathered.apply(stand_in, shard.detach(), dtype, layer, True)
+        return _Gathered.apply(shard, shard.detach(), dtype, layer, False)
 
-    def again(self, layer: SplitWeight, dtype: torch.dtype) -> Tensor:
-        """The flat block once more, for backward."""
-        shard = self._sources.get(layer, layer._shard().detach()).to(dtype)
-        return shard if self.mesh.size("z") == 1 else self.take(layer, shard)
+    def again(self, layer: SplitWeight, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """The flat block of a shard that the forward has used, once more."""
+        return shard.to(dtype) if self.mesh.size("z") == 1 else self.take(layer, shard, dtype)
 
-    def take(self, layer: SplitWeight, shard: Tensor) -> Tensor:
+    def take(self, layer: SplitWeight, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """The flat block: kept, under way or gathered now; the next layer's gather is started."""
-        phase = _phase()
-        if phase == "backward" and layer in self._kept:
-            return self._kept.pop(layer)
-        self._sources[layer] = shard
-        source, version, pending = self._pending.pop(layer, (None, 0, None))
-        if pending is None or source.data_ptr() != shard.data_ptr() or version != shard._version:  # type: ignore[union-attr]
-            pending = start_all_gather(shard, self.mesh, "z")
-        if self.options.overlap_all_gather and (phase == "backward" or self.mesh.in_forward):
+        phase, key = _phase(), _key(shard, dtype)
+        self._sources[layer] = shard, dtype
+        if phase == "backward":
+            kept = self._kept.pop(layer, None)
+            if kept is not None and kept[0] == key:
+                return kept[1]
+        gather = self._pending.pop(layer, None)
+        if gather is None or gather.key != key:
+            gather = self._gather(shard, dtype)
+        if self.options.overlap_all_gather and (phase == "backward" or self.in_forward):
             self._successor[phase, self._last.get(phase)] = layer
             self._last[phase] = layer
             self._start_successors(phase, layer)
-        flat = pending.wait()
+        flat = gather.pending.wait()
         if phase == "forward" and layer.training:
-            self._keep(layer, flat)
+            self._keep(layer, key, flat)
         return flat
+
+    def _gather(self, shard: Tensor, dtype: torch.dtype) -> _Gather:
+        values = shard.to(dtype)
+        return _Gather(_key(shard, dtype), values, start_all_gather(values, self.mesh, "z"))
+
+    def source(self, layer: SplitWeight) -> Tensor:
+        """The shard that the layer's last block was made of."""
+        return layer._shard().detach() if self.mesh.size("z") == 1 else self._sources[layer][0]
 
     def release(self, layer: SplitWeight) -> None:
         """The layer's backward is done: what was kept for its recomputation may go."""
@@ -192,16 +240,17 @@ class Gathers:
         """Start a layer's gather unless it is there; whether it could be."""
         if layer in self._pending or layer in self._kept:
             return True
-        shard = self._views[layer][1] if layer in self._views else self._sources.get(layer, layer._shard().detach())
-        if phase == "forward" and shard.dtype != layer.compute_dtype(shard):
-            return False
-        self._pending[layer] = (shard, shard._version, start_all_gather(shard, self.mesh, "z"))
+        shard = layer._shard().detach()
+        dtype = layer.compute_dtype(shard)
+        if phase == "backward":
+            shard, dtype = self._sources.get(layer, (shard, dtype))
+        self._pending[layer] = self._gather(shard, dtype)
         return True
 
-    def _keep(self, layer: SplitWeight, flat: Tensor) -> None:
-        held = sum(kept.nbytes for kept in self._kept.values())
+    def _keep(self, layer: SplitWeight, key: _Key, flat: Tensor) -> None:
+        held = sum(kept.nbytes for _, kept in self._kept.values())
         if len(self._kept) < self._most_layers and held + flat.nbytes <= self._most_bytes:
-            self._kept[layer] = flat
+            self._kept[layer] = key, flat
 
 
 def _phase() -> str:

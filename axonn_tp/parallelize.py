@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from axonn_tp.accumulation import accumulate_as
 from axonn_tp.conv import Conv
 from axonn_tp.counts import count_locally
-from axonn_tp.dropout import watch_dropout
 from axonn_tp.embedding import Embedding
 from axonn_tp.entry import SharedInput
 from axonn_tp.group_norm import GroupNorm
@@ -30,7 +29,7 @@ from axonn_tp.norm import LayerNorm
 from axonn_tp.options import Options
 from axonn_tp.overlap import Gathers
 from axonn_tp.placement import place
-from axonn_tp.plan import LayerPlan, Placement
+from axonn_tp.plan import Placement, Plan
 from axonn_tp.rms_norm import RMSNorm
 from axonn_tp.tuning import TunedMatmul, Tuner
 from axonn_tp.tuning_cache import default_cache
@@ -41,7 +40,7 @@ from axonn_tp.weight import Split, SplitWeight
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
-    plan: Mapping[str, LayerPlan] | Literal["auto"] | None = None,
+    plan: Plan | Literal["auto"] | None = None,
     options: Options | None = None,
     example_inputs: Any = None,
 ) -> nn.Module:
@@ -73,7 +72,7 @@ def parallelize(
         if dist.get_rank() == 0:
             print(report, flush=True)
     elif isinstance(plan, str):
-        raise ValueError(f'plan = {plan!r} is not a plan; give LayerPlans by name pattern, or "auto"')
+        raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache()) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
@@ -95,10 +94,9 @@ def parallelize(
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
     _share_inputs(placements)
-    watch_dropout(model, mesh)
     sum_unnamed(model, mesh)
     _count_locally(model, placements)
-    _watch_forward(model, mesh, tuner)
+    _watch_forward(model, tuner)
     accumulate_as(model, options)
     return model
 
@@ -106,21 +104,19 @@ def parallelize(
 class _Forward:
     """What a model's hooks know of it; a copy of the model has its own."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
+    def __init__(self, model: nn.Module, tuner: Tuner | None) -> None:
         self.tuner = tuner
         split = [module for module in model.modules() if isinstance(module, Split)]
-        # A model that was split before keeps the mesh it was split on.
-        self.meshes = {mesh, *(module.mesh for module in split)}
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
             if isinstance(module, SplitWeight):
                 self.layers[module.gathers].append(module)
 
 
-def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
+def _watch_forward(model: nn.Module, tuner: Tuner | None) -> None:
     """While the model's forward runs, code that reads a split layer's weight finds it whole."""
     known = hasattr(model, "axonn_forward")
-    model.axonn_forward = _Forward(model, mesh, tuner)  # type: ignore[assignment]
+    model.axonn_forward = _Forward(model, tuner)  # type: ignore[assignment]
     if not known:
         model.register_forward_pre_hook(_enter_forward, prepend=True)
         model.register_forward_hook(_leave_forward, always_call=True)
@@ -128,8 +124,8 @@ def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
 
 def _enter_forward(model: nn.Module, inputs: tuple) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
-    for mesh in forward.meshes:
-        mesh.enter_forward()
+    for gathers in forward.layers:
+        gathers.enter()
     if forward.tuner is not None and forward.tuner.stepped and not forward.tuner.finished:
         forward.tuner.finish()
     for gathers, layers in forward.layers.items():
@@ -139,8 +135,8 @@ def _enter_forward(model: nn.Module, inputs: tuple) -> None:
 
 
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
-    for mesh in model.axonn_forward.meshes:  # type: ignore[union-attr]
-        mesh.leave_forward()
+    for gathers in model.axonn_forward.layers:  # type: ignore[union-attr]
+        gathers.leave()
 
 
 def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from axonn_tp.loss import CrossEntropyLoss, check_loss
 from axonn_tp.mesh import Grid
 from axonn_tp.norm import check_norm
 from axonn_tp.options import Options
-from axonn_tp.plan import KINDS, LayerPlan, Placement, linear_split
+from axonn_tp.plan import KINDS, LayerPlan, Placement, Plan, linear_split
 from axonn_tp.rms_norm import check_rms_norm, is_rms_norm
 from axonn_tp.weight import Split
 
@@ -63,15 +63,17 @@ def free_layers(model: nn.Module) -> set[str]:
     }
 
 
-def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, LayerPlan]:
-    """The plan by module name. The first pattern that matches a module wins.
+def _named_plan(model: nn.Module, plan: Plan) -> dict[str, LayerPlan]:
+    """The plan by module name, the first of several names of one module. The first pattern that matches a module wins.
 
     Raises:
         ValueError: a pattern matches nothing, or a module of the wrong class.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first = {id(module): name for name, module in model.named_modules()}
     named: dict[str, LayerPlan] = {}
-    for pattern, layer in plan.items():
+    for pattern, given in plan.items():
+        layer = LayerPlan.of(pattern, given)
         if layer.kind not in KINDS:
             raise ValueError(f"plan {pattern!r}: {layer.kind!r} is not a kind; choose one of {', '.join(KINDS)}")
         matches = [name for name in modules if name and fnmatchcase(name, pattern)]
@@ -91,7 +93,7 @@ def _named_plan(model: nn.Module, plan: Mapping[str, LayerPlan]) -> dict[str, La
                     f"plan {pattern!r}: layer {name} is a {type(modules[name]).__name__}, and {layer.kind} takes "
                     f"a {takes}; narrow the pattern"
                 )
-            named.setdefault(name, layer)
+            named.setdefault(first[id(modules[name])], layer)
     return named
 
 
@@ -115,15 +117,14 @@ def _check_together(kinds: Set[str]) -> None:
             raise ValueError(f"plan: {kind} needs {what}")
 
 
-def place(
-    model: nn.Module, grid: Grid, plan: Mapping[str, LayerPlan] | None = None, options: Options | None = None
-) -> list[Placement]:
+def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Options | None = None) -> list[Placement]:
     """Decide what every layer becomes; touches nothing.
 
     Args:
         model: the serial model, on any device including meta.
         grid: the grid.
-        plan: `LayerPlan` by name pattern (``*`` matches anything); linears and convolutions it does not name become self-contained.
+        plan: by name pattern (``*`` matches anything) what a layer becomes, in any form of `LayerPlan.of`; linears and
+            convolutions it does not name become self-contained.
         options: of these the layout decides how activations travel.
 
     Returns:
@@ -160,6 +161,11 @@ def place(
             split = linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scatter)
             if isinstance(module, _ConvNd):
                 check_conv(module, split, grid, name)
+                if "tokens" in (split.takes, split.gives) and grid.gx > 1:
+                    raise ValueError(
+                        f"layer {name}: a convolution looks across tokens, which the scattered layout splits over gx = {grid.gx}; give the "
+                        'embedding "whole_tokens": true in the plan, or use layout = "replicated"'
+                    )
             else:
                 split.check(*Placement(name, module, layer.kind)._size(), grid, name)
             shares = math.prod(grid.size(axis) for axis in split.split_over)
@@ -250,7 +256,7 @@ def _outputs(module: nn.Module) -> int:
 def _check_shared(placements: list[Placement], model: nn.Module) -> None:
     """A weight shared by several layers is split only where an embedding and a head share it."""
     users: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), []).append(name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -54,6 +57,55 @@ class LayerPlan:
     counts: tuple[str, ...] = ()
     reads: str | None = None
     whole_tokens: bool = False
+
+    @classmethod
+    def of(cls, pattern: str, value: LayerPlan | str | Mapping[str, Any]) -> LayerPlan:
+        """A layer's plan in any of its forms: an object of this class, a kind, or what JSON has: a kind and other keys.
+
+        Args:
+            pattern: of the names that it is for.
+            value: one of the forms.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        if isinstance(value, cls):
+            return value
+        given = {"kind": value} if isinstance(value, str) else value
+        if not isinstance(given, Mapping) or "kind" not in given:
+            raise ValueError(
+                f'plan {pattern!r}: {value!r} does not say what the layer becomes; give a kind such as "normal", an object with a "kind", or a '
+                "LayerPlan"
+            )
+        for key, found in given.items():
+            if key not in _FORMS:
+                near = difflib.get_close_matches(str(key), _FORMS, n=1, cutoff=0.0)[0]
+                raise ValueError(f"plan {pattern!r}: {key!r} is not a key of a layer's plan; the nearest is {near!r}")
+            form, fits = _FORMS[key]
+            if not fits(found):
+                raise ValueError(f"plan {pattern!r}: {key} = {found!r} is not {form}; correct it")
+        return cls(**{**given, "counts": tuple(given.get("counts", ()))})
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+
+
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "kind": (f"one of {', '.join(KINDS)}", lambda value: isinstance(value, str) and value in KINDS),
+    "parts": ("an integer of at least 1", _is_size),
+    "heads": ("an integer of at least 1 or None", lambda value: value is None or _is_size(value)),
+    "counts": ("a list of names", _are_words),
+    "reads": ("a word or None", lambda value: value is None or isinstance(value, str)),
+    "whole_tokens": ("true or false", lambda value: isinstance(value, bool)),
+}
+
+Plan = Mapping[str, "LayerPlan | str | Mapping[str, Any]"]
+"""Layers by name pattern; see `LayerPlan.of`."""
 
 
 @dataclass

@@ -129,8 +129,11 @@ class Weight(Protocol):
     def block(self) -> Tensor:
         """The block of this (x, y), differentiable."""
 
-    def block_again(self, dtype: torch.dtype) -> Tensor:
-        """The same in backward, not differentiable."""
+    def block_source(self) -> Tensor:
+        """The shard that the last block was made of."""
+
+    def block_again(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Its block in backward, not differentiable."""
 
 
 def start_scatter(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Operation, parts: int = 1) -> Pending:
@@ -139,11 +142,6 @@ def start_scatter(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Op
         return start_all_reduce(tensor, mesh, axis)
     dim = operation.tokens if how == "tokens" else operation.features
     return start_reduce_scatter(tensor, mesh, axis, dim, parts if how == "features" else 1)
-
-
-def note_tokens(mesh: Mesh, axis: str, whole: int) -> None:
-    """Remember of how many tokens a scattered activation is a share, so that padding is cut off when it is gathered."""
-    mesh.whole_tokens[-(-whole // mesh.size(axis))] = whole
 
 
 class Product(torch.autograd.Function):
@@ -160,8 +158,6 @@ class Product(torch.autograd.Function):
         mesh, operation = layer.mesh, layer.operation
         alone = mesh.size(route.contracted) == 1
         output = operation.forward(input, block, bias if alone else None)
-        if route.gives == "tokens":
-            note_tokens(mesh, route.contracted, output.shape[operation.tokens])
         ctx.route, ctx.layer, ctx.shapes = route, layer, (input.shape, block.shape, output.shape)
         ctx.dtype, ctx.entry = block.dtype, source.entry if source is not None else None
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -171,6 +167,7 @@ class Product(torch.autograd.Function):
             kept if wants_weight else None,
             block if wants_input and not layer.reshard_after_forward else None,
             bias if wants_bias else None,
+            layer.block_source() if wants_input and layer.reshard_after_forward else None,
         )
         output = start_scatter(output, mesh, route.contracted, route.gives, operation, route.parts).wait()
         # Not in place: what was communicated may be kept for a recomputation (communication-aware checkpointing).
@@ -184,7 +181,7 @@ class Product(torch.autograd.Function):
         input_shape, block_shape, output_shape = ctx.shapes
         if torch.is_grad_enabled():
             return *_differentiable(ctx, grad), None, None, None
-        input, block, bias = ctx.saved_tensors
+        input, block, bias, shard = ctx.saved_tensors
         d_input, d_weight, d_bias = None, None, None
         if wants_bias:
             features = operation.features % grad.dim()
@@ -196,7 +193,7 @@ class Product(torch.autograd.Function):
         if wants_weight and ctx.again:
             entry.start_again(input)
         if wants_input:
-            block = layer.block_again(ctx.dtype) if block is None else block
+            block = layer.block_again(shard, ctx.dtype) if block is None else block
             d_input = operation.grad_input(grad, block, input_shape)
             if entry is not None:
                 entry.add(d_input, layer.overlap_all_reduce)
@@ -210,7 +207,7 @@ class Product(torch.autograd.Function):
 
 def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """`Product.backward` for gradients of gradients: through the reference, which is run once more."""
-    input, block, bias = ctx.saved_tensors
+    input, block, bias, _ = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:3]
     with torch.enable_grad():
         if ctx.again:
@@ -231,7 +228,6 @@ def reference(input: Tensor, block: Tensor, bias: Tensor | None, route: Route, l
     if route.gives == "split":
         output = reduce_from(output, mesh, route.contracted)
     elif route.gives == "tokens":
-        note_tokens(mesh, route.contracted, output.shape[operation.tokens])
         output = scatter_from(output, mesh, route.contracted, operation.tokens)
     else:
         output = scatter_from(output, mesh, route.contracted, operation.features, route.parts)

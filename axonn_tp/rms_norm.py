@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from axonn_tp.activation import plain, split_as
 from axonn_tp.collectives import Collective, all_reduce
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
@@ -123,7 +124,6 @@ class RMSNorm(Split):
     """An RMSNorm over a mesh: (…, features/gy) → the same, weight split over y. Mixed into the class of the serial layer."""
 
     features: int
-    split_over: tuple[str, ...]
 
     @classmethod
     def convert(cls, module: nn.Module, mesh: Mesh, scattered: bool = False) -> None:
@@ -132,7 +132,6 @@ class RMSNorm(Split):
         become(module, cls, nn.Module)
         assert isinstance(module, cls)
         module.features = features
-        module.split_over = ("x", "y") if scattered else ("y",)
         module._split(mesh, {"weight": rms_norm_layout(features, scattered)})
 
     def forward(self, input: Tensor) -> Tensor:
@@ -142,14 +141,14 @@ class RMSNorm(Split):
             ValueError: the input is not this rank's share of the features.
         """
         gy = self.mesh.size("y")
-        self.mesh.split_over = self.split_over
         if gy == 1:
             return super().forward(input)
         if input.shape[-1] * gy != self.features:
             raise ValueError(f"{self}: the input has {input.shape[-1]} features, expected {self.features} / gy = {gy}")
-        output = _Normalise.apply(input, _epsilon(self, _wide(input[:0]).dtype), self.mesh)
+        share = plain(input)
+        output = _Normalise.apply(share, _epsilon(self, _wide(share[:0]).dtype), self.mesh)
         weight = self._parameters["weight"]
-        return output if weight is None else output * weight
+        return split_as(output if weight is None else output * weight, input)
 
     def extra_repr(self) -> str:
         """Features of the whole layer."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonn_tp.activation import plain, split_of
 from axonn_tp.collectives import all_reduce, whole_parameter
 from axonn_tp.conv import Conv
 from axonn_tp.embedding import Embedding
@@ -24,6 +25,7 @@ from axonn_tp.loss import CrossEntropyLoss
 from axonn_tp.mesh import Mesh
 from axonn_tp.norm import LayerNorm
 from axonn_tp.rms_norm import RMSNorm
+from axonn_tp.tokens import Tokens
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     Linear: nn.Linear,
@@ -71,11 +73,13 @@ def _signs(width: int, like: Tensor) -> Tensor:
     return (torch.randint(2, (width,), generator=generator) * 2 - 1).to(like.device, torch.float64)
 
 
-def _columns(module: Linear | Conv, output: Tensor, whole: bool, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """This rank's share of an output, and the signs of its columns."""
+def _columns(
+    module: Linear | Conv, output: Tensor, whole: bool, mesh: Mesh, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """This rank's share of an output, and the signs of its columns; `tokens`: how the share's lie, where they are scattered."""
     split = module.split
     # Features last, and tokens before them.
-    output = output.movedim(module.operation.features, -1)
+    output = plain(output).movedim(module.operation.features, -1)
     width = module.layouts["bias"].shape[0]
     signs = _signs(width, output)
     if split.gives == "whole":
@@ -86,12 +90,11 @@ def _columns(module: Linear | Conv, output: Tensor, whole: bool, mesh: Mesh) -> 
     for axis in (split.output, split.contracted) if split.gives == "features" else (split.output,):
         signs = signs.chunk(mesh.size(axis))[mesh.rank(axis)]
         output = output.chunk(mesh.size(axis), -1)[mesh.rank(axis)] if whole else output
-    if split.gives == "tokens":
-        rows = output.shape[-2]
-        tokens = rows if whole else mesh.whole_tokens[rows]
-        share = -(-tokens // mesh.size(split.contracted))
-        first = min(share * mesh.rank(split.contracted), tokens)
-        output = output[..., first if whole else 0 :, :][..., : min(share, tokens - first), :]
+    if tokens is not None:
+        if output.dim() == 2 < tokens.dims:
+            output = output.unflatten(0, (-1, tokens.whole if whole else tokens.share))
+        first = min(tokens.share * mesh.rank(split.contracted), tokens.whole)
+        output = output[..., first if whole else 0 :, :][..., : min(tokens.share, tokens.whole - first), :]
     return output.double().nan_to_num(neginf=0.0), signs
 
 
@@ -116,11 +119,16 @@ def first_difference(
         if isinstance(module, (Linear, Conv)) and (module.split.transposed or module.split.pad_vocabulary)
     }
     seen: dict[str, list[Tensor]] = {name: [] for name in ends}
+    lying: dict[str, list[Tokens | None]] = {name: [] for name in ends}
     whole = False
 
     def note(name: str, module: Linear | Conv) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
-            columns, signs = _columns(module, output, whole, mesh)
+            call, held = len(seen[name]), split_of(output)
+            if not whole:
+                lying[name].append(held.tokens if held is not None and module.split.gives == "tokens" else None)
+            tokens = lying[name][call] if call < len(lying[name]) else None
+            columns, signs = _columns(module, output, whole, mesh, tokens)
             seen[name].append(columns @ signs)
 
         return hook

@@ -58,13 +58,17 @@ class SplitWeight(Split):
         """The weight's block of this (x, y), gathered over z; differentiable."""
         return self.layouts["weight"].unflatten(self.gathers.block(self), self.mesh.grid)
 
-    def block_again(self, dtype: torch.dtype) -> Tensor:
-        """The same in backward, not differentiable, for a layer that let it go after its forward."""
-        return self.layouts["weight"].unflatten(self.gathers.again(self, dtype), self.mesh.grid)
+    def block_source(self) -> Tensor:
+        """The shard that the last `block` was made of; where several forwards are under way, each remembers its own."""
+        return self.gathers.source(self)
+
+    def block_again(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block once more in backward, not differentiable, for a layer that let it go after its forward."""
+        return self.layouts["weight"].unflatten(self.gathers.again(self, source, dtype), self.mesh.grid)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """This rank's shard; in a model's forward, where all ranks meet, the whole weight, differentiable."""
-        if "mesh" in self.__dict__ and self.mesh.in_forward:
+        if "gathers" in self.__dict__ and self.gathers.in_forward:
             return whole_parameter(self._shard(), self.layouts["weight"], self.mesh)
         return self._shard()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import axonn_tp
+from axonn_plugins.config import TensorParallel
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, place
 from tests.axonn_tp.test_grids import gpt_plan, whole
@@ -223,6 +226,67 @@ def test_a_named_pair_in_a_model_with_whole_features() -> None:
 def test_plans_that_cannot_be(plan: dict, grid: Grid, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         place(GPT(SMALL), grid, plan)
+
+
+FORMS: dict[str, Any] = {
+    "blocks.*.qkv": {"kind": "normal", "parts": 3, "heads": 4, "reads": "x"},
+    "*.proj": "transposed",
+    "*.fc1": {"kind": "normal", "counts": []},
+    "*.fc2": LayerPlan("transposed"),
+    "head": {"kind": "head", "heads": None},
+    "tokens": {"kind": "embedding", "whole_tokens": True},
+    "positions": "embedding",
+    "*.ln?": "norm",
+    "norm": "norm",
+    "loss": "replicated",
+}
+
+
+def test_a_plan_has_the_forms_of_the_block() -> None:
+    """Those that the block's JSON has, read by its own validator, become the same placements."""
+    forms = {**FORMS, "*.fc2": "transposed"}
+    block = TensorParallel.model_validate({"plan": json.loads(json.dumps(forms))})
+    engine = pytest.importorskip("axonn_plugins.deepspeed.engine")
+    plans = (FORMS, forms, engine.layer_plans(block))
+    found = [[vars(placement) for placement in place(GPT(SMALL), Grid(2, 2), plan)] for plan in plans]
+    for placements in found:
+        for placement in placements:
+            placement.pop("module")
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        ("heads", "kind = 'heads' is not one of normal, transposed"),
+        ({"kind": "normal", "part": 3}, "'part' is not a key of a layer's plan; the nearest is 'parts'"),
+        ({"kind": "normal", "parts": 0}, "parts = 0 is not an integer of at least 1"),
+        ({"kind": "normal", "heads": True}, "heads = True is not an integer of at least 1 or None"),
+        ({"kind": "normal", "counts": "heads"}, "counts = 'heads' is not a list of names"),
+        ({"kind": ["normal"]}, r"kind = \['normal'\] is not one of"),
+        ({"parts": 3}, "does not say what the layer becomes"),
+        (None, "None does not say what the layer becomes"),
+    ],
+)
+def test_forms_that_are_none(layer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        place(GPT(SMALL), Grid(), {"*.qkv": layer})
+    assert str(refused.value).startswith("plan '*.qkv': ") and "\n" not in str(refused.value)
+
+
+class Twice(nn.Module):
+    """One table under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+        self.target = self.source
+
+
+@pytest.mark.parametrize("plan", [{"source": "embedding"}, {"target": "embedding"}, {"[st]*": "embedding"}])
+def test_a_module_of_two_names_is_one(plan: Any) -> None:
+    placements = place(Twice(), Grid(2), {**plan, "head": "head"})
+    assert [(placement.name, placement.kind) for placement in placements] == [("source", "embedding"), ("head", "head")]
 
 
 def test_a_shared_weight_is_left_alone_or_split_with_both() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from axonn_plugins.megatron import process_groups
 from axonn_plugins.megatron.gathers import OwnShards
 from axonn_plugins.megatron.parameters import mark, new_weight
-from axonn_plugins.megatron.sharing import stream_over
+from axonn_plugins.megatron.sharing import check_length, stream_over
 from axonn_tp.collectives import split_to
 from axonn_tp.embedding import Embedding, check_embedding, embedding_layout
 from axonn_tp.layout import Layout, become
@@ -58,6 +58,12 @@ class VocabParallelEmbedding(OwnShards, Embedding):  # type: ignore[misc]
         self._prepare(mesh, {"weight": layout})
         self.scatter_tokens = "x" in stream_over(process_groups.settings(), mesh)
         self._parameters["weight"] = new_weight(layout, mesh, config, init_method, 0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows of this rank's tokens."""
+        if self.scatter_tokens:
+            check_length(input.shape[-1], self.mesh)
+        return self.looked_up(input)
 
 
 class PositionEmbedding(Split, nn.Embedding):

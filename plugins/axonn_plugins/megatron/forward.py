@@ -30,17 +30,17 @@ class _Forward:
                 layer.operation.tokens = tokens
 
     def enter(self, model: Any, inputs: tuple) -> None:
+        self.gathers.enter()
         tuner = self.tuner
         if tuner is not None and self.agrees and tuner.stepped and not tuner.finished:
             tuner.finish()
         head = getattr(model, "output_layer", None)
         if head is not None and head.weight is None:
             head.lend(model.shared_embedding_or_output_weight())
-        self.mesh.enter_forward()
         self.gathers.begin(self.layers)  # type: ignore[arg-type]
 
     def leave(self, model: Any, inputs: tuple, output: object) -> None:
-        self.mesh.leave_forward()
+        self.gathers.leave()
 
 
 def watch_forward(model: Any) -> None:

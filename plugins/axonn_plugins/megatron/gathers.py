@@ -69,6 +69,6 @@ class OwnShards(SplitWeight):
         """The weight's block of this (x, y), gathered over z; differentiable."""
         return self.layouts["weight"].unflatten(self.gathers.block(self).reshape(-1), self.mesh.grid)
 
-    def block_again(self, dtype: torch.dtype) -> Tensor:
+    def block_again(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """The same in backward, not differentiable."""
-        return self.layouts["weight"].unflatten(self.gathers.again(self, dtype).reshape(-1), self.mesh.grid)
+        return self.layouts["weight"].unflatten(self.gathers.again(self, source, dtype).reshape(-1), self.mesh.grid)

@@ -22,6 +22,19 @@ def stream_over(settings: Settings, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
 
+def check_length(sequence: int, mesh: Mesh) -> None:
+    """Refuse a sequence that x cannot share without padding, of which Megatron's activations carry no note.
+
+    Raises:
+        ValueError: gx does not divide it.
+    """
+    if sequence % mesh.size("x"):
+        raise ValueError(
+            f"a sequence of {sequence} tokens does not divide by gx = {mesh.size('x')}, over which --axonn-layout scattered splits it; "
+            "pad it to a multiple, or use --axonn-layout replicated"
+        )
+
+
 def heads_over(settings: Settings, mesh: Mesh, groups: int) -> tuple[str, ...]:
     """Axes that split the heads.
 

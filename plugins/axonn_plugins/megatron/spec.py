@@ -34,7 +34,7 @@ from axonn_plugins.megatron.originals import Originals
 from axonn_plugins.megatron.parameters import sum_over_heads, with_partial_sums
 from axonn_plugins.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
 from axonn_plugins.megatron.settings import Settings
-from axonn_plugins.megatron.sharing import heads_over, stream_over
+from axonn_plugins.megatron.sharing import check_length, heads_over, stream_over
 from axonn_tp.collectives import gather_from, gather_to, split_to
 
 _originals = Originals()
@@ -183,7 +183,10 @@ def _takes_whole(original: Callable[..., None]) -> Callable[..., None]:
     def set_input_tensor(self: Any, input_tensor: Tensor | None) -> None:
         if input_tensor is not None:
             mesh = process_groups.mesh()
-            for axis in stream_over(process_groups.settings(), mesh):
+            axes = stream_over(process_groups.settings(), mesh)
+            if "x" in axes:
+                check_length(input_tensor.shape[0], mesh)
+            for axis in axes:
                 input_tensor = split_to(input_tensor, mesh, axis, dim=-1 if axis == "y" else 0)
         original(self, input_tensor)
 

@@ -1,0 +1,172 @@
+"""Activations that differ among the ranks of x and y, and know it.
+
+What a split layer gives is an `Activation`: a tensor that carries over which axes it is split and how its tokens lie, to
+whatever is made of it, so that the next layer, a dropout or a recomputation need nobody's memory. Activations that are whole on
+every rank of x and y are plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import get_default_nowrap_functions
+
+from axonn_tp.dropout import drawing, forked
+from axonn_tp.mesh import AXES, Mesh
+from axonn_tp.tokens import Tokens, followed, joined
+
+unwatched = torch._C.DisableTorchFunctionSubclass
+"""Inside, activations are treated as plain tensors, and what is made of them is plain."""
+
+
+@dataclass(frozen=True)
+class ActivationSplit:
+    """How an activation is split.
+
+    Attributes:
+        over: of x and y, the axes of more than one rank among whose ranks it differs.
+        coordinates: this rank's place on all axes.
+        tokens: how its tokens lie; None where every rank has them all, in their place.
+    """
+
+    over: tuple[str, ...]
+    coordinates: Mapping[str, int]
+    tokens: Tokens | None = None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Tells apart the ranks that hold another share, or other samples."""
+        return tuple(self.coordinates[axis] for axis in AXES if axis in (*self.over, "z", "data"))
+
+    def joined(self, other: ActivationSplit) -> ActivationSplit:
+        """Of what is made of two activations."""
+        over = self.over if set(other.over) <= set(self.over) else tuple(dict.fromkeys((*self.over, *other.over)))
+        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens))
+
+
+class Activation(Tensor):
+    """A share of an activation; what functions make of it is one, too.
+
+    Attributes:
+        axonn_split: how it is split.
+    """
+
+    axonn_split: ActivationSplit
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result, which is split as what it was given."""
+        kwargs = kwargs or {}
+        if function in _ENGINE:
+            return _differentiate(function, args, kwargs)
+        given, split = _read(args[:1] if function in _CAST else args, kwargs)
+        with unwatched():
+            if split is None or function in _APART:
+                return function(*args, **kwargs)
+            if drawing(function, args, kwargs):
+                with forked(split.place, given.device):
+                    made = function(*args, **kwargs)
+            else:
+                made = function(*args, **kwargs)
+            for one in made if isinstance(made, (tuple, list)) else (made,):
+                if type(one) is Tensor or type(one) is Activation:
+                    _follow(function, args, kwargs, given, one, split)
+        return made
+
+
+_CAST = {Tensor.to, Tensor.type_as, Tensor.type}
+"""Functions that may give back what they were given; of a second activation they read the type alone."""
+_NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, Tensor.new}
+_APART = get_default_nowrap_functions()
+_ENGINE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""Functions that run backward passes, and with them recomputations, in which activations are to be followed."""
+
+
+def _read(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ActivationSplit | None]:
+    """The first activation among arguments, and how all of them together are split."""
+    given: Any = None
+    split: ActivationSplit | None = None
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        for one in arg if type(arg) in (tuple, list) else (arg,):
+            if type(one) is Activation:
+                found = one.axonn_split
+                if split is None:
+                    given, split = one, found
+                elif found is not split:
+                    split = split.joined(found)
+    return given, split
+
+
+def _follow(
+    function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, split: ActivationSplit
+) -> None:
+    if not made.dim() or (function in _NEW and made.shape != given.shape):
+        return
+    tokens = followed(function, args, kwargs, given, made, split.tokens)
+    made.__class__ = Activation
+    made.axonn_split = split if tokens is split.tokens else replace(split, tokens=tokens)  # type: ignore[attr-defined]
+
+
+def _differentiate(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the engine on plain outputs; inputs, which an alias would cut off, are given as edges of the graph."""
+    named = dict(zip(("outputs", "inputs"), args, strict=False)) if function is torch.autograd.grad else {}
+    rest = args[len(named) :]
+    # The backward of a checkpoint, which has gradients off, comes here as well.
+    with torch.enable_grad():
+        made = {
+            name: _each(get_gradient_edge if name == "inputs" else plain, arg)
+            for name, arg in {**named, **kwargs}.items()
+        }
+        rest = tuple(_each(plain, arg) for arg in rest)
+    return function(*rest, **made)
+
+
+def _each(change: Any, arg: Any) -> Any:
+    if isinstance(arg, (tuple, list)):
+        return tuple(_each(change, one) for one in arg)
+    return change(arg) if type(arg) is Activation else arg
+
+
+def split_of(tensor: Tensor) -> ActivationSplit | None:
+    """How a tensor is split over x and y; None for a plain one."""
+    return tensor.__dict__["axonn_split"] if type(tensor) is Activation else None
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same values without knowledge of how they are split; differentiable."""
+    if type(tensor) is not Activation:
+        return tensor
+    with unwatched():
+        return tensor.as_subclass(Tensor)
+
+
+def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None) -> Tensor:
+    """Note on a tensor that was just made how it is split.
+
+    Args:
+        tensor: a plain tensor; becomes an `Activation` if it differs among ranks of x and y.
+        mesh: the mesh.
+        over: axes among whose ranks it may differ.
+        tokens: how its tokens lie.
+    """
+    axes = tuple(axis for axis in over if mesh.size(axis) > 1)
+    if axes:
+        tensor.__class__ = Activation
+        tensor.axonn_split = ActivationSplit(axes, mesh.coordinates, tokens)  # type: ignore[attr-defined]
+    return tensor
+
+
+def split_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """Note on a tensor that was just made that it is split as another."""
+    split = split_of(other)
+    if split is not None:
+        tensor.__class__ = Activation
+        tensor.axonn_split = split  # type: ignore[attr-defined]
+    return tensor

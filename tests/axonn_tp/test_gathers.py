@@ -1,0 +1,126 @@
+"""Weights gathered over z are those that the forward pass at hand computes with, whatever passes lie between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import axonn_tp
+from axonn_tp import Mesh, Options
+from tests.axonn_tp.test_grids import largest_error
+from tests.distributed import run_ranks
+
+OPTIONS = {
+    "plain": Options(),
+    "resharded": Options(reshard_after_forward=True),
+    "cached": Options(cache_gathers="all"),
+}
+
+
+class Two(nn.Module):
+    """Two layers, recomputed or not, or computed with other weights than their own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.one, self.other = nn.Linear(6, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "recomputed":
+            return checkpoint(self.inner, x, use_reentrant=False)
+        if self.how == "adapted":
+            # One layer computes with weights made of its own, as in meta-learning, and then with its own.
+            adapted = {name: 2 * p for name, p in self.one.named_parameters()}
+            first = functional_call(self.one, adapted, (x,))
+            return self.other(torch.tanh(first)) + self.inner(x)
+        return self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(x)))
+
+
+def between() -> Iterator[tuple[str, float]]:
+    """Errors of gradients where an evaluation in lower precision lies between forward and backward."""
+    mesh = Mesh.create(1, 1, 2)
+    x = torch.randn(4, 6)
+    for how in ("plain", "recomputed", "adapted"):
+        for name, options in OPTIONS.items():
+            torch.manual_seed(2)
+            serial = Two(how)
+            parallel = axonn_tp.parallelize(copy.deepcopy(serial), mesh, {}, options)
+            for number in range(2):
+                for model, mine in ((serial, x), (parallel, mesh.shard_batch(x))):
+                    model.zero_grad()
+                    loss = model(mine).square().mean()
+                    for passes in (torch.no_grad, torch.enable_grad):
+                        with torch.autocast("cpu", torch.bfloat16), passes():
+                            model(mine)
+                    loss.backward()
+                axonn_tp.sync_gradients(parallel.parameters(), mesh)
+                error = largest_error(serial, parallel, mesh, lambda p: p.grad)
+                yield f"{how} {name} step {number}", error
+
+
+def evaluated_between() -> dict[str, float]:
+    torch.manual_seed(dist.get_world_size())
+    return dict(between())
+
+
+def test_another_pass_between_forward_and_backward_changes_nothing() -> None:
+    for found in run_ranks(evaluated_between, 2):
+        # Float32, in which bfloat16's roundings would show as 1e-3.
+        assert not {case: error for case, error in found.items() if not error < 2e-6}
+
+
+def changed_between() -> str:
+    """A weight that changes after the forward that used it."""
+    mesh = Mesh.create(1, 1, 2)
+    model = axonn_tp.parallelize(Two("plain"), mesh, {}, Options(reshard_after_forward=True))
+    x = torch.randn(4, 6, requires_grad=True)
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_weight_that_changed_after_its_forward_is_refused_as_by_torch() -> None:
+    assert all("modified by an inplace operation" in message for message in run_ranks(changed_between, 2))
+
+
+class Tied(nn.Module):
+    """Reads a layer's weight in its forward."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer.weight.shape, self.layer(x).shape
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """Of a weight inside and outside of its model's forward, while another model of the mesh runs."""
+    mesh = Mesh.create(2)
+    model: Any = axonn_tp.parallelize(Tied(nn.Linear(4, 6)), mesh)
+    other = axonn_tp.parallelize(Tied(nn.Linear(4, 6)), mesh)
+    found = [tuple(model(torch.randn(2, 4))[0])]
+    other.register_forward_pre_hook(lambda *_: found.append(tuple(model.layer.weight.shape)))
+    other(torch.randn(2, 4))
+    return found
+
+
+def test_only_its_own_models_forward_makes_a_weight_whole() -> None:
+    for inside, outside in run_ranks(shapes, 2):
+        assert inside == (6, 4) and outside != inside

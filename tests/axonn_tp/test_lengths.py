@@ -1,0 +1,241 @@
+"""Streams of tokens of different lengths in one model, on one mesh, at one time: exact, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import axonn_tp
+from axonn_tp import Grid, LayerPlan, Mesh, Options
+from tests.axonn_tp.drawn import HIDDEN, PLAN, VOCABULARY, Streams
+from tests.axonn_tp.test_grids import largest_error
+from tests.distributed import meshes, run_ranks
+
+TOLERANCE = 1e-10
+
+
+def squared(outputs: tuple[Tensor, ...]) -> Tensor:
+    return sum((output.square().mean() for output in outputs), torch.zeros((), dtype=torch.float64))
+
+
+def plan_for(model: nn.Module) -> dict[str, LayerPlan]:
+    """The patterns that match a layer."""
+    names = [name for name, _ in model.named_modules() if name]
+    return {pattern: layer for pattern, layer in PLAN.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
+def batches(draw: random.Random) -> list[tuple[Tensor, Tensor]]:
+    lengths = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(3)]
+    return [tuple(torch.randint(VOCABULARY, (4, length)) for length in pair) for pair in lengths]  # type: ignore[misc]
+
+
+def drawn(seeds: range) -> dict[str, float]:
+    """Largest error of two passes' gradients, and of outputs, with a third pass without gradients before each backward."""
+    found = {}
+    world = dist.get_world_size()
+    grids = [grid for grid in axonn_tp.factorisations(world) if grid.gdata == 1 and grid.gx * grid.gy > 1]
+    for mesh in meshes(grids):
+        for seed in seeds:
+            draw = random.Random(seed)
+            torch.manual_seed(seed)
+            serial: Any = Streams(seed).double()
+            layout = draw.choice(("scattered", "scattered", "replicated"))
+            options = Options(
+                layout=layout, reshard_after_forward=draw.random() < 0.5, regather_inputs=draw.random() < 0.5
+            )
+            parallel: Any = axonn_tp.parallelize(copy.deepcopy(serial), mesh, plan_for(serial), options)
+            first, second, other = batches(draw)
+            for model in (serial, parallel):
+                for module in model.modules():
+                    if hasattr(module, "p"):
+                        module.p = 0.0
+            expected = [serial(*batch) for batch in (first, second)]
+            (squared(expected[0]) + squared(expected[1])).backward()
+            got = [parallel(*(mesh.shard_batch(ids) for ids in batch)) for batch in (first, second)]
+            with torch.no_grad():
+                wanted, mine = (
+                    model(*ids) for model, ids in ((serial, other), (parallel, [mesh.shard_batch(i) for i in other]))
+                )
+            (squared(got[0]) + squared(got[1])).backward()
+            axonn_tp.sync_gradients(parallel.parameters(), mesh)
+            # Some layers of some models are not used.
+            error = largest_error(serial, parallel, mesh, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+            for one, share in zip((*expected[0], *expected[1], *wanted), (*got[0], *got[1], *mine), strict=True):
+                rows = one.chunk(mesh.grid.batch)[mesh.rank("batch")]
+                error = max(error, (rows - share).abs().max().item() if rows.shape == share.shape else float("inf"))
+            found[f"{mesh.grid} seed {seed}"] = error
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(10)), (3, range(10, 16)), (4, range(16, 20))])
+def test_drawn_models_equal_serial(ranks: int, seeds: range) -> None:
+    torch.manual_seed(0)
+    for found in run_ranks(drawn, ranks, seeds):
+        assert not {case: error for case, error in found.items() if not error < TOLERANCE}
+
+
+def dropped(seeds: range) -> list[list[float]]:
+    """What models with dropout give, by rank of the x-y plane; once more where their blocks are recomputed."""
+    found = []
+    for mesh in meshes([Grid(2, 2), Grid(4)]):
+        for seed in seeds:
+            torch.manual_seed(seed)
+            serial = Streams(seed).double()
+            model: Any = axonn_tp.parallelize(serial, mesh, plan_for(serial))
+            batch = batches(random.Random(seed))[0]
+            sums = []
+            for again in (None, True, False):
+                for block in (*model.encoder, *model.decoder):
+                    block.again = again
+                model.zero_grad()
+                torch.manual_seed(seed)
+                loss = squared(model(*batch))
+                loss.backward()
+                slope = model.head.bias.grad.sum() + sum(
+                    p.grad.square().sum() for p in model.encoder.parameters() if p.grad is not None
+                )
+                sums += [loss.item(), slope.item()]
+            found.append(sums)
+    return found
+
+
+def test_dropout_is_the_same_on_replicas_and_when_recomputed() -> None:
+    ranks = run_ranks(dropped, 4, range(4))
+    for case in zip(*ranks, strict=True):
+        for sums in case:
+            assert sums[::2] == pytest.approx(case[0][:1] * 3, abs=1e-12)
+            assert sums[1::2] == pytest.approx(sums[1:2] * 3, abs=1e-9)
+
+
+class Branching(nn.Module):
+    """A whole activation is dropped while a share waits for its partner, and a draw decides about a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(12, 12), nn.Linear(12, 12), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        x = F.dropout(self.drop(x), 0.5, self.training)
+        if torch.rand(()) < 0.5:
+            x = -x
+        return x + self.down(inner)
+
+
+def branches() -> list[bytes]:
+    mesh = Mesh.create(2, 2)
+    torch.manual_seed(1)
+    model = axonn_tp.parallelize(Branching(), mesh, {"up": "normal", "down": "transposed"})
+    return [model(torch.ones(3, 12)).detach().numpy().tobytes() for _ in range(4)]
+
+
+def test_what_is_whole_is_dropped_alike_on_all_ranks() -> None:
+    assert len({tuple(outputs) for outputs in run_ranks(branches, 4)}) == 1
+
+
+class Code(nn.Module):
+    """A stream, code on it, and a layer."""
+
+    def __init__(self, code: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.code = code
+        self.table, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(self.code(self.table(a), self.table(b)))
+
+
+@torch.jit.script
+def compiled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an activation of 7 tokens meets one of 8": lambda x, y: x + y,
+    "an activation of 7 tokens meets one of 8, and": lambda x, y: torch.cat([x, y], 1),
+    "getitem looked across": lambda x, y: x[:, -1],
+    "getitem looked across them": lambda x, y: x[..., :1, :],
+    "cat looked across": lambda x, y: torch.cat([x, x], 1),
+    "mean looked across": lambda x, y: x.mean(1, keepdim=True) + x,
+    "flip looked across": lambda x, y: x.flip(1),
+    "softmax looked across": lambda x, y: F.softmax(x, dim=-2),
+    "matmul looked across": lambda x, y: (x @ x.transpose(-1, -2)) @ x,
+    "code moved or cut": lambda x, y: x.transpose(0, 1),
+    "code moved or cut them": lambda x, y: x.movedim(0, 2).movedim(2, 1),
+    "does not tell of how many tokens": lambda x, y: compiled(x),
+    "does not tell of how many tokens it": lambda x, y: torch.from_numpy(x.detach().numpy()),
+}
+TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "transposed and back": lambda x, y: F.relu(x.transpose(1, 2)).transpose(2, 1),
+    "permuted and back": lambda x, y: x.permute(1, 0, 2).permute(1, 0, 2),
+    "one sequence": lambda x, y: x[1:] * 2,
+    "flattened": lambda x, y: x.flatten(0, 1).tanh().view(x.shape),
+    "a dim more": lambda x, y: x[:, None].squeeze(1),
+    "of features": lambda x, y: torch.cat([part.relu() for part in x.chunk(2, -1)], -1),
+    "cast": lambda x, y: x.float().double().detach().clone().contiguous().to(x),
+    "pickled": lambda x, y: pickle.loads(pickle.dumps(x.detach())),
+    "in place": lambda x, y: F.dropout(x.clone().mul_(2).add_(x), 0.0),
+    "by mask": lambda x, y: torch.where(x > 0, x, x.new_zeros(x.shape)),
+    "a norm by hand": lambda x, y: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1),
+}
+
+
+def code() -> tuple[dict[str, str], dict[str, float]]:
+    mesh, refused, taken = Mesh.create(4), {}, {}
+    ids = [torch.randint(VOCABULARY, (2, length)) for length in (7, 8)]
+    for name, function in {**REFUSED, **TAKEN}.items():
+        torch.manual_seed(1)
+        serial = Code(function).double()
+        model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, {"table": "embedding", "head": "head"})
+        try:
+            taken[name] = (model(*ids) - serial(*ids)).abs().max().item()
+        except ValueError as error:
+            refused[name] = str(error)
+    return refused, taken
+
+
+def test_code_that_looks_across_tokens_is_refused() -> None:
+    torch.manual_seed(0)
+    for refused, taken in run_ranks(code, 4):
+        assert refused.keys() == REFUSED.keys(), refused.keys() ^ REFUSED.keys()
+        for words, message in refused.items():
+            assert words in message and '"whole_tokens": true' in message and "\n" not in message
+        assert taken.keys() == TAKEN.keys() and max(taken.values()) < TOLERANCE
+
+
+def whole_input() -> str:
+    mesh = Mesh.create(2)
+    model = Code(lambda x, y: x)
+    axonn_tp.parallelize(model, mesh, {"table": "embedding", "head": "head"})
+    with pytest.raises(ValueError) as refused:
+        model.head(torch.randn(2, 4, HIDDEN))
+    return str(refused.value)
+
+
+def test_an_input_that_is_no_share_is_refused() -> None:
+    assert all("does not tell of how many tokens" in message for message in run_ranks(whole_input, 2))
+
+
+def frozen() -> Any:
+    mesh = Mesh.create(2)
+    before = dict(vars(mesh))
+    model = axonn_tp.parallelize(Code(lambda x, y: x), mesh, {"table": "embedding", "head": "head"})
+    model(*(torch.randint(VOCABULARY, (2, 5)) for _ in range(2))).sum().backward()
+    for name in (*before, "split_over"):
+        with pytest.raises(AttributeError):
+            setattr(mesh, name, None)
+    return all(value is before[name] for name, value in vars(mesh).items()) and vars(mesh).keys() == before.keys()
+
+
+def test_a_mesh_does_not_change() -> None:
+    assert all(run_ranks(frozen, 2))
