@@ -1,4 +1,4 @@
-"""How a parallel model goes about its work; every choice computes the same."""
+"""How a parallel model goes about its work; every choice but that of BatchNorm's statistics computes the same."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Options:
             backward passes in float32, and `.grad` is float32 (as Megatron's ``accumulate_allreduce_grads_in_fp32``); weight
             gradients that autocast computes in lower precision are summed over z in float32 too, with twice the bytes. None:
             in the type they are computed in.
+        sync_batch_norm: BatchNorm takes the statistics of the samples of all ranks of z and data, as one rank with the whole batch
+            would; otherwise those of each rank's own samples, as under DDP.
         tune_matmuls: time every distinct matmul of the first step as NN, NT and TN and keep the fastest (§5.1.3).
 
     Raises:
@@ -48,6 +50,7 @@ class Options:
     regather_inputs: bool = False
     cache_gathers: int | str = 0
     gradient_dtype: str | None = None
+    sync_batch_norm: bool = False
     tune_matmuls: bool = False
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.accumulation import accumulate_as
+from axonn_tp.batch_norm import synchronise
 from axonn_tp.conv import Conv
 from axonn_tp.counts import count_locally
 from axonn_tp.embedding import Embedding
@@ -93,6 +94,8 @@ def parallelize(
         if isinstance(module, nn.TransformerEncoder):
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
+    if options.sync_batch_norm:
+        synchronise(model, mesh)
     _share_inputs(placements)
     sum_unnamed(model, mesh)
     _count_locally(model, placements)

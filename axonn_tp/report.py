@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from torch import nn
 
+from axonn_tp.batch_norm import PLAIN
 from axonn_tp.linear_split import features
 from axonn_tp.mesh import Grid
 from axonn_tp.options import Options
@@ -16,6 +17,8 @@ from axonn_tp.placement import place
 from axonn_tp.plan import LayerPlan, Placement
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_OWN = "statistics of each rank's own samples, as under DDP; sync_batch_norm = true takes those of all"
+_SYNCHRONISED = "statistics of all ranks' samples"
 _HEADER = ("layers", "number", "became", "with", "a step sends", "a token sends", "why")
 
 
@@ -102,7 +105,10 @@ def make_report(
     placements = {placement.name: placement for placement in place(model, grid, plan, options)}
     rows: dict[tuple, list[str]] = {}
     for name, module in model.named_modules():
-        if features(module) or isinstance(module, nn.Linear) or name in plan:
+        if isinstance(module, PLAIN):
+            statistics = _SYNCHRONISED if options is not None and options.sync_batch_norm else _OWN
+            rows.setdefault((collapse(name), "replicated", "", statistics), []).append(name)
+        elif features(module) or isinstance(module, nn.Linear) or name in plan:
             kind = placements[name].kind if name in placements else "replicated"
             reason = why.get(name, "no partner" if name in placements else _untouched(module))
             rows.setdefault((collapse(name), kind, _detail(plan.get(name)), reason), []).append(name)

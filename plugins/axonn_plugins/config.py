@@ -153,6 +153,11 @@ class TensorParallel(Block):
         description="Under activation checkpointing, the layers that keep their gathered weight from forward to recomputation: a number, "
         '"all", or a size such as "2GiB" for as many as it holds.',
     )
+    sync_batch_norm: bool = Field(
+        False,
+        description="BatchNorm takes the statistics of the samples of all ranks of z and data, as one rank with the whole batch would. "
+        "By default those of each rank's own samples, as under DDP: then results depend on gz and the number of ranks.",
+    )
     tune_matmuls: bool = Field(
         False,
         description="Time every distinct matmul of the first step as NN, NT and TN, keep the fastest for the run, print the gains and cache "
