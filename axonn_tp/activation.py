@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -157,16 +158,29 @@ def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Token
         tokens: how its tokens lie.
     """
     axes = tuple(axis for axis in over if mesh.size(axis) > 1)
-    if axes:
-        tensor.__class__ = Activation
-        tensor.axonn_split = ActivationSplit(axes, mesh.coordinates, tokens)  # type: ignore[attr-defined]
-    return tensor
+    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens)) if axes else tensor
 
 
 def split_as(tensor: Tensor, other: Tensor) -> Tensor:
     """Note on a tensor that was just made that it is split as another."""
     split = split_of(other)
-    if split is not None:
-        tensor.__class__ = Activation
-        tensor.axonn_split = split  # type: ignore[attr-defined]
+    return tensor if split is None else _noted(tensor, split)
+
+
+def _noted(tensor: Tensor, split: ActivationSplit) -> Tensor:
+    tensor.__class__ = Activation
+    tensor.axonn_split = split  # type: ignore[attr-defined]
     return tensor
+
+
+@cache
+def leave_to_eager() -> None:
+    """Have `torch.compile` run this package, and code on activations, as they are.
+
+    It would trace the backward of a product, whose sums are shared by several, without what they share, and give wrong gradients.
+    """
+    import torch._dynamo.config
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.add("axonn_tp")
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(Activation)

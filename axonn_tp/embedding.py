@@ -10,6 +10,7 @@ from axonn_tp.activation import split_among
 from axonn_tp.collectives import Collective, reduce_from, scatter_from
 from axonn_tp.layout import Layout, become
 from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.product import filled
 from axonn_tp.tokens import Tokens
 from axonn_tp.weight import SplitWeight
 
@@ -79,10 +80,10 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
 
     def looked_up(self, input: Tensor) -> Tensor:
         """What `forward` gives, as a plain tensor."""
-        rows = self._look_up(input)
         if self.scatter_tokens:
+            rows = self._look_up(filled(input, -1, self.mesh.size("x")))
             return scatter_from(rows, self.mesh, "x", dim=-2)
-        return reduce_from(rows, self.mesh, "x")
+        return reduce_from(self._look_up(input), self.mesh, "x")
 
     def _look_up(self, input: Tensor) -> Tensor:
         """Rows of this rank's part of the vocabulary, zeros for other ids."""

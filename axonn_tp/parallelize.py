@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.accumulation import accumulate_as
+from axonn_tp.activation import leave_to_eager
 from axonn_tp.batch_norm import synchronise
 from axonn_tp.conv import Conv
 from axonn_tp.counts import count_locally
@@ -65,6 +66,7 @@ def parallelize(
         ValueError: see `place`.
     """
     options = options or Options()
+    leave_to_eager()
     if plan == "auto":
         # The search builds on this file's plans.
         from axonn_tp.auto import auto_plan

@@ -210,29 +210,53 @@ def _check_present(module: Split | CrossEntropyLoss, grid: Grid, name: str) -> N
 def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) -> dict[str, bool]:
     """By name of a normal, transposed or head layer: whether features between a pair are scattered over both axes.
 
-    The normal layers before a transposed one (q, k and v; gate and up) must agree, so all of them scatter or none.
+    All layers of a pair must agree, so all of them scatter or none. The normal layers of a transposed one (q, k and v; gate and up) are
+    those before it, and those beside it in a module that has no other, in whatever order they were made.
     """
-    found: dict[str, bool] = {}
-    pair: list[str] = []
-    can = True
+    only = _only_transposed(model, named)
+    pairs: list[set[str]] = []
+    able: dict[str, bool] = {}
+    waiting: list[str] = []
     for name, module in model.named_modules():
         kind = named[name].kind if name in named else None
-        if kind == "head":
-            found[name] = True
-        elif kind == "normal":
-            plan, n = named[name], _outputs(module)
-            pair.append(name)
-            can &= LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(n, grid)
-        elif kind == "group_norm":
-            pair.append(name)
+        if kind == "normal":
+            plan = named[name]
+            able[name] = LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(_outputs(module), grid)
+            beside = only.get(name.rpartition(".")[0])
+            if beside is not None:
+                _join(pairs, {name, beside})
+        if kind in ("normal", "group_norm"):
+            waiting.append(name)
         elif kind == "transposed":
-            found |= dict.fromkeys([*pair, name], can)
-            pair, can = [], True
-    return found | dict.fromkeys(pair, False)
+            _join(pairs, {*waiting, name})
+            waiting = []
+    found = {name: all(able.get(other, True) for other in pair) for pair in pairs for name in pair}
+    heads = {name: True for name, layer in named.items() if layer.kind == "head"}
+    return {**dict.fromkeys(waiting, False), **found, **heads}
+
+
+def _only_transposed(model: nn.Module, named: Mapping[str, LayerPlan]) -> dict[str, str]:
+    """By module that holds one transposed layer, that layer."""
+    holders: dict[str, list[str]] = {}
+    for name, _ in model.named_modules():
+        if name in named and named[name].kind == "transposed":
+            holders.setdefault(name.rpartition(".")[0], []).append(name)
+    return {holder: names[0] for holder, names in holders.items() if len(names) == 1}
+
+
+def _join(sets: list[set[str]], names: set[str]) -> None:
+    """Add names to the set that has some of them; sets that share one become one."""
+    touched = [known for known in sets if known & names]
+    sets[:] = [known for known in sets if known not in touched]
+    sets.append(names.union(*touched))
 
 
 def readers(model: nn.Module, named: Mapping[str, LayerPlan]) -> dict[str, tuple[str, ...]]:
-    """By name of a normal linear that reads the same tensor as others, the names of all of them."""
+    """By name of a normal linear that reads the same tensor as others, the names of all of them.
+
+    Presumed of equally wide ones of a module: where it holds several transposed layers, of those up to the same one.
+    """
+    only = _only_transposed(model, named)
     found: dict[tuple, list[str]] = {}
     passed: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -241,7 +265,7 @@ def readers(model: nn.Module, named: Mapping[str, LayerPlan]) -> dict[str, tuple
         if layer is None or size is None:
             continue
         if layer.kind == "transposed":
-            passed[parent] += 1
+            passed[parent] += parent not in only
         elif layer.kind == "normal":
             word = (passed[parent], size[0]) if layer.reads is None else layer.reads
             found.setdefault((parent, word), []).append(name)

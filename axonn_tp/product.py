@@ -144,6 +144,12 @@ def start_scatter(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Op
     return start_reduce_scatter(tensor, mesh, axis, dim, parts if how == "features" else 1)
 
 
+def filled(tensor: Tensor, dim: int, ranks: int) -> Tensor:
+    """A dim that `ranks` do not divide is filled up with its last entry: like real tokens, padding has a norm that is not zero."""
+    missing = -tensor.shape[dim] % ranks
+    return torch.cat([tensor, *[tensor.narrow(dim, -1, 1)] * missing], dim) if missing else tensor
+
+
 class Product(torch.autograd.Function):
     """Collectives and products of one layer; see the module's text.
 
@@ -169,6 +175,8 @@ class Product(torch.autograd.Function):
             bias if wants_bias else None,
             layer.block_source() if wants_input and layer.reshard_after_forward else None,
         )
+        if route.gives == "tokens":
+            output = filled(output, operation.tokens, mesh.size(route.contracted))
         output = start_scatter(output, mesh, route.contracted, route.gives, operation, route.parts).wait()
         # Not in place: what was communicated may be kept for a recomputation (communication-aware checkpointing).
         return output if alone or bias is None else output + operation.spread(bias)

@@ -314,7 +314,7 @@ def meta_without_initialisation() -> str:
 
 
 def test_errors_say_what_to_do() -> None:
-    assert run_ranks(unguessable_plan, 1)[0].endswith('give LayerPlans by name pattern, or "auto"')
+    assert run_ranks(unguessable_plan, 1)[0].endswith('give what layers become by name pattern, or "auto"')
     assert (
         "nothing initialises its frequencies; add a reset_parameters()" in run_ranks(meta_without_initialisation, 1)[0]
     )
