@@ -184,7 +184,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pipeline": (
         "from deepspeed.pipe import PipelineModule; deepspeed.init_distributed('gloo'); "
         "net = PipelineModule([nn.Linear(4, 4)] * 2, num_stages=2); deepspeed.comm.barrier()",
-        ("PipelineModule",),
+        ("PipelineModule", 'add "pipeline": {} to axonn'),
     ),
     "stage 3": ("more = {'zero_optimization': {'stage': 3}}", ("stage = 3", "gz")),
     "old offload": (

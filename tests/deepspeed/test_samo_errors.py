@@ -103,7 +103,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pipeline": (
         "from deepspeed.pipe import PipelineModule; deepspeed.init_distributed('gloo'); "
         "net = PipelineModule([nn.Linear(4, 4)] * 2, num_stages=2); deepspeed.comm.barrier()",
-        ("PipelineModule",),
+        ("PipelineModule", 'add "pipeline": {} to axonn'),
     ),
     "mpu": ("keywords['mpu'] = type('Mpu', (), {'get_data_parallel_world_size': lambda s: 2})()", ("mpu",)),
     "no optimizer": ("more = {'optimizer': None}", ("no optimizer",)),

@@ -29,6 +29,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     ),
     "stage 2": ({}, {"zero_optimization": {"stage": 2}}, ("zero_optimization.stage = 2", "stage 0 or 1")),
     "both halves": ({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("turn one off",)),
+    "autocast": (
+        {},
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ("torch_autocast.dtype", "use bfloat16"),
+    ),
     "hybrid": ({}, {"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
 }
 

@@ -61,6 +61,7 @@ CASES: dict[int, dict[str, Case]] = {
         "checkpointing": Case(tied, block={"activation_checkpointing": "auto"}),
         "checkpointing by 2": Case(tuples, block={"activation_checkpointing": 2}),
         "DeepSpeed's checkpointing": Case(tuples, module={"activation_checkpoint_interval": 1}, tokens=varying),
+        "times are printed": Case(extra={"wall_clock_breakdown": True, "steps_per_print": 1}),
         "uneven": Case(tied, partition="parameters"),
         "one stage": Case(tied, stages=1, microbatches=3),
         "SAMO": Case(tied, samo={"sparsity": 0.8}, microbatches=3, clip=0.05),

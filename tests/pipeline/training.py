@@ -175,8 +175,8 @@ def seed(number: int) -> None:
     torch.manual_seed(int(number))
 
 
-def start(case: Case) -> Any:
-    """The engine of a run; weights by a seed for each layer."""
+def module_of(case: Case) -> PipelineModule:
+    """This stage's layers; weights by a seed for each layer."""
     if case.dtype == "fp64":
         torch.set_default_dtype(torch.float64)
     module = PipelineModule(
@@ -191,6 +191,12 @@ def start(case: Case) -> Any:
     )
     module.seed_layers = False
     torch.set_default_dtype(torch.float32)
+    return module
+
+
+def start(case: Case) -> Any:
+    """The engine of a run."""
+    module = module_of(case)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config(case))
     return engine
 

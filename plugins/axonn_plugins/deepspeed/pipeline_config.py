@@ -85,6 +85,12 @@ def _refusals(block: Axonn, raw: Mapping[str, Any]) -> list[Refusal]:
             f"zero_optimization.stage = {stage} does not go with a PipelineModule, which reduces gradients once a batch; use stage 0 or 1",
         ),
         *of_halves(raw),
+        (
+            enabled(raw, "torch_autocast")
+            and section(raw, "torch_autocast").get("dtype") in ("float16", "fp16", "half"),
+            "torch_autocast.dtype = float16 has a loss scale on each stage of a pipeline, which would skip steps apart from the others; use "
+            "bfloat16, or the fp16 section",
+        ),
         (enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or axonn.pipeline"),
     ]
 

@@ -57,6 +57,7 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
         self._recorder: Recorder | None = None
         interval = set_checkpointing(self.module, self._pipeline.activation_checkpointing)
         wire = TorchWire(self.grid.pipe_groups, self.device)
+        wire.connect()
         self._watch = Watch(str(next(_engines)), self.grid.pipe_groups)
         self._transport = Transport(wire, self.stage_id, self.num_stages, self._watch.waiting)
         groups = self._computing_together()

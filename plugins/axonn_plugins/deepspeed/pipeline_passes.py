@@ -141,6 +141,8 @@ class StagePasses(PipelineEngine):
             torch.autograd.backward(outputs, gradients)
         finally:
             self._running_engine_backward = False
+        # A hook of DeepSpeed's has started them, and only the last stage's backward stops them.
+        self._stop_timers((*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers))
         if later and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 

@@ -12,11 +12,24 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
+from axonn_plugins.deepspeed.double import DoubleZero
+from axonn_plugins.deepspeed.ties import gradient_of, tie
 
-class PipelineSums(PipelineEngine):
+
+class PipelineSums(DoubleZero, PipelineEngine):
     """The part of the engine that sums gradients, norms and losses."""
 
     _expected: tuple[Tensor, Any] | None = None
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        tie(self.module)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Sum the gradients of tied weights over their stages; DeepSpeed looks for them in `.grad` alone, and does not where there are none."""
+        for weight, group in self.module.get_tied_weights_and_groups():
+            if weight.requires_grad:
+                dist.all_reduce(gradient_of(weight, self.optimizer), group=group)
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """DeepSpeed's gradient sum, which knows no float64; that we sum ourselves."""

@@ -46,7 +46,8 @@ class SamoPipelineEngine(SamoEngine, MessageDrivenEngine):
 
     def _exec_reduce_tied_grads(self) -> None:
         for weight, group in self.module.get_tied_weights_and_groups():
-            dist.all_reduce(self.optimizer.samo.gradient_of(weight), group=group)
+            if weight.requires_grad:
+                dist.all_reduce(self.optimizer.samo.gradient_of(weight), group=group)
 
     def _masks_file(self) -> tuple[str, bool]:
         return f"axonn_samo-pipe_{self.stage_id:02d}.pt", self.grid.data_parallel_id == 0

@@ -17,7 +17,7 @@ from ted_moe import Topology
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     assert block.ted is not None
-    refuse_pipeline("axonn.ted", mpu)
+    refuse_pipeline("axonn.ted", mpu, beside=False)
     mpu = _unit(block.ted, raw, mpu)
     from axonn_plugins.deepspeed.ted_engine import TedEngine
 

@@ -68,34 +68,65 @@ class _Work:
 class TorchWire:
     """Messages of `torch.distributed`: gloo, PCCL or NCCL, whichever the world has for the device.
 
+    On a CPU a pipeline has one group, whose links have tags. NCCL knows none, and runs what is posted to a group one after
+    another in that order, to whichever rank: a receive that waits would hold back the send that lets it come. So there every
+    link has two-rank groups, one a channel, in which a rank only ever sends or only ever receives.
+
     Args:
         pipelines: global ranks of every pipeline of the world, by stage; the same on all ranks, which make groups here.
         device: where activations are.
         timeout: seconds that a message may take; by default the world's.
+
+    Attributes:
+        ranks: of this rank's pipeline, by stage.
     """
 
     def __init__(self, pipelines: Sequence[Sequence[int]], device: torch.device, timeout: float | None = None) -> None:
         self.device, self.timeout = device, world_timeout(device) if timeout is None else timeout
         self._allowed = timedelta(seconds=self.timeout)
-        # Gloo's links have tags. NCCL's have none, and what is posted on one waits for what was posted before.
         self.polls = device.type != "cpu"
-        groups = CHANNELS if self.polls else 1
-        self._groups: list[Any] = []
+        self.ranks = next(list(ranks) for ranks in pipelines if dist.get_rank() in ranks)
+        self._own = self.ranks.index(dist.get_rank())
+        self._groups: dict[tuple[int, int], tuple[Any, list[int]]] = {}
         for ranks in pipelines:
-            made = [dist.new_group(list(ranks), timeout=self._allowed) for _ in range(groups)]
-            if dist.get_rank() in ranks:
-                self.ranks, self._groups = list(ranks), made
+            for place, members in self._divided(ranks).items():
+                made = dist.new_group(members, timeout=self._allowed)
+                if dist.get_rank() in members:
+                    self._groups[place] = made, sorted(members)
 
-    def _link(self, channel: int) -> tuple[Any, int]:
-        return (self._groups[channel], 0) if self.polls else (self._groups[0], _FIRST_TAG + channel)
+    def _divided(self, ranks: Sequence[int]) -> dict[tuple[int, int], list[int]]:
+        """The ranks of each group of a pipeline, by the first stage of its link and its channel."""
+        if not self.polls:
+            return {(0, 0): list(ranks)}
+        links = range(len(ranks) - 1)
+        return {(link, channel): list(ranks[link : link + 2]) for link in links for channel in range(CHANNELS)}
+
+    def connect(self) -> None:
+        """Send a byte over every link, in one order; all ranks call it, once.
+
+        NCCL's first message over a link holds up either side until the other has posted its own, which in a batch it may do only
+        after what the first side would have done next.
+
+        Raises:
+            RuntimeError: a neighbour is gone.
+        """
+        for link, channel in sorted(self._groups) if self.polls else ():
+            byte, forth = torch.zeros(1, dtype=torch.uint8, device=self.device), channel < CHANNELS // 2
+            other = link + 1 if self._own == link else link
+            (self.send if forth == (self._own == link) else self.receive)(byte, other, channel).wait()
+
+    def _link(self, stage: int, channel: int) -> tuple[Any, int, int]:
+        """A group, the other stage's rank in it, and a tag."""
+        group, members = self._groups[(min(stage, self._own), channel) if self.polls else (0, 0)]
+        return group, members.index(self.ranks[stage]), 0 if self.polls else _FIRST_TAG + channel
 
     def send(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
-        group, tag = self._link(channel)
-        return _Work(group.send([buffer], stage, tag), self._allowed)
+        group, rank, tag = self._link(stage, channel)
+        return _Work(group.send([buffer], rank, tag), self._allowed)
 
     def receive(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
-        group, tag = self._link(channel)
-        return _Work(group.recv([buffer], stage, tag), self._allowed)
+        group, rank, tag = self._link(stage, channel)
+        return _Work(group.recv([buffer], rank, tag), self._allowed)
 
 
 def world_timeout(device: torch.device) -> float:
