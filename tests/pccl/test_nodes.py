@@ -124,17 +124,19 @@ def _told(call: Callable[..., object], *arguments: object) -> tuple[str, float]:
     return "no error", time.monotonic() - began
 
 
-def _node_vanishes(linked_before: bool) -> tuple[str, float]:
+def _node_vanishes(when: str) -> tuple[str, float]:
     """The last rank's node vanishes; what the others are told, and after how many seconds."""
     os.environ.update(AXONN_PCCL_ALGORITHM="ring", AXONN_PCCL_SILENCE=str(SILENCE))
     rank, size = join(timeout=100)
     last = size - 1
     assert [host for host, _ in backend.planner().members[rank].addresses] == [f"fd77::{rank + 1}"]
-    if linked_before:
+    if when == "receiving":
         data = torch.arange(50_000.0) + rank
         dist.all_reduce(data)
         assert torch.equal(data, size * torch.arange(50_000.0) + sum(range(size)))
         _is_stopped(rank, last)
+    if when == "sending":  # the last rank has sent nobody anything
+        dist.broadcast(torch.ones(5), 0)
     store: Any = dist.distributed_c10d._get_default_store()
     store.set(f"ready{rank}", "")
     store.wait([f"ready{other}" for other in range(size)])
@@ -143,6 +145,8 @@ def _node_vanishes(linked_before: bool) -> tuple[str, float]:
         namespaces.vanish()
         return "", 0.0
     time.sleep(0.7)
+    if when == "sending":
+        return _told(dist.broadcast, torch.ones(20_000_000), 0)
     return _told(dist.all_reduce, torch.ones(5))
 
 
@@ -161,13 +165,16 @@ def _is_stopped(rank: int, which: int) -> None:
 
 
 @on_nodes
-@pytest.mark.parametrize("linked_before", [True, False])
-def test_a_node_that_vanishes_is_named_by_all_others(linked_before: bool) -> None:
+@pytest.mark.parametrize("when", ["before links", "receiving", "sending"])
+def test_a_node_that_vanishes_is_named_by_all_others(when: str) -> None:
     with namespaces.nodes(3) as place:
-        told = launch(_node_vanishes, 3, linked_before, timeout=90, place=place)
+        told = launch(_node_vanishes, 3, when, timeout=90, place=place)
     for text, seconds in told[:2]:
+        if when == "sending" and text == "no error":  # has done its part
+            continue
         assert "rank 2" in text and seconds < 3 * SILENCE + 5, told
         assert "does not answer" in text or "has not answered" in text or "cannot be reached" in text, told
+    assert any("rank 2" in text for text, _ in told), told
 
 
 PRELOADED = """
