@@ -8,11 +8,13 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 _CLONE_NEWNET = 0x40000000
 INTERFACE = "eth0"
 
 
+@cache
 def lacking() -> str | None:
     """What such nodes need and this machine has not."""
     if os.geteuid() != 0:

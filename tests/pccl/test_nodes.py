@@ -22,7 +22,7 @@ from axonn_plugins.launch import launch
 from axonn_plugins.pccl import backend, interfaces
 from axonn_plugins.pccl.build import compiler, load
 from axonn_plugins.pccl.interfaces import addresses_of
-from axonn_plugins.pccl.links import Fabric
+from axonn_plugins.pccl.links import Fabric, Member
 from tests.pccl import namespaces
 from tests.pccl.handshake import Secret, dial, introduce
 from tests.pccl.stress import join
@@ -86,6 +86,16 @@ def test_links_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         other.connect(other.join(secret.secret, 5), far(one.member), 5)
     with dial(both.member, place=1) as connection:
         assert connection.family == socket.AF_INET6 and introduce(connection, secret, both.member) == 0
+
+
+def test_a_rank_that_no_other_node_reaches_is_named() -> None:
+    def member(node: str, host: str) -> Member:
+        return Member(16 * "00", node, ((host, 5),), "name")
+
+    here, there = member("a boot net:[1]", "127.0.1.1"), member("b other net:[2]", "10.0.0.2")
+    with pytest.raises(ValueError, match="rank 4 would listen at 127.0.1.1, where no other node reaches it; name"):
+        backend._reachable([there, here], [3, 4])
+    backend._reachable([here, member("c boot net:[1]", "::1")], [0, 1])  # one network, by two names
 
 
 def _holds_its_interpreter(held: float) -> float:
