@@ -235,6 +235,14 @@ class Pccl(Block):
         description="Whether auto measures, in some 10 seconds, at the first start on a cluster of which nothing was measured; "
         "by default AXONN_PCCL_TUNE says so, else true.",
     )
+    silence: Annotated[float, Field(ge=1, le=86400)] = Field(
+        30.0, description="Seconds after which a node that does not answer is given up."
+    )
+    read_memory: bool = Field(
+        False,
+        description="Whether ranks of a node may read each other's memory even where Yama (kernel.yama.ptrace_scope = 1) forbids it: it "
+        "is then opened to the nearest process that started them all, and to what that started.",
+    )
 
     @field_validator("interfaces", mode="before")
     @classmethod
@@ -246,7 +254,8 @@ class Pccl(Block):
     def options(self) -> Options:
         """The same for torch."""
         names = None if self.interfaces is None else tuple(self.interfaces)
-        return Options(self.algorithm, self.ranks_per_node, names, self.tuning_file, self.tune)
+        given = (self.algorithm, self.ranks_per_node, names, self.tuning_file, self.tune)
+        return Options(*given, silence=self.silence, read_memory=self.read_memory)
 
 
 class Ted(Block):

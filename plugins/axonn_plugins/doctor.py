@@ -208,13 +208,13 @@ def _other_backends() -> Iterable[Check]:
 def _pccl() -> Iterable[Check]:
     """Nothing is compiled here."""
     from axonn_plugins.pccl.build import BuildError, compiler, place
-    from axonn_plugins.pccl.interfaces import address_of
+    from axonn_plugins.pccl.interfaces import addresses_of
     from axonn_plugins.pccl.options import Options
 
     name = "backend pccl"
     try:
         options = Options.from_environment()
-        address = address_of(options.interfaces, int(os.environ.get("LOCAL_RANK", 0)))
+        address = " and ".join(addresses_of(options.interfaces, int(os.environ.get("LOCAL_RANK", 0))))
     except ValueError as error:
         yield Check(name, "problem", str(error), "correct the variables AXONN_PCCL_*", core=False)
         return

@@ -62,6 +62,8 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "pccl interfaces": ({"pccl": {"interfaces": []}}, ("axonn.pccl.interfaces", "[]", "eth0")),
     "pccl ranks": ({"pccl": {"ranks_per_node": 0}}, ("axonn.pccl.ranks_per_node", "0", "auto")),
     "pccl tune": ({"pccl": {"tune": "never"}}, ("axonn.pccl.tune", "never", "true or false")),
+    "pccl silence": ({"pccl": {"silence": 0}}, ("axonn.pccl.silence", "0", "1")),
+    "pccl memory": ({"pccl": {"read_memory": "yes"}}, ("axonn.pccl.read_memory", "yes", "true or false")),
     "pccl file": ({"pccl": {"tuning_file": 3}}, ("axonn.pccl.tuning_file", "3", "string")),
     "pipeline key": ({"pipeline": {"limit": 4}}, ("axonn.pipeline.limit", "pipeline_limit")),
     "pipeline schedule": ({"pipeline": {"schedule": "1F1B"}}, ("axonn.pipeline.schedule", '"1F1B"', '"1f1b"')),

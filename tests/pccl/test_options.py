@@ -54,6 +54,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "interfaces": ({"interfaces": []}, "a list of network interfaces"),
     "tuning_file": ({"tuning_file": 3}, "a path"),
     "tune": ({"tune": 1}, "true or false"),
+    "silence": ({"silence": 0.5}, "a number of seconds from 1 to 86400"),
+    "no silence": ({"silence": float("nan")}, "a number of seconds"),
+    "read_memory": ({"read_memory": 1}, "true or false"),
 }
 
 
@@ -69,14 +72,18 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AXONN_PCCL_TUNE")
     assert Options.from_environment() == Options() and Options().tunes()
     given = {"ALGORITHM": "ring", "RANKS_PER_NODE": "4", "INTERFACES": "a, b", "TUNING": "t", "TUNE": "0"}
-    for name, value in given.items():
+    for name, value in (given | {"SILENCE": "7", "READ_MEMORY": "1"}).items():
         monkeypatch.setenv(f"AXONN_PCCL_{name}", value)
-    assert Options.from_environment() == Options("ring", 4, ("a", "b"), "t")
+    assert Options.from_environment() == Options("ring", 4, ("a", "b"), "t", silence=7.0, read_memory=True)
     assert not Options.from_environment().tune and not Options().tunes() and Options(tune=True).tunes()
     monkeypatch.setenv("AXONN_PCCL_TUNE", "no")
     with pytest.raises(ValueError, match="tune = 'no' is not true or false .in the environment 1 or 0.; correct"):
         Options.from_environment()
     monkeypatch.delenv("AXONN_PCCL_TUNE")
+    monkeypatch.setenv("AXONN_PCCL_SILENCE", "long")
+    with pytest.raises(ValueError, match="silence = 'long' is not a number of seconds from 1 to 86400; correct"):
+        Options.from_environment()
+    monkeypatch.delenv("AXONN_PCCL_SILENCE")
     monkeypatch.setenv("AXONN_PCCL_INTERFACE", "a")
     with pytest.raises(ValueError, match="AXONN_PCCL_INTERFACE is not .* use AXONN_PCCL_INTERFACES"):
         Options.from_environment()

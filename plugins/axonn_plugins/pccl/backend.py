@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import ipaddress
 import json
 import os
 import secrets
@@ -37,11 +39,22 @@ _MOMENT = 0.3  # seconds for news of a failure
 
 
 @cache
-def _fabric(process: int, interfaces: tuple[str, ...] | None) -> Fabric:
-    """One a process; a forked child makes its own."""
+def _fabric(process: int, interfaces: tuple[str, ...] | None, silence: float, read_memory: bool) -> Fabric:
+    """One a process, for each way to make links; a forked child makes its own."""
     core = load().Core()
     atexit.register(core.close)
-    return Fabric(core, interfaces, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    return Fabric(core, interfaces, int(os.environ.get("LOCAL_RANK", 0)), silence, read_memory)
+
+
+def fabric_of(options: Options) -> Fabric:
+    """This process' links for groups with such options.
+
+    Raises:
+        BuildError: there is no compiler.
+        ValueError: there is no such interface.
+        OSError: it cannot be listened there.
+    """
+    return _fabric(os.getpid(), options.interfaces, options.silence, options.read_memory)
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
@@ -81,7 +94,7 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
         agreed, native = chosen.agreed(), chosen.algorithm == "native"
         if asked_for(options.store) == "cuda":
             require()
-        fabric = None if native else _fabric(os.getpid(), chosen.interfaces)
+        fabric = None if native else fabric_of(chosen)
     except (BuildError, ValueError, OSError) as error:
         # Said to the others, who would wait.
         for name in (f"member{rank}", *(["secret"] if rank == 0 else [])):
@@ -89,8 +102,8 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
         raise
     if rank == 0:
         store.set("secret", json.dumps({"secret": secrets.token_hex(32)}))
-    group = Group(bytes.fromhex(_read(store.get("secret"))["secret"]))
-    key = 0 if fabric is None else fabric.join(group)
+    secret = _secret(store, size)
+    group = Group(0) if fabric is None else fabric.join(secret, timeout)
     record = None if fabric is None else fabric.member.record()
     store.set(f"member{rank}", json.dumps({"member": record, "node": node_name(), "options": agreed}))
     records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
@@ -103,10 +116,11 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     if fabric is None:
         return inner
     members = [Member.read(found["member"]) for found in records]
+    _reachable(members, ranks)
     numbers = [fabric.number(member.identity) for member in members]
-    fabric.core.add_group(key, numbers, ranks, rank, timeout)
+    fabric.core.add_group(group.number, numbers, ranks, rank, timeout)
     planner = Planner(fabric, group, members, nodes, rank, ranks, timeout, chosen)
-    backend = load().backend(fabric.core, key, rank, size, timeout, inner, planner)
+    backend = load().backend(fabric.core, group.number, rank, size, timeout, inner, planner)
     if chosen.algorithm == "auto" and size > 1:
         learn(backend, inner, store, first)
     return backend
@@ -140,6 +154,27 @@ def _read(record: bytes) -> dict[str, Any]:
     if "error" in found:
         raise BuildError(f"rank {found['rank']} of the group cannot use pccl: {found['error']}")
     return found
+
+
+def _secret(store: Any, size: int) -> bytes:
+    """What proves a member to the others; the last that reads it takes it out of the store."""
+    secret = bytes.fromhex(_read(store.get("secret"))["secret"])
+    # By a name of this secret's own: a store may hold what a group before this one, with the same name, has left.
+    if store.add(f"read {hashlib.sha256(b'read' + secret).hexdigest()[:16]}", 1) == size:
+        with suppress(RuntimeError):  # a store of the user's own may have no such call
+            store.delete_key("secret")
+    return secret
+
+
+def _reachable(members: Sequence[Member], ranks: Sequence[int]) -> None:
+    networks = {tuple(member.node.split()[-2:]) for member in members}  # processes of one may have several host names
+    for rank, member in zip(ranks, members, strict=True):
+        hosts = [host for host, _ in member.addresses]
+        if len(networks) > 1 and all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
+            raise ValueError(
+                f"pccl: rank {rank} would listen at {' and '.join(hosts)}, where no other node reaches it; "
+                "name a network interface in AXONN_PCCL_INTERFACES, or give MASTER_ADDR as an address that other nodes use"
+            )
 
 
 def _agree(options: Sequence[str]) -> None:
@@ -241,6 +276,8 @@ class Planner:
             try:
                 self.fabric.connect(self.group, self.members[peer], self.timeout)
             except LinkError as error:
+                if told := str(self.fabric.core.broken(self._key)):  # meanwhile, by others
+                    raise LinkError(f"pccl: {told}") from error
                 what = f"{collective} of {size} bytes{f', call {call} of its group,' if call else ''}"
                 why = f"rank {self.ranks[self.rank]}: {what} needs rank {self.ranks[peer]}, but {error}"
                 if call:
@@ -278,7 +315,7 @@ class Planner:
 
     @property
     def _key(self) -> int:
-        return int.from_bytes(self.group.key, "little")
+        return self.group.number
 
     def _give_up(self, why: str) -> None:
         self.fabric.core.give_up(self._key, why)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+SILENCE = 30.0  # seconds
 Algorithm = Literal["auto", "ring", "recursive", "hierarchical", "native"]
 
 
@@ -26,6 +27,8 @@ class Options:
         tuning_file: where what was measured of this cluster is kept; None: in the user's cache folder.
         tune: whether "auto" measures when the job's first group is made and nothing was measured of such a cluster; None:
             AXONN_PCCL_TUNE says so, else true.
+        silence: seconds after which a node that does not answer is given up.
+        read_memory: whether processes of a node may read each other's memory even where Yama forbids it by default.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -36,6 +39,8 @@ class Options:
     interfaces: tuple[str, ...] | None = None
     tuning_file: str | None = None
     tune: bool | None = field(default=None, compare=False)  # a group once made is the same with and without
+    silence: float = SILENCE
+    read_memory: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.interfaces, list):
@@ -52,6 +57,10 @@ class Options:
         self._check("tuning_file", "a path" if wrong else None)
         wrong = self.tune is not None and not isinstance(self.tune, bool)
         self._check("tune", "true or false (in the environment 1 or 0)" if wrong else None)
+        number = isinstance(self.silence, int | float) and not isinstance(self.silence, bool)
+        self._check("silence", None if number and 1 <= self.silence <= 86400 else "a number of seconds from 1 to 86400")
+        wrong = not isinstance(self.read_memory, bool)
+        self._check("read_memory", "true or false (in the environment 1 or 0)" if wrong else None)
 
     def _check(self, key: str, allowed: str | None) -> None:
         if allowed is not None:
@@ -59,7 +68,9 @@ class Options:
 
     @staticmethod
     def from_environment() -> Options:
-        """AXONN_PCCL_ALGORITHM, _RANKS_PER_NODE, _INTERFACES (comma-separated), _TUNING (the file), _TUNE (1 or 0).
+        """Those of AXONN_PCCL_ALGORITHM, of _RANKS_PER_NODE and so on.
+
+        Lists are comma-separated, switches 1 or 0, and _TUNING names the file.
 
         Raises:
             ValueError: a value that is not allowed, or a variable of that beginning that means nothing.
@@ -69,7 +80,9 @@ class Options:
             "AXONN_PCCL_RANKS_PER_NODE": ("ranks_per_node", lambda text: int(text) if text.isdecimal() else text),
             "AXONN_PCCL_INTERFACES": ("interfaces", lambda text: tuple(name.strip() for name in text.split(","))),
             "AXONN_PCCL_TUNING": ("tuning_file", str),
-            "AXONN_PCCL_TUNE": ("tune", lambda text: {"0": False, "1": True}.get(text, text)),
+            "AXONN_PCCL_TUNE": ("tune", _switch),
+            "AXONN_PCCL_SILENCE": ("silence", _seconds),
+            "AXONN_PCCL_READ_MEMORY": ("read_memory", _switch),
         }
         given: dict[str, Any] = {}
         for name, value in os.environ.items():
@@ -97,6 +110,17 @@ class Options:
             ValueError: the environment is wrong.
         """
         return f"algorithm {self.algorithm!r}, ranks_per_node {self.ranks_per_node!r}, tune {self.tunes()}"
+
+
+def _switch(text: str) -> bool | str:
+    return {"0": False, "1": True}.get(text, text)
+
+
+def _seconds(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _nearest(value: Any, allowed: tuple[str, ...]) -> str | None:

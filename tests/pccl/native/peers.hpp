@@ -32,7 +32,7 @@ inline std::pair<int, int> pair_of_sockets() {
   return {both[0], both[1]};
 }
 
-// As plugins/axonn_plugins/pccl/links.py makes it.
+// As doors.cpp makes it.
 inline int memory_of_link(off_t messages) {
   int made = memfd_create("peers", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   CHECK(made >= 0 && ftruncate(made, 4096 + 8192 + messages) == 0);

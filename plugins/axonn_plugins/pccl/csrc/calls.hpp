@@ -144,6 +144,8 @@ struct Core {
   Engine engine;
 };
 
+void define_doors(py::module_& module);
+
 // What is known of a call that was left to another backend.
 struct Ticket {
   std::shared_ptr<Core> core;

@@ -121,6 +121,7 @@ void Engine::serve(const epoll_event* events, int count) {
   poll_shared();
   read_next();
   bury();
+  guarded([this] { feel_pulses(); }, kWake);
   guarded([this] { ask(); }, kWake);
   guarded([this] { expire(); }, kWake);
   past_.clear();

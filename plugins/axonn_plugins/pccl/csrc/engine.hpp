@@ -27,7 +27,6 @@
 
 namespace pccl {
 
-using Clock = std::chrono::steady_clock;
 using Done = std::function<void(const std::string& error)>;
 
 inline constexpr uint64_t kWake = 0;  // no link has this number
@@ -84,6 +83,8 @@ class Engine {
   explicit Engine(size_t most_early = size_t{256} << 20);
   ~Engine();
 
+  // Links to nodes that have not answered for so many seconds are given up.
+  void give_up_after(double silence);
   // Takes memory, a descriptor, for this process' board, before there are links; throws where it is none.
   void set_board(int memory);
   // Links to and from a peer process, over connected sockets that the engine owns from here on. `process` > 0: its memory
@@ -210,6 +211,9 @@ class Engine {
   void answer(Link& link, const Header& header);
   void tell_all(Group& group, uint64_t key);
   std::vector<uint64_t> links_of(const Group& group) const;
+  void feel_pulses();
+  bool has_pulse(Link& link);
+  bool knock(Link& link);
   bool poll_shared();
   bool rest();
   void awake();
@@ -273,6 +277,8 @@ class Engine {
 
   std::mutex turn_;  // held by who serves; guards all that follows; taken before mutex_
   bool stop_ = false;
+  Clock::duration silence_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(kSilence));
+  Clock::time_point felt_;  // when links were last looked at for that
   bool asleep_ = false;  // peers were asked to wake who serves
 
   uint64_t next_link_ = 1;

@@ -178,7 +178,7 @@ bool Link::write(Message& message) {
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
     if (sent < 0) {
-      broken = std::string("its link broke: ") + std::strerror(errno);
+      broken = broken_link(errno);
       return false;
     }
     size_t of_header = std::min<size_t>(sent, Header::kBytes - message.header_sent);

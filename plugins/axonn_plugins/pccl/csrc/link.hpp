@@ -4,17 +4,21 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "address.hpp"
 #include "frame.hpp"
 #include "program.hpp"
 #include "ring.hpp"
 
 namespace pccl {
+
+using Clock = std::chrono::steady_clock;
 
 // Walks through the bytes of pieces.
 class Cursor {
@@ -81,6 +85,9 @@ struct Link {
   std::string broken;                    // why it cannot be written to
   bool incoming = false, wants_write = false, paused = false, hung_up = false;
   bool drained = false;  // the last `fill` got less than it had room for
+  bool far = false;      // the peer is on another node
+  int knock = -1;        // a socket that asks whether that node still answers
+  Clock::time_point answered{};  // by that
   size_t held = 0;  // bytes of messages from here that nobody has asked for yet
 
   std::deque<Message> queue;
@@ -114,6 +121,8 @@ struct Link {
   std::unique_ptr<char[]> scratch_;
   int expected_ = 1;
 };
+
+inline constexpr double kSilence = 30;  // seconds, where nothing else was asked for
 
 // A forked child must not hold its parent's sockets: peers would not see the parent end.
 void close_in_child(int socket);

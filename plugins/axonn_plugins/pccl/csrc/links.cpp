@@ -48,6 +48,7 @@ void Engine::add_link(int peer, int socket, pid_t process, int memory, int board
     link->socket = socket;
     link->process = process;
     link->incoming = incoming;
+    link->far = is_far(socket);
     (incoming ? incoming_ : outgoing_)[peer] = link->id;
     lost_.erase(peer);
     fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
@@ -123,6 +124,7 @@ void Engine::lose(uint64_t id, const std::string& why) {
   std::erase(shared_, link.get());
   epoll_ctl(epoll_, EPOLL_CTL_DEL, link->socket, nullptr);
   close_socket(link->socket);
+  if (link->knock >= 0) close_socket(link->knock);
   int peer = link->peer;
   if (!link->incoming) settle(peer, std::nullopt);
   auto& known = link->incoming ? incoming_ : outgoing_;

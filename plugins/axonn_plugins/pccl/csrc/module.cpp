@@ -14,13 +14,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init([] { return std::shared_ptr<Core>(new Core, [](Core*) {}); }))
       .def("close", [](Core& core) { core.finisher->close(); }, py::call_guard<py::gil_scoped_release>())
       .def("linked", [](Core& core, int peer) { return core.engine.linked(peer); })
-      .def("add_outgoing", [](Core& core, int peer, int socket, int process, int memory, bool boarded) {
-        core.engine.add_outgoing(peer, socket, process, memory, boarded);
-      })
-      .def("add_incoming", [](Core& core, int peer, int socket, int process, int memory, int board) {
-        core.engine.add_incoming(peer, socket, process, memory, board);
-      })
-      .def("set_board", [](Core& core, int memory) { core.engine.set_board(memory); })
       .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
         core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
       })
@@ -35,6 +28,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("planner", [](const BackendPointer& backend) { return dynamic_cast<Planned&>(*backend).planner(); });
   module.def("forget", [](const BackendPointer& backend) { dynamic_cast<Planned&>(*backend).forget(); });
   define_device(module);
+  define_doors(module);
 }
 
 }  // namespace pccl

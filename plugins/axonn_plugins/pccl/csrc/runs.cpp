@@ -199,19 +199,23 @@ void Engine::send(Run& run, int32_t index) {
   dispatch(link, std::move(message));
 }
 
-// Lays on the board what several ranks of the node are to read; where. Not where there is no room.
+// Lays on the board what several ranks of the node are to read, or one that may not read it from where it is; where. Not where
+// there is no room.
 std::optional<size_t> Engine::show(Run& run, int32_t like, const Pieces& pieces) {
   auto found = run.shown.find(like);
   if (found != run.shown.end()) return found->second;
   const auto& ops = run.program->ops;
-  if (ops[like].alike < 2) return std::nullopt;
   const std::vector<int>& peers = groups_.at(run.group).peers;
-  auto reads = [&](const Op& op) {
-    if (op.like != like) return false;
+  size_t readers = 0, directly = 0;
+  auto look = [&](const Op& op) {
     auto out = outgoing_.find(peers[op.peer]);
-    return out != outgoing_.end() && links_.at(out->second)->boarded;
+    if (out == outgoing_.end()) return;
+    readers += links_.at(out->second)->boarded;
+    directly += links_.at(out->second)->process > 0;
   };
-  if (std::ranges::count_if(ops, reads) < 2) return std::nullopt;
+  if (ops[like].alike < 2) look(ops[like]);
+  else for (const Op& op : ops) if (op.like == like) look(op);
+  if (readers < 2 && (readers == 0 || directly > 0)) return std::nullopt;
   std::optional<size_t> at = board_->take(pieces.bytes());
   if (!at) return at;
   run.shown[like] = *at;

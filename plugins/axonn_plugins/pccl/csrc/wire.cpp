@@ -47,9 +47,7 @@ void Engine::read(Link& link) {
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) {
       bool cut = link.in_body || link.begin != link.end;
-      return lose(id, got < 0 ? std::string("its link broke: ") + std::strerror(errno)
-                  : cut       ? "its link ended in the middle of a frame"
-                              : "it has gone");
+      return lose(id, got < 0 ? broken_link(errno) : cut ? "its link ended in the middle of a frame" : "it has gone");
     }
     taken += got;
     // One read may bring many frames, and the end of one.
