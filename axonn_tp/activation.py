@@ -82,6 +82,49 @@ class Activation(Tensor):
         return made
 
 
+class ShareNumber(Tensor):
+    """One number made of a rank's share of an activation, such as its mean; the other shares' are others, so it is no loss.
+
+    Attributes:
+        axonn_made: what made it, in words.
+    """
+
+    axonn_made: str
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result; a differentiable number is one of a share, too.
+
+        Raises:
+            ValueError: it is differentiated.
+        """
+        if Activation in types:
+            return Activation.__torch_function__(function, types, args, kwargs)
+        found = [arg for arg in _flat((*args, *(kwargs or {}).values())) if type(arg) is cls]
+        if function in _ENGINE:
+            raise ValueError(
+                f"the loss was made by {found[0].axonn_made}, and the ranks that hold the other shares would differentiate another one; "
+                "compute the loss of what the last layer gives whole (a head, or a self_contained one), or name a head and its loss in the plan"
+            )
+        with unwatched():
+            made = function(*args, **(kwargs or {}))
+            if type(made) is Tensor:
+                _note_number(made, found[0].axonn_made if found else "a share of an activation")
+        return made
+
+
+def _flat(args: Any) -> list[Any]:
+    return [one for arg in args for one in (_flat(arg) if isinstance(arg, (tuple, list)) else (arg,))]
+
+
+def _note_number(made: Tensor, what: str) -> None:
+    if not made.dim() and made.requires_grad:
+        made.__class__ = ShareNumber
+        made.axonn_made = what  # type: ignore[attr-defined]
+
+
 _CAST = {Tensor.to, Tensor.type_as, Tensor.type}
 """Functions that may give back what they were given; of a second activation they read the type alone."""
 _NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, Tensor.new}
@@ -108,7 +151,11 @@ def _read(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ActivationSplit | N
 def _follow(
     function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, split: ActivationSplit
 ) -> None:
-    if not made.dim() or (function in _NEW and made.shape != given.shape):
+    if not made.dim():
+        name = getattr(function, "__name__", str(function)).strip("_")
+        _note_number(made, f"{name} of a rank's share of an activation that is split over {' and '.join(split.over)}")
+        return
+    if function in _NEW and made.shape != given.shape:
         return
     tokens = followed(function, args, kwargs, given, made, split.tokens)
     made.__class__ = Activation

@@ -1,0 +1,66 @@
+"""A loss made of a rank's share of an activation is refused when it is differentiated, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from axonn_tp import Mesh, parallelize
+from tests.distributed import run_ranks
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda stream, inner: stream.square().mean(),
+    "scaled sum": lambda stream, inner: (stream.sum() * 3 + 1) / 4,
+    "norm": lambda stream, inner: stream.norm(),
+    "beside another": lambda stream, inner: 0.1 * inner.square().mean() + 2.0,
+    "times the stream": lambda stream, inner: (stream * stream.mean()).sum(),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down, self.last = (
+            nn.Embedding(11, 8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 5),
+        )
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        stream = self.table(tokens)
+        inner = self.up(stream).tanh()
+        stream = stream + self.down(inner)
+        return stream, inner, self.last(stream)
+
+
+def _refusals() -> list[str]:
+    said = []
+    plan = {"table": "embedding", "up": "normal", "down": "transposed", "last": "head"}
+    for sizes in ({"gx": 2}, {"gy": 2}):
+        torch.manual_seed(0)
+        model = parallelize(Net().double(), Mesh.create(**sizes), plan)
+        for name, loss in LOSSES.items():
+            for differentiate in (
+                Tensor.backward,
+                torch.autograd.backward,
+                lambda made, model=model: torch.autograd.grad(made, model.up.bias),
+            ):
+                stream, inner, whole = model(torch.arange(6).view(2, 3))
+                assert isinstance(stream.square().mean().item(), float) and stream.detach().max() > 0
+                try:
+                    differentiate(loss(stream, inner) + whole.mean())
+                    said.append(f"{sizes} {name}: went on")
+                except ValueError as error:
+                    said.append(str(error))
+        model(torch.arange(6).view(2, 3))[2].square().mean().backward()
+    return said
+
+
+def test_a_loss_of_a_share_is_refused() -> None:
+    for said in run_ranks(_refusals, 2):
+        assert len(said) == 2 * 3 * len(LOSSES)
+        for sentence in said:
+            assert "of a rank's share of an activation" in sentence or "across" in sentence, sentence
