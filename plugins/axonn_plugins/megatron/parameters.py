@@ -94,6 +94,20 @@ def sum_over_heads(parameter: nn.Parameter, group: str) -> None:
     parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
 
+def with_promised_sums(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's ``DistributedDataParallel.__init__``, which then notes in what type its config has gradients summed over ranks."""
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config = self.ddp_config
+        wide = config.grad_reduce_in_fp32 or config.reduce_scatter_with_fp32_accumulation
+        for parameter in self.module.parameters():
+            parameter.axonn_summed_in = torch.float32 if wide else parameter.dtype
+
+    return init
+
+
 def with_partial_sums(original: Callable[..., None]) -> Callable[..., None]:
     """Megatron's ``DistributedDataParallel.finish_grad_sync``, which then sums what ranks of x or y computed in parts."""
 
