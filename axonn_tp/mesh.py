@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 AXES = ("x", "y", "z", "data")
-_SEVERAL = {
+SEVERAL = {
     "batch": ("data", "z"),
     "model": ("y", "x"),
     "tokens": ("data", "z", "x"),
@@ -162,25 +162,31 @@ class Mesh:
         if device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.coordinates = grid.coordinates(dist.get_rank() % grid.world)
-        shape = (stages, grid.gdata, grid.gz, grid.gy, grid.gx)
-        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("stage", *reversed(AXES)))
-        self._groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
-        if stages == 1:
-            assert dist.group.WORLD is not None  # made above, if it was not there
-            self._groups["grid"] = dist.group.WORLD
-        for name, axes in _SEVERAL.items():
-            if name in self._groups:
-                continue
-            self._groups[name] = self._joined(name, [axis for axis in axes if grid.size(axis) > 1] or [axes[0]])
+        self._groups = self._make_groups(device_type, stages)
         self._forwards = 0
         self.split_over: tuple[str, ...] = ()
         self.whole_tokens: dict[int, int] = {}
 
-    def _joined(self, name: str, axes: list[str]) -> dist.ProcessGroup:
+    def _make_groups(self, device_type: str, stages: int) -> dict[str, dist.ProcessGroup]:
+        """Groups by axis, and by the names of those that span several; a host that has them already gives its own."""
+        grid = self.grid
+        shape = (stages, grid.gdata, grid.gz, grid.gy, grid.gx)
+        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("stage", *reversed(AXES)))
+        groups: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in AXES}
+        if stages == 1:
+            assert dist.group.WORLD is not None  # made above, if it was not there
+            groups["grid"] = dist.group.WORLD
+        for name, axes in SEVERAL.items():
+            if name not in groups:
+                joined = [axis for axis in axes if grid.size(axis) > 1] or [axes[0]]
+                groups[name] = self._joined(groups, name, joined)
+        return groups
+
+    def _joined(self, groups: dict[str, dist.ProcessGroup], name: str, axes: list[str]) -> dist.ProcessGroup:
         """The group over several axes; that of one of them where the others have size 1."""
-        for known, members in (*_SEVERAL.items(), *((axis, (axis,)) for axis in AXES)):
-            if members == tuple(axes) and known in self._groups:
-                return self._groups[known]
+        for known, members in (*SEVERAL.items(), *((axis, (axis,)) for axis in AXES)):
+            if members == tuple(axes) and known in groups:
+                return groups[known]
         return self.device_mesh[tuple(axes)]._flatten(name).get_group()
 
     @classmethod
