@@ -33,6 +33,7 @@ from axonn_plugins.megatron.norms import split_norm
 from axonn_plugins.megatron.originals import Originals
 from axonn_plugins.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
 from axonn_plugins.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
+from axonn_plugins.megatron.refusals import check_config
 from axonn_plugins.megatron.settings import Settings
 from axonn_plugins.megatron.sharing import heads_over, stream_over
 from axonn_tp.collectives import gather_from, gather_to, split_to
@@ -217,6 +218,11 @@ def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     return get_rotary_seq_len
 
 
-@_after
-def _with_forward(model: Any) -> None:
-    watch_forward(model)
+def _with_forward(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(config)
+        original(self, config, *args, **kwargs)
+        watch_forward(self)
+
+    return init
