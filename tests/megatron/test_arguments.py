@@ -324,11 +324,12 @@ def test_the_variable_that_megatron_asks_for(host, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(SystemExit):
         host.run(*ON, "--axonn-gx", "2")
-    assert (
-        "CUDA_DEVICE_MAX_CONNECTIONS is not set, which Megatron needs at 1 where gx*gy = 2" in capsys.readouterr().err
-    )
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is not set, which Megatron needs at 1 where gx*gy is" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert host.run(*ON, "--axonn-gx", "2").tensor_model_parallel_size == 2
+    assert os.environ[connections.VARIABLE] == "1"
+    monkeypatch.delenv(connections.VARIABLE)
+    host.run(*ON, "--axonn-gx", "auto")
     assert os.environ[connections.VARIABLE] == "1"
     monkeypatch.setenv(connections.VARIABLE, "8")
     with pytest.raises(SystemExit):

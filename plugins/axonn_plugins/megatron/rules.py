@@ -43,6 +43,7 @@ def before(args: Any) -> Settings:
     _check_engine(args)
     _check_sizes(args)
     sizes = {axis: _size(args, axis) for axis in AXES}
+    set_connections(args, sizes)
     if "auto" in sizes.values():
         from axonn_plugins.megatron.auto_sizes import choose_sizes
 
@@ -50,7 +51,6 @@ def before(args: Any) -> Settings:
     settings = _settings(args, {axis: int(size) for axis, size in sizes.items()})
     _check_world(args, settings)
     _check_tensor_size(args, settings)
-    set_connections(args, settings)
     args.tensor_model_parallel_size = settings.tensor
     # Both are on by default and change no number, but need kernels that our layers do not call.
     args.gradient_accumulation_fusion, args.no_persist_layer_norm = False, True
