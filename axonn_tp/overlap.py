@@ -90,7 +90,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         mesh, gathers = ctx.layer.mesh, ctx.layer.gathers
         gathers.release(ctx.layer)
-        grad = grad.to(ctx.layer.summed_in(grad.dtype))
+        grad = ctx.layer.send(grad)
         if torch.is_grad_enabled():
             return scatter_from(grad, mesh, "z", 0), None, None, None
         if ctx.waits is None:

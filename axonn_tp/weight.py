@@ -58,6 +58,10 @@ class SplitWeight(Split):
         """The type in which gradients of the weight that are computed in `dtype` are summed over z."""
         return self.gathers.options.summed_in(dtype)
 
+    def send(self, grad: Tensor) -> Tensor:
+        """What is summed over z of a gradient of the weight's block, flat: in the type of `summed_in`."""
+        return grad.to(self.summed_in(grad.dtype))
+
     def receive(self, grad: Tensor) -> Tensor:
         """What autograd adds to the shard's `.grad`, given its gradient summed over z, of one backward pass."""
         return grad

@@ -41,6 +41,7 @@ OTHERS = {
     "tied": Case(dtype=BF16, ddp={**WIDE, **OVERLAPPED}, model=TIED, micro_batches=2),
     "bf16 sums": Case(dtype=BF16),
     "fp16 sums": Case(dtype=FP16, micro_batches=2),
+    "fp16 averages": Case(dtype=FP16, ddp={"average_in_collective": True}),
     "overlapped bf16 sums": Case(dtype=BF16, ddp=OVERLAPPED, micro_batches=2),
     "float32 on the way": Case(
         dtype=BF16, ddp={**SHARDED, "reduce_scatter_with_fp32_accumulation": True}, micro_batches=2
@@ -57,7 +58,7 @@ _SCALE = 256.0
 Gradients = dict[str, torch.Tensor]
 
 
-def _gradients(case: Case) -> Gradients:
+def _gradients(case: Case, scale: float) -> Gradients:
     """The whole gradient of one step, by parameter, in float32; the same on every rank."""
     model = training.build(case)
     if case.dtype == torch.float32:
@@ -66,7 +67,7 @@ def _gradients(case: Case) -> Gradients:
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(BF16))
     config = model.module.config
-    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, lambda loss: loss * _SCALE
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, lambda loss: loss * scale
     if case.ddp.get("overlap_grad_reduce"):
         config.no_sync_func = model.no_sync
     model.zero_grad_buffer()
@@ -74,7 +75,7 @@ def _gradients(case: Case) -> Gradients:
     _gather_shards(model)
     found = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.main_grad.detach().float() / _SCALE
+        grad = parameter.main_grad.detach().float() / scale
         if case.settings is not None:
             layout = layout_of(parameter)
             grad = whole_parameter(grad.reshape(-1) if layout.over_z else grad, layout, process_groups.mesh())
@@ -93,12 +94,12 @@ def _gather_shards(model: DistributedDataParallel) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
 
 
-def _all(cases: dict[str, Case]) -> dict[str, Gradients]:
+def _all(cases: dict[str, Case], scale: float = _SCALE) -> dict[str, Gradients]:
     training.on_cpu()
     found = {}
     for name, case in cases.items():
         with training.parallel(case):
-            found[name] = _gradients(case)
+            found[name] = _gradients(case, scale)
     return found if dist.get_rank() == 0 else {}
 
 
@@ -135,3 +136,14 @@ def test_sums_over_z_are_as_precise_as_over_data(name: str, grid: str, found: di
 def test_what_ranks_computed_is_summed_in_float32(name: str, grid: str, found: dict[str, Any]) -> None:
     """Without x and y the ranks compute the same 16-bit gradients, so that nothing but their sum can differ."""
     assert _error(found[f"{name}: {grid}"], found[f"{name}: data, ours"]) < 1e-6
+
+
+def test_fp16_overflows_over_z_where_it_does_over_data() -> None:
+    """Of the loss's scale: the mean of what four ranks have is far below the largest number of fp16, the sum is not."""
+    # Without biases, whose gradients are larger and not split over z.
+    case = Case(dtype=FP16, config={"add_bias_linear": False}, model={"position_embedding_type": "rope"})
+    reference = run_ranks(_all, 1, {"serial": replace(case, dtype=torch.float32)})[0]["serial"]
+    scale = 20000 / max(float(grad.abs().max()) for grad in reference.values())
+    cases = {"data": case, "z": case.on(Settings(1, 1, 4)), "z and data": case.on(Settings(1, 1, 2))}
+    for name, gradients in run_ranks(_all, 4, cases, scale)[0].items():
+        assert _error(gradients, reference) < 1e-2, name

@@ -69,6 +69,12 @@ class OwnShards(SplitWeight):
         """As Megatron's flags promise for sums over data, of which z is a part."""
         return torch.promote_types(dtype, getattr(self._shard(), "axonn_summed_in", dtype))
 
+    def send(self, grad: Tensor) -> Tensor:
+        """Divided first where Megatron divides before it sums over data, so that fp16 does not overflow earlier."""
+        divisor = getattr(self._shard(), "axonn_divisor", 1)
+        grad = super().send(grad)
+        return grad / divisor if divisor > 1 else grad
+
     def receive(self, grad: Tensor) -> Tensor:
         """Megatron's hook adds `.grad`, of the weight's type, to ``main_grad``: a wider sum is added before it would be rounded."""
         shard = self._shard()
