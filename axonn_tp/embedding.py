@@ -89,7 +89,7 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
         """Rows of this rank's part of the vocabulary, zeros for other ids."""
         block = self.block()
         if self.mesh.size("x") == 1:
-            return F.embedding(input, block, self.padding_idx)
+            return self._rows(input, block, self.padding_idx)
         size = block.shape[0]
         first = size * self.mesh.rank("x")
         local = input - first
@@ -97,5 +97,9 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
         padding = None
         if self.padding_idx is not None and first <= self.padding_idx < first + size:
             padding = self.padding_idx - first
-        rows = F.embedding(local.masked_fill(elsewhere, 0), block, padding)
+        rows = self._rows(local.masked_fill(elsewhere, 0), block, padding)
         return rows.masked_fill(elsewhere[..., None], 0)
+
+    def _rows(self, input: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        """The table's rows of ids that are all in it; the one of `padding` has no gradient."""
+        return F.embedding(input, table, padding)

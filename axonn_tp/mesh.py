@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from axonn_tp.device import device_of_rank
 
 AXES = ("x", "y", "z", "data")
-_SEVERAL = {
+SEVERAL = {
     "batch": ("data", "z"),
     "model": ("y", "x"),
     "tokens": ("data", "z", "x"),
@@ -164,18 +164,21 @@ class Mesh:
                 f"{stages} stages of the grid {grid} have {grid.world * stages} ranks, but {dist.get_world_size()} run; "
                 "make them equal"
             )
-        device = device_of_rank(device_type)
-        shape = (stages, grid.gdata, grid.gz, grid.gy, grid.gx)
-        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", *reversed(AXES)))
         made = {
             "grid": grid,
-            "device": device,
+            "device": device_of_rank(device_type),
             "coordinates": grid.coordinates(dist.get_rank() % grid.world),
-            "device_mesh": device_mesh,
-            "_groups": _groups(grid, device_mesh, stages),
         }
         for name, value in made.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_groups", self._make_groups(stages))
+
+    def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
+        """Groups by axis, and by the names of those that span several; a host that has them already gives its own."""
+        shape = (stages, *(self.grid.size(axis) for axis in reversed(AXES)))
+        device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("stage", *reversed(AXES)))
+        object.__setattr__(self, "device_mesh", device_mesh)
+        return _groups(self.grid, device_mesh, stages)
 
     @classmethod
     def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str | None = None) -> Mesh:
@@ -236,18 +239,16 @@ class Mesh:
 
 
 def _groups(grid: Grid, device_mesh: DeviceMesh, stages: int) -> dict[str, dist.ProcessGroup]:
-    """The groups of a mesh by axis, and by the names in `_SEVERAL`."""
+    """The groups of a mesh by axis, and by the names in `SEVERAL`."""
     groups = {axis: device_mesh.get_group(axis) for axis in AXES}
     if stages == 1:
         assert dist.group.WORLD is not None  # the device mesh makes it, if it was not there
         groups["grid"] = dist.group.WORLD
-    for name, axes in _SEVERAL.items():
+    for name, axes in SEVERAL.items():
         if name in groups:
             continue
         real = tuple(axis for axis in axes if grid.size(axis) > 1) or (axes[0],)
-        known = [
-            other for other, members in (*_SEVERAL.items(), *((axis, (axis,)) for axis in AXES)) if members == real
-        ]
+        known = [other for other, members in (*SEVERAL.items(), *((axis, (axis,)) for axis in AXES)) if members == real]
         found = next((other for other in known if other in groups), None)
         groups[name] = groups[found] if found else device_mesh[real]._flatten(name).get_group()
     return groups

@@ -65,14 +65,14 @@ class _Deferred(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, sums: Sums) -> Tensor:
-        ctx.sums = sums
+    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, layer: SplitWeight, sums: Sums) -> Tensor:
+        ctx.layer, ctx.sums = layer, sums
         return shard.new_empty((), dtype=dtype).expand(shard.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         share = ctx.sums.share(ctx)
-        return grad if share is None else share, None, None
+        return grad if share is None else ctx.layer.receive(share), None, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -91,11 +91,11 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         mesh, gathers = ctx.layer.mesh, ctx.layer.gathers
         gathers.release(ctx.layer)
-        grad = grad.to(gathers.options.summed_in(grad.dtype))
+        grad = ctx.layer.send(grad)
         if torch.is_grad_enabled():
             return scatter_from(grad, mesh, "z", 0), None, None, None, None
         if ctx.waits is None:
-            return start_sum_of_shares(grad, mesh, "z").wait(), None, None, None, None
+            return ctx.layer.receive(start_sum_of_shares(grad, mesh, "z").wait()), None, None, None, None
         gathers.sums.start(ctx.waits, grad)
         return grad.new_empty(()).expand(ctx.shape), None, None, None, None
 
@@ -128,7 +128,7 @@ class Gathers:
 
     Args:
         mesh: the mesh.
-        options: `overlap_reduce_scatter`, `overlap_all_gather`, `cache_gathers` and `gradient_dtype` are read.
+        options: `overlap_reduce_scatter`, `overlap_all_gather` and `cache_gathers` are read.
     """
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
@@ -162,7 +162,7 @@ class Gathers:
                 shard = layer._shard()
                 if shard.requires_grad:
                     dtype = layer.compute_dtype(shard)
-                    stand_in = _Deferred.apply(shard, self.options.summed_in(dtype), self.sums)
+                    stand_in = _Deferred.apply(shard, layer.summed_in(dtype), layer, self.sums)
                     self._stand_ins[layer] = shard, dtype, stand_in
         self._start_successors(_phase(), None)
 

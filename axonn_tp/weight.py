@@ -54,6 +54,18 @@ class SplitWeight(Split):
             return torch.get_autocast_dtype(shard.device.type)
         return shard.dtype
 
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which gradients of the weight that are computed in `dtype` are summed over z."""
+        return self.gathers.options.summed_in(dtype)
+
+    def send(self, grad: Tensor) -> Tensor:
+        """What is summed over z of a gradient of the weight's block, flat: in the type of `summed_in`."""
+        return grad.to(self.summed_in(grad.dtype))
+
+    def receive(self, grad: Tensor) -> Tensor:
+        """What autograd adds to the shard's `.grad`, given its gradient summed over z, of one backward pass."""
+        return grad
+
     def block(self) -> Tensor:
         """The weight's block of this (x, y), gathered over z; differentiable."""
         return self.layouts["weight"].unflatten(self.gathers.block(self), self.mesh.grid)

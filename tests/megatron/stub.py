@@ -28,6 +28,7 @@ _SIZES = {
     "make_vocab_size_divisible_by": 128,
     "save_interval": None,
     "check_weight_hash_across_dp_replicas_interval": None,
+    "save_wgrads_interval": None,
 }
 _WORDS = {
     "transformer_impl": "transformer_engine",
@@ -40,6 +41,7 @@ _WORDS = {
     "softmax_type": "vanilla",
     "heterogeneous_layers_config_path": None,
     "yaml_cfg": None,
+    "te_precision_config_file": None,
     "save": None,
     "load": None,
 }
@@ -50,6 +52,8 @@ _SWITCHES = (
     *("inference_dynamic_batching", "perform_rl_step", "use_legacy_models", "multi_latent_attention"),
     *("use_tp_pp_dp_mapping", "use_mp_args_from_checkpoint_args"),
     *("attention_output_gate", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
+    *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
+    *("init_method_xavier_uniform", "use_cpu_initialization"),
     *("log_params_norm", "untie_embeddings_and_output_weights"),
 )
 
@@ -79,6 +83,8 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
 def validate_args(args, defaults=None):
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     assert args.world_size % model == 0
+    if args.tensor_model_parallel_size > 1 and args.distributed_backend != "gloo":
+        assert os.getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "1", "set CUDA_DEVICE_MAX_CONNECTIONS to 1"
     assert not args.overlap_param_gather, "--overlap-param-gather only\nwith more"
     args.data_parallel_size = args.world_size // model
     if args.num_layers_per_virtual_pipeline_stage is not None:

@@ -10,8 +10,9 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+import torch
 
-from axonn_plugins.megatron import arguments, features, patch, rules
+from axonn_plugins.megatron import arguments, connections, features, known, patch, rules
 from axonn_plugins.megatron.settings import Settings
 from tests.megatron import harness
 
@@ -137,6 +138,10 @@ WRONG = {
         ],
         "the width of queries, keys and values, 60 does not divide by --axonn-gx 8",
     ),
+    "gated-groups": (
+        [*(*ON, "--axonn-gx", "4", "--group-query-attention", "--num-query-groups", "2"), "--attention-output-gate"],
+        "--attention-output-gate needs --num-query-groups 2 to be a multiple of --axonn-gx 4",
+    ),
     "gated-rows": (
         [
             *(*ON, "--axonn-gz", "8", "--group-query-attention", "--num-query-groups", "2", "--kv-channels", "1"),
@@ -146,6 +151,22 @@ WRONG = {
     ),
     "expert-tensor": ([*ON, "--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size 2 does not go with"),
     "norm-1p": ([*ON, "--apply-layernorm-1p"], "--apply-layernorm-1p does not go with"),
+    "fused-loss": (
+        [*ON, "--cross-entropy-loss-fusion"],
+        "--cross-entropy-loss-fusion does not go with .* leave it out",
+    ),
+    "sharp": ([*ON, "--use-sharp"], "--use-sharp does not go with"),
+    "batch-invariant": ([*ON, "--batch-invariant-mode"], "--batch-invariant-mode does not go with"),
+    "precisions": ([*ON, "--te-precision-config-file", "x.yaml"], "--te-precision-config-file x.yaml does not go with"),
+    "gradients-saved": ([*ON, "--save-wgrads-interval", "5"], "--save-wgrads-interval 5 does not go with"),
+    "xavier": (
+        [*ON, "--init-method-xavier-uniform"],
+        "--init-method-xavier-uniform does not go with .* add --use-cpu-initialization",
+    ),
+    "tuned-by-time": (
+        [*ON, "--deterministic-mode", "--axonn-tune-matmuls"],
+        "--axonn-tune-matmuls does not go with --deterministic-mode",
+    ),
     "early-gather": (
         [*ON, "--overlap-param-gather-with-optimizer-step"],
         "--overlap-param-gather-with-optimizer-step does not .* use --overlap-param-gather",
@@ -187,6 +208,7 @@ def host(monkeypatch):
     module.installed = []
     monkeypatch.setattr(patch, "install", module.installed.append)
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv(connections.VARIABLE, "1")
     arguments.add_flags(module)
 
     def run(*flags):
@@ -258,6 +280,64 @@ def test_sizes_by_auto(host, capsys):
     assert host.installed[1].gx == 2 and host.installed[1].gy == 1
 
 
+def test_what_nobody_has_looked_at_is_named_once(host, monkeypatch, recwarn):
+    newer = host.add_megatron_arguments
+
+    def add_megatron_arguments(parser):
+        group = parser.add_argument_group("newer")
+        group.add_argument("--twist", type=int, default=1)
+        group.add_argument("--bend", nargs="*", default=[])
+        group.add_argument("--rotate", default="2", type=float)
+        group.add_argument("--no-turn", action="store_false", dest="turn")
+        return newer(parser)
+
+    monkeypatch.setattr(host, "add_megatron_arguments", add_megatron_arguments)
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["/there/pretrain_gpt.py", *MODEL, *flags])
+        recwarn.clear()
+        host.validate_args(host.parse_args(), {})
+        return [str(one.message) for one in recwarn if "axonn" in str(one.message)]
+
+    assert run(*ON, "--twist", "1") == run("--twist", "5", "--no-turn") == []
+    (said,) = run(*ON, "--bend", "a", "b", "--twist=5", "--no-turn", "--rotate", "3")
+    assert said.startswith(
+        "axonn: --twist 5, --bend ['a', 'b'], --rotate 3.0, --no-turn: not known when axonn3d was tested"
+    )
+    monkeypatch.setenv("RANK", "1")
+    assert run(*ON, "--twist", "5") == []
+
+
+def test_what_a_script_adds_is_not_warned_of(host, monkeypatch, recwarn):
+    monkeypatch.setattr(sys, "argv", ["/there/pretrain_gpt.py", *MODEL, *ON, "--my-own", "3"])
+    parser = host.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    parser.add_argument("--my-own", type=int, default=1)
+    assert parser.parse_args().axonn_unknown == []
+
+
+def test_the_variable_that_megatron_asks_for(host, capsys, monkeypatch):
+    monkeypatch.delenv(connections.VARIABLE, raising=False)
+    host.run(*ON, "--axonn-gz", "2")
+    host.run(*ON, "--axonn-gx", "2", "--distributed-backend", "gloo")
+    assert connections.VARIABLE not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(SystemExit):
+        host.run(*ON, "--axonn-gx", "2")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is not set, which Megatron needs at 1 where gx*gy is" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert host.run(*ON, "--axonn-gx", "2").tensor_model_parallel_size == 2
+    assert os.environ[connections.VARIABLE] == "1"
+    monkeypatch.delenv(connections.VARIABLE)
+    host.run(*ON, "--axonn-gx", "auto")
+    assert os.environ[connections.VARIABLE] == "1"
+    monkeypatch.setenv(connections.VARIABLE, "8")
+    with pytest.raises(SystemExit):
+        host.run(*ON, "--axonn-gy", "2")
+    assert "Megatron refuses these arguments: set CUDA_DEVICE_MAX_CONNECTIONS to 1" in capsys.readouterr().err
+    assert os.environ[connections.VARIABLE] == "8"
+
+
 def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "T5Model", object, raising=False)
     with pytest.raises(SystemExit):
@@ -290,6 +370,12 @@ def test_features_are_named_once():
     assert rules.IMPL.startswith(arguments._IMPL)
 
 
+def test_every_argument_of_the_stub_is_known(host):
+    parser = host.add_megatron_arguments(ArgumentParser())
+    ours = {"help", "tensor_model_parallel_impl", *(a.dest for a in parser._actions if a.dest.startswith("axonn_"))}
+    assert {action.dest for action in parser._actions} - ours <= known.KNOWN
+
+
 def test_the_import_of_megatrons_parser_arms_it(tmp_path):
     """A new Python in which `megatron.training` is the stub: what a user's script does, by the installed entry point."""
     place = tmp_path / "megatron" / "training"
@@ -313,14 +399,14 @@ def test_the_import_of_megatrons_parser_arms_it(tmp_path):
 
 
 REAL = """
-import contextlib, io, json, os, sys
+import argparse, contextlib, io, json, os, sys
 import axonn_plugins
 axonn_plugins.activate()
 import torch
 # What validation asks of a device.
 torch.cuda.get_device_properties = lambda *_: type("Device", (), {"major": 10})
 import megatron.training.arguments as arguments
-from axonn_plugins.megatron import patch
+from axonn_plugins.megatron import known, patch
 installed = []
 patch.install = installed.append
 told = []
@@ -335,7 +421,9 @@ for flags in json.load(open(sys.argv[1])):
         except SystemExit as stopped:
             code, said = stopped.code, err.getvalue()
     told.append([code, said])
-print("told:" + json.dumps(told))
+parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+unknown = [action.dest for action in parser._actions if action.dest not in known.KNOWN and "axonn" not in str(action.help).lower()]
+print("told:" + json.dumps([told, unknown]))
 """
 
 
@@ -350,7 +438,8 @@ def test_the_real_parser(tmp_path):
         [sys.executable, "-c", REAL, str(tmp_path / "cases.json")], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.partition("told:")[2])
+    told, unknown = json.loads(done.stdout.partition("told:")[2])
+    assert [name for name in unknown if name != "help" and not name.startswith("axonn_")] == []
     for name, (code, said) in zip(WRONG, told, strict=False):
         assert code == 2, (name, said)
         assert re.match("pretrain_gpt.py: error: .*" + WRONG[name][1] + ".*\n$", said), (name, said)

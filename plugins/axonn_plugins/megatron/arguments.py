@@ -82,6 +82,7 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     Values are taken as text: `rules` refuses them in one sentence, where argparse would print the whole usage.
     """
+    hosts = list(parser._actions)  # a script may add others of its own
     group = parser.add_argument_group(title="axonn", description="3D parallel matrix multiplication by axonn-plugins")
 
     def add(flag: str, **how: Any) -> None:
@@ -131,11 +132,15 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         words = [str(word) for word in (sys.argv[1:] if args is None else args)]
         try:
             _check_words(words, [flag for action in group._group_actions for flag in action.option_strings])
-            found, unknown = parse(args, namespace)
+            found, rest = parse(args, namespace)
             _settle(found, {word.partition("=")[0] for word in words})
         except ConfigError as error:
             fail(error)
-        return found, unknown
+        if hasattr(found, "tensor_model_parallel_impl"):
+            from axonn_plugins.megatron.refusals import unknown
+
+            found.axonn_unknown = unknown(parser, hosts, found)
+        return found, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[assignment,method-assign]
     return parser

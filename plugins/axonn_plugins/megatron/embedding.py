@@ -28,7 +28,7 @@ class VocabParallelEmbedding(OwnShards, Embedding):  # type: ignore[misc]
         embedding_dim: features.
         init_method: fills a table in place.
         config: Megatron's.
-        others: Megatron's further arguments, which change nothing here.
+        others: Megatron's further arguments: groups, which are the mesh's, and whether tokens are scattered, which the layout says.
 
     Raises:
         ValueError: gy does not divide the features, or gx·gy the words.
@@ -57,6 +57,7 @@ class VocabParallelEmbedding(OwnShards, Embedding):  # type: ignore[misc]
         layout = embedding_layout((num_embeddings, embedding_dim))
         self._prepare(mesh, {"weight": layout})
         self.scatter_tokens = "x" in stream_over(process_groups.settings(), mesh)
+        self.deterministic = config.deterministic_mode
         self._parameters["weight"] = new_weight(layout, mesh, config, init_method, 0)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -64,6 +65,10 @@ class VocabParallelEmbedding(OwnShards, Embedding):  # type: ignore[misc]
         if self.scatter_tokens:
             check_length(input.shape[-1], self.mesh)
         return self.looked_up(input)
+
+    def _rows(self, input: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        """As Megatron's: the gradient of a look-up is not the same each time on a GPU, that of indices is where torch is told so."""
+        return table[input] if self.deterministic else super()._rows(input, table, padding)
 
 
 class PositionEmbedding(Split, nn.Embedding):

@@ -36,6 +36,7 @@ _SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
 _KERNEL = "Transformer Engine's own linear layers, which do that, are replaced"
 _OTHER = "layers of that kind are not split over a grid"
 _LOGITS = "a rank's logits are of other words than in Megatron's own split"
+_FILES = "a rank's files would hold shares of the grid, which nothing reads"
 _TED = "leave it out, or train the model with TED under DeepSpeed"
 _ONE = "leave it at 1"
 
@@ -45,7 +46,9 @@ FEATURES = (
     Feature("hierarchical_context_parallel_sizes", _WHOLE),
     Feature("expert_model_parallel_size", _EXPERTS, _ONE, (1,)),
     Feature("expert_tensor_parallel_size", _EXPERTS, "leave it out", ()),
+    Feature("expert_tensor_parallel_num_weight_shards", _EXPERTS, "leave it out", ()),
     Feature("num_experts", _EXPERTS, _TED, (0,)),
+    Feature("num_moe_experts", _EXPERTS, _TED, ()),
     Feature(
         "sequence_parallel",
         "--axonn-layout scattered, the default, splits the same activations; with it, tokens would be split twice",
@@ -54,6 +57,7 @@ FEATURES = (
     Feature(
         "use_tp_pp_dp_mapping", "z lies inside the data-parallel ranks, which must be next to the tensor-parallel ones"
     ),
+    Feature("use_sharp", "it is for one group of Megatron's, and gradients of weights are summed over others"),
     Feature("num_distributed_optimizer_instances", "z divides the data-parallel ranks already", _ONE, (1,)),
     Feature("use_megatron_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),
     Feature("use_custom_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),
@@ -67,12 +71,13 @@ FEATURES = (
     ),
     Feature("fp8_param_gather", "weights are gathered over z in the type they are computed in"),
     Feature("tp_comm_overlap", f"{_KERNEL}", "leave it out, and choose by --axonn-overlap"),
-    Feature("symmetric_ar_type", _KERNEL),
+    Feature("symmetric_ar_type", _KERNEL, "leave it out", ()),
     Feature("delay_wgrad_compute", _KERNEL, "leave it out, and choose by --axonn-overlap"),
     Feature("overlap_moe_expert_parallel_comm", _EXPERTS),
     Feature("defer_embedding_wgrad_compute", "the output layer's weight gradient is summed over z in backward"),
     Feature("fine_grained_activation_offloading", _KERNEL, "leave it out, or use --recompute-granularity"),
     Feature("cpu_offloading_num_layers", _KERNEL, "leave it out, or use --recompute-granularity", (0,)),
+    Feature("cpu_offloading", _KERNEL, "leave it out, or use --recompute-granularity"),
     Feature("distribute_saved_activations", "a saved activation is a share already, another one on each rank"),
     Feature("cuda_graph_impl", "collectives of a step are not captured", 'leave it out, or use "none"', ("none",)),
     Feature("enable_cuda_graph", "collectives of a step are not captured"),
@@ -85,6 +90,7 @@ FEATURES = (
     ),
     Feature("use_legacy_static_engine", "only training is split", "convert the checkpoint, and serve it with Megatron"),
     Feature("flash_decode", "only training is split"),
+    Feature("use_inference_optimized_layers", "only training is split"),
     Feature("perform_rl_step", "its roll-outs are inference, and only training is split"),
     Feature("use_legacy_models", "only models of megatron.core are split", "leave it out"),
     Feature("multi_latent_attention", _OTHER, "use --group-query-attention or plain attention"),
@@ -92,6 +98,7 @@ FEATURES = (
     Feature("mtp_num_layers", _OTHER, "leave it out", (0,)),
     Feature("heterogeneous_layers_config_path", "all layers must be alike", "leave it out", ()),
     Feature("heterogeneous_layers_config_encoded_json", "all layers must be alike", "leave it out", ()),
+    Feature("heterogeneous_block_specs", "all layers must be alike"),
     Feature("is_hybrid_model", _OTHER, "use pretrain_gpt.py without it"),
     Feature("hybrid_override_pattern", _OTHER, "use pretrain_gpt.py without it", ()),
     Feature("hybrid_layer_pattern", _OTHER, "use pretrain_gpt.py without it", ()),
@@ -106,6 +113,16 @@ FEATURES = (
     Feature("use_transformer_engine_op_fuser", _KERNEL),
     Feature("use_grouped_gemm_for_dense_mlp", _KERNEL),
     Feature("fused_residual_rmsnorm", "norms here sum their moments over ranks"),
+    Feature("use_kitchen", _KERNEL),
+    Feature("te_precision_config_file", _KERNEL, "leave it out", ()),
+    Feature("quant_recipe", _KERNEL, "leave it out", ()),
+    Feature("batch_invariant_mode", "norms here sum their moments over ranks"),
+    Feature("memory_efficient_layer_norm", "norms here sum their moments over ranks"),
+    Feature(
+        "cross_entropy_loss_fusion",
+        f"{_LOGITS}; the loss here has one sum of both numbers of a token, as the fused one",
+    ),
+    Feature("logit_dtype", "logits are of the type they are computed in", "leave it out", (), "--output-logit-dtype"),
     Feature("logits_save_dir", _LOGITS, "leave it out", ()),
     Feature("logits_load_dir", _LOGITS, "leave it out", ()),
     Feature("use_kitchen_attention", _KERNEL),
@@ -128,6 +145,10 @@ FEATURES = (
         "leave it out",
         (),
     ),
+    Feature("save_wgrads_interval", _FILES, "leave it out", ()),
+    Feature("save_dgrads_interval", _FILES, "leave it out", ()),
+    Feature("save_params_interval", _FILES, "leave it out", ()),
+    Feature("save_activations_interval", _FILES, "leave it out", ()),
     Feature("use_mp_args_from_checkpoint_args", "the grid of this run is given by --axonn-gx, -gy and -gz"),
     Feature(
         "ckpt_format",

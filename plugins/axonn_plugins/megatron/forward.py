@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from axonn_plugins.megatron import process_groups
 from axonn_plugins.megatron.gathers import ModelGathers, OwnShards, options
+from axonn_plugins.megatron.sharing import stream_over
 from axonn_tp.linear import Linear
 from axonn_tp.tuning import TunedMatmul, Tuner
 from axonn_tp.tuning_cache import default_cache
@@ -29,7 +31,12 @@ class _Forward:
                 layer.operation = TunedMatmul(self.tuner)
                 layer.operation.tokens = tokens
 
-    def enter(self, model: Any, inputs: tuple) -> None:
+    def enter(self, model: Any, inputs: tuple, keywords: dict[str, Any]) -> None:
+        given = inspect.signature(type(model).forward).bind_partial(model, *inputs, **keywords).arguments
+        if given.get("decoder_input") is not None and stream_over(process_groups.settings(), self.mesh):
+            raise ValueError(
+                "decoder_input is given: axonn3d's stream is a share of each token, which only input_ids become; leave it out"
+            )
         self.gathers.enter()
         tuner = self.tuner
         if tuner is not None and self.agrees and tuner.stepped and not tuner.finished:
@@ -46,5 +53,5 @@ class _Forward:
 def watch_forward(model: Any) -> None:
     """Let a GPT model that was just made gather its weights ahead, and tune its products if that is wanted."""
     forward = _Forward(model)
-    model.register_forward_pre_hook(forward.enter, prepend=True)
+    model.register_forward_pre_hook(forward.enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(forward.leave, always_call=True)

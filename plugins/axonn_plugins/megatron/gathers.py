@@ -65,6 +65,27 @@ class OwnShards(SplitWeight):
             )
         return shard  # type: ignore[return-value]
 
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """As Megatron's flags promise for sums over data, of which z is a part."""
+        return torch.promote_types(dtype, getattr(self._shard(), "axonn_summed_in", dtype))
+
+    def send(self, grad: Tensor) -> Tensor:
+        """Divided first where Megatron divides before it sums over data, so that fp16 does not overflow earlier."""
+        divisor = getattr(self._shard(), "axonn_divisor", 1)
+        grad = super().send(grad)
+        return grad / divisor if divisor > 1 else grad
+
+    def receive(self, grad: Tensor) -> Tensor:
+        """Megatron's hook adds `.grad`, of the weight's type, to ``main_grad``: a wider sum is added before it would be rounded."""
+        shard = self._shard()
+        main = getattr(shard, "main_grad", None)
+        if main is None or main.dtype == shard.dtype:
+            return grad
+        main.add_(grad.view_as(main))
+        # What the hook asks, as after a kernel that computes a gradient into ``main_grad``.
+        shard.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return shard.new_zeros(()).expand_as(shard)
+
     def block(self) -> Tensor:
         """The weight's block of this (x, y), gathered over z; differentiable."""
         return self.layouts["weight"].unflatten(self.gathers.block(self).reshape(-1), self.mesh.grid)

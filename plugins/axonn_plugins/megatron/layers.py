@@ -7,9 +7,10 @@ They take the arguments and give the results of `megatron.core.tensor_parallel.l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from axonn_plugins.megatron import process_groups
@@ -57,6 +58,10 @@ class _Parallel(OwnShards, Linear):  # type: ignore[misc]
             return self.multiply(input, None), self.bias
         return self.multiply(input, self.bias), None
 
+    def compute_dtype(self, shard: Tensor) -> torch.dtype:
+        """The weight's type also where the stream has another, as with ``fp32_residual_connection``."""
+        return super().compute_dtype(self._shard())
+
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As Megatron's layers have; the arguments are those of `checkpoint.sharded_module`."""
         from axonn_plugins.megatron.checkpoint import sharded_module
@@ -92,10 +97,10 @@ class ColumnParallelLinear(_Parallel):
         skip_weight_param_allocation: the weight is another layer's, given to `forward`.
         is_expert: must be false.
         tp_comm_buffer_name: ``"qkv"`` tells that the output consists of heads.
-        others: Megatron's further arguments, which change nothing here.
+        others: Megatron's further arguments; see `_NOT_READ`.
 
     Raises:
-        ValueError: sizes do not divide by the axes that split them, or the layer is an expert's.
+        ValueError: sizes do not divide by the axes that split them, the layer is an expert's, or another argument asks for something.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class ColumnParallelLinear(_Parallel):
         **others: Any,
     ) -> None:
         _refuse_experts(is_expert)
+        _refuse_others(others)
         settings, mesh = process_groups.settings(), process_groups.mesh()
         heads = config.num_query_groups if tp_comm_buffer_name == "qkv" else None
         split = column_split(settings, mesh, output_size, stride, heads)
@@ -152,10 +158,11 @@ class RowParallelLinear(_Parallel):
         stride: see `ColumnParallelLinear`; of no effect.
         is_expert: must be false.
         tp_comm_buffer_name: the layer's name in messages.
-        others: Megatron's further arguments, which change nothing here.
+        others: Megatron's further arguments; see `_NOT_READ`.
 
     Raises:
-        ValueError: sizes do not divide by the axes that split them, the input is whole, or the layer is an expert's.
+        ValueError: sizes do not divide by the axes that split them, the input is whole, the layer is an expert's, or another argument
+            asks for something.
     """
 
     def __init__(
@@ -174,6 +181,7 @@ class RowParallelLinear(_Parallel):
         **others: Any,
     ) -> None:
         _refuse_experts(is_expert)
+        _refuse_others(others)
         if not input_is_parallel:
             raise ValueError(
                 "input_is_parallel = False: axonn3d's row-parallel layer follows a column-parallel one, whose output is split; "
@@ -200,3 +208,14 @@ def _ranks(layer: ColumnParallelLinear) -> int:
 def _refuse_experts(is_expert: bool) -> None:
     if is_expert:
         raise ValueError("is_expert = True: axonn3d has no expert layers; train a dense model, or use ted_moe")
+
+
+_NOT_READ = ("tp_group", "pg_collection", "name", "embedding_activation_buffer", "grad_output_buffer")
+"""Arguments of which nothing is taken: groups are the mesh's, the buffers are for a feature that is refused, names are for messages."""
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    """Arguments that change what a layer computes, in this version of Megatron or a later one."""
+    for name, value in others.items():
+        if name not in _NOT_READ and value not in (None, False):
+            raise ValueError(f"{name} = {value}: axonn3d's layers have nothing of the kind; leave it out")

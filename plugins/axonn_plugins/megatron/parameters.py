@@ -94,6 +94,33 @@ def sum_over_heads(parameter: nn.Parameter, group: str) -> None:
     parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
 
+def with_promised_sums(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's ``DistributedDataParallel.__init__``, which then notes in what type its config has gradients summed over ranks."""
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config = self.ddp_config
+        wide = config.grad_reduce_in_fp32 or config.reduce_scatter_with_fp32_accumulation
+        for parameter in self.module.parameters():
+            parameter.axonn_summed_in = torch.float32 if wide else parameter.dtype
+        if not self.config.calculate_per_token_loss:
+            _divide_before_sums(self)
+
+    return init
+
+
+def _divide_before_sums(model: Any) -> None:
+    """Megatron divides gradients by the number of data-parallel ranks before it sums them; do so by z's part before z's sum, in fp16."""
+    gz = process_groups.mesh().size("z")
+    for group in model.expert_parallel_bucket_groups:
+        for bucket in group.buckets:
+            if bucket.grad_data.dtype == torch.float16:
+                bucket.gradient_scaling_factor *= gz
+                for parameter in bucket.params_list:
+                    parameter.axonn_divisor = gz
+
+
 def with_partial_sums(original: Callable[..., None]) -> Callable[..., None]:
     """Megatron's ``DistributedDataParallel.finish_grad_sync``, which then sums what ranks of x or y computed in parts."""
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from axonn_plugins.megatron.groups import Communicators, MegatronMesh
 from axonn_plugins.megatron.originals import Originals
 from axonn_plugins.megatron.settings import Settings
 from axonn_tp import Grid, Mesh
@@ -95,9 +96,10 @@ def _with_grid(original: Callable[..., None]) -> Callable[..., None]:
         grid, stages = _grid(given.arguments, _installed.settings, dist.get_world_size())
         given.arguments["expert_model_parallel_size"] = grid.gz
         given.arguments["expert_tensor_parallel_size"] = grid.gx * grid.gy
+        communicators = Communicators.of(given.arguments)
         original(*given.args, **given.kwargs)
         device = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-        _installed.mesh, _installed.stages = Mesh(grid, device, stages), stages
+        _installed.mesh, _installed.stages = MegatronMesh(grid, device, stages, communicators), stages
 
     return initialize_model_parallel
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from axonn_plugins import build_locks
 from axonn_plugins.block import ConfigError
-from axonn_plugins.doctor import MEGATRON_BELOW, MEGATRON_FROM
-from axonn_plugins.megatron.features import FEATURES, MODELS, Feature
+from axonn_plugins.doctor import MEGATRON_BELOW
+from axonn_plugins.megatron.connections import set_connections
+from axonn_plugins.megatron.features import MODELS
+from axonn_plugins.megatron.refusals import IMPL, TESTED, check_arguments, warn_of_unknown
 from axonn_plugins.megatron.settings import LAYOUTS, OVERLAPS, Settings
 from axonn_plugins.names import require
 
-IMPL = "--tensor-model-parallel-impl axonn3d"
 AXES = ("gx", "gy", "gz")
 _SIZES = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
@@ -39,11 +40,12 @@ def before(args: Any) -> Settings:
     build_locks.warn()
     check_host()
     _check_script()
-    for feature in FEATURES:
-        _check_feature(args, feature)
+    check_arguments(args)
+    warn_of_unknown(args)
     _check_engine(args)
     _check_sizes(args)
     sizes = {axis: _size(args, axis) for axis in AXES}
+    set_connections(args, sizes)
     if "auto" in sizes.values():
         from axonn_plugins.megatron.auto_sizes import choose_sizes
 
@@ -92,6 +94,8 @@ def indivisible(args: Any, settings: Settings) -> str | None:
     groups = args.num_query_groups if args.group_query_attention else heads
     if groups % gx and gx % groups:
         return f"--num-query-groups {groups} is neither a multiple of --axonn-gx {gx} nor divides it; change one of the two"
+    if groups < gx and getattr(args, "attention_output_gate", False):
+        return f"--attention-output-gate needs --num-query-groups {groups} to be a multiple of --axonn-gx {gx}; change one of the two"
     width = _qkv(args, heads, groups, getattr(args, "kv_channels", None) or hidden // heads)
     sizes = [
         ("--num-attention-heads", heads, "gx", gx),
@@ -123,16 +127,15 @@ def check_host() -> None:
     from megatron.core import parallel_state
 
     version = str(getattr(core, "__version__", "of unknown version"))
-    known = f"megatron-core>={'.'.join(map(str, MEGATRON_FROM))},<{'.'.join(map(str, MEGATRON_BELOW))}"
     makes = inspect.signature(parallel_state.initialize_model_parallel).parameters
     lacks = [name for name in ("expert_model_parallel_size", "expert_tensor_parallel_size") if name not in makes]
     if importlib.util.find_spec("megatron.core.models.backends") is None:
         lacks.append("megatron.core.models.backends")
     if lacks:
-        raise ConfigError(f"{IMPL} needs {lacks[0]}, which megatron-core {version} has not; install {known}")
+        raise ConfigError(f"{IMPL} needs {lacks[0]}, which megatron-core {version} has not; install {TESTED}")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers >= MEGATRON_BELOW:
-        warnings.warn(f"axonn: megatron-core {version} is newer than what was tested, {known}", stacklevel=2)
+        warnings.warn(f"axonn: megatron-core {version} is newer than what was tested, {TESTED}", stacklevel=2)
 
 
 def _check_script() -> None:
@@ -148,16 +151,6 @@ def _check_engine(args: Any) -> None:
         raise ConfigError(
             "--transformer-impl transformer_engine, the default, needs transformer-engine, which is not installed; install it, or use local"
         )
-
-
-def _check_feature(args: Any, feature: Feature) -> None:
-    value = getattr(args, feature.name, None)
-    # By type, too: True is not the size 1.
-    if value is None or any(value == one and type(value) is type(one) for one in feature.allowed):
-        return
-    words = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
-    shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {words}"
-    raise ConfigError(f"{shown} does not go with {IMPL}: {feature.why}; {feature.remedy}")
 
 
 def _size(args: Any, axis: str) -> int | str:
@@ -244,6 +237,11 @@ def _check_tensor_size(args: Any, settings: Settings) -> None:
         raise ConfigError(
             f"--tensor-model-parallel-size {size} is not gx*gy = {settings.gx}*{settings.gy} = {settings.tensor}; "
             "leave it out, since the grid says it"
+        )
+    size = None if getattr(args, "pad_vocab_size", True) else args.vocab_size
+    if size is not None and size % settings.tensor:
+        raise ConfigError(
+            f"--vocab-size {size} does not divide by gx*gy = {settings.tensor}, and --no-pad-vocab-size leaves it so; drop that"
         )
     shards = getattr(args, "tensor_parallel_num_weight_shards", None)
     if shards not in (None, settings.tensor):

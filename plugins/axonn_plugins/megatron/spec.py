@@ -31,8 +31,9 @@ from axonn_plugins.megatron.loss import language_model_loss
 from axonn_plugins.megatron.norm_linear import LayerNormColumnParallelLinear
 from axonn_plugins.megatron.norms import split_norm
 from axonn_plugins.megatron.originals import Originals
-from axonn_plugins.megatron.parameters import sum_over_heads, with_partial_sums
+from axonn_plugins.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
 from axonn_plugins.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
+from axonn_plugins.megatron.refusals import check_config
 from axonn_plugins.megatron.settings import Settings
 from axonn_plugins.megatron.sharing import check_length, heads_over, stream_over
 from axonn_tp.collectives import gather_from, gather_to, split_to
@@ -63,6 +64,7 @@ def install(settings: Settings) -> None:
     _originals.wrap(rotary_pos_embedding.RotaryEmbedding, "get_rotary_seq_len", _of_whole_sequence)
     _originals.wrap(gpt_model.GPTModel, "__init__", _with_forward)
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
+    _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
     seed = seeded(megatron_random.model_parallel_cuda_manual_seed)
     for module in (megatron_random, tensor_parallel):
@@ -219,6 +221,11 @@ def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     return get_rotary_seq_len
 
 
-@_after
-def _with_forward(model: Any) -> None:
-    watch_forward(model)
+def _with_forward(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(config)
+        original(self, config, *args, **kwargs)
+        watch_forward(self)
+
+    return init

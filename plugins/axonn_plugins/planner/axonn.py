@@ -64,12 +64,14 @@ class Repeats:
         sums: of outputs, likewise.
         accumulation: micro-batches of a step; weights are gathered and their gradients scattered for each.
         gradient_bytes: of an element that is summed over data-parallel ranks.
+        scatter_bytes: of an element of a weight's gradient that is summed over z.
     """
 
     gathers: int = 1
     sums: int = 1
     accumulation: Number = 1
     gradient_bytes: float = 2
+    scatter_bytes: float = 2
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwid
     shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz)
     return Communication(
         gather=repeats.gathers * repeats.accumulation * (gz - 1) * weights / gz / beta.z,
-        scatter=repeats.accumulation * (gz - 1) / gz * weights / beta.z,
+        scatter=repeats.accumulation * (gz - 1) / gz * weights / 2 * repeats.scatter_bytes / beta.z,
         forward=repeats.sums * 2 * (gy - 1) / gy * outputs / beta_y,
         backward=2 * (gx - 1) / gx * inputs / beta_x,
         data=2 * (gdata - 1) / gdata * shared / beta.data,

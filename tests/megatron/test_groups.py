@@ -1,0 +1,113 @@
+"""The mesh's process groups in Megatron: its own where it has them, with its timeouts and the options of communicators."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core import parallel_state
+
+from axonn_plugins.megatron import cpu, process_groups
+from axonn_plugins.megatron.groups import Communicators
+from axonn_plugins.megatron.settings import Settings
+from axonn_tp.mesh import AXES, SEVERAL, Mesh
+from tests.distributed import run_ranks
+
+NAMES = (*AXES, *SEVERAL)
+
+
+def _timeouts() -> set[timedelta]:
+    mesh = process_groups.mesh()
+    return {mesh.group(name)._get_backend(torch.device("cpu")).options._timeout for name in NAMES}
+
+
+def _all(config: str) -> list[dict[str, Any]]:
+    cpu.enable_core()
+    found = []
+    for settings, stages in GRIDS:
+        found.append(_made(settings, stages, config))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def _made(settings: Settings, stages: int, config: str) -> dict[str, Any]:
+    made: list[tuple[str, dict]] = []
+
+    def get_nccl_options(name: str, options: dict) -> None:
+        made.append((name, options.get(name, {})))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, "get_nccl_options", get_nccl_options)
+        process_groups.install(settings)
+        parallel_state.initialize_model_parallel(
+            settings.tensor,
+            stages,
+            distributed_timeout_minutes=7,
+            nccl_communicator_config_path=config,
+            high_priority_stream_groups=["tp"],
+            create_gloo_process_groups=False,
+        )
+    mesh = process_groups.mesh()
+    found = {name: dist.get_process_group_ranks(mesh.group(name)) for name in NAMES}
+    reference = Mesh(mesh.grid, "cpu", stages)
+    wanted = {name: dist.get_process_group_ranks(reference.group(name)) for name in NAMES}
+    shared = {
+        "model": mesh.group("model") is parallel_state.get_tensor_model_parallel_group(),
+        "batch": mesh.group("batch") is parallel_state.get_data_parallel_group(),
+        "data": mesh.group("data") is parallel_state.get_expert_data_parallel_group(),
+    }
+    first = _timeouts()
+    parallel_state.update_pg_timeout(timedelta(seconds=90))
+    told = {"ranks": found == wanted or (found, wanted), "shared": shared, "timeouts": (first, _timeouts())}
+    return {**told, "options": made}
+
+
+GRIDS = [(Settings(2, 2, 2), 1), (Settings(2, 1, 2), 2), (Settings(1, 2, 1), 2), (Settings(1, 1, 4), 1)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """What every rank has of each grid."""
+    config = tmp_path_factory.mktemp("nccl") / "nccl.yaml"
+    config.write_text("tp: {max_ctas: 8}\ndp: {net_name: IB}\n")
+    return run_ranks(_all, 8, str(config))
+
+
+@pytest.mark.parametrize("number", range(len(GRIDS)))
+def test_groups_are_megatrons_own(number: int, made: list[list[dict[str, Any]]]) -> None:
+    for rank in (found[number] for found in made):
+        assert rank["ranks"] is True
+        assert all(rank["shared"].values())
+
+
+@pytest.mark.parametrize("number", range(len(GRIDS)))
+def test_timeouts_are_megatrons(number: int, made: list[list[dict[str, Any]]]) -> None:
+    for rank in (found[number] for found in made):
+        assert rank["timeouts"] == ({timedelta(minutes=7)}, {timedelta(seconds=90)})
+
+
+def test_x_and_y_have_the_options_of_the_tensor_group(made: list[list[dict[str, Any]]]) -> None:
+    asked = made[0][0]["options"]
+    # Of 2x2x2 ranks, four groups of x and four of y, then two of x and z.
+    assert asked[-10:-2] == [("tp", {"max_ctas": 8, "is_high_priority_stream": True})] * 8
+    assert asked[-2:] == [("", {})] * 2
+
+
+def test_sharp_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_sharp = True cannot be combined with axonn3d"):
+        Communicators.of({"use_sharp": True, "distributed_timeout_minutes": 1})
+
+
+def test_an_empty_file_of_options_is_none(tmp_path: Path) -> None:
+    (tmp_path / "nccl.yaml").touch()
+    found = Communicators.of(
+        {"nccl_communicator_config_path": str(tmp_path / "nccl.yaml"), "distributed_timeout_minutes": 3}
+    )
+    assert found == Communicators(timedelta(minutes=3), {})

@@ -1,0 +1,149 @@
+"""Weight gradients of 16-bit models: summed over z as precisely as Megatron's flags have them summed over data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+from axonn_plugins.megatron import process_groups
+from axonn_plugins.megatron.settings import Settings
+from axonn_tp import layout_of
+from axonn_tp.collectives import whole_parameter
+from tests.distributed import run_ranks
+from tests.megatron import training
+from tests.megatron.training import Case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+WIDE = {"grad_reduce_in_fp32": True}
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 2000}
+TIED = {"share_embeddings_and_output_weights": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PRECISE = {
+    "bf16": Case(dtype=BF16, ddp=WIDE),
+    "fp16": Case(dtype=FP16, ddp=WIDE),
+    "accumulated": Case(dtype=BF16, ddp=WIDE, micro_batches=2),
+    "distributed optimizer": Case(dtype=BF16, ddp={**WIDE, **SHARDED}),
+    "overlapped": Case(dtype=BF16, ddp={**WIDE, **OVERLAPPED}, micro_batches=2),
+    "recomputed": Case(dtype=BF16, ddp=WIDE, config=FULL, micro_batches=2),
+}
+"""Where sums over data are in float32."""
+OTHERS = {
+    "tied": Case(dtype=BF16, ddp={**WIDE, **OVERLAPPED}, model=TIED, micro_batches=2),
+    "bf16 sums": Case(dtype=BF16),
+    "fp16 sums": Case(dtype=FP16, micro_batches=2),
+    "fp16 averages": Case(dtype=FP16, ddp={"average_in_collective": True}),
+    "overlapped bf16 sums": Case(dtype=BF16, ddp=OVERLAPPED, micro_batches=2),
+    "float32 on the way": Case(
+        dtype=BF16, ddp={**SHARDED, "reduce_scatter_with_fp32_accumulation": True}, micro_batches=2
+    ),
+}
+"""Where they are in the type of the weights, or a rank sums two gradients of one weight, as it does in that type without z."""
+GRIDS = {
+    "z": Settings(1, 1, 4),
+    "z and data, without overlap": Settings(1, 1, 2, overlap_reduce_scatter=False, overlap_all_gather=False),
+    "x and z": Settings(2, 1, 2),
+}
+_SCALE = 256.0
+
+Gradients = dict[str, torch.Tensor]
+
+
+def _gradients(case: Case, scale: float) -> Gradients:
+    """The whole gradient of one step, by parameter, in float32; the same on every rank."""
+    model = training.build(case)
+    if case.dtype == torch.float32:
+        # The very weights of the 16-bit models.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(BF16))
+    config = model.module.config
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, lambda loss: loss * scale
+    if case.ddp.get("overlap_grad_reduce"):
+        config.no_sync_func = model.no_sync
+    model.zero_grad_buffer()
+    training._step(case, model, 0)
+    _gather_shards(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.main_grad.detach().float() / scale
+        if case.settings is not None:
+            layout = layout_of(parameter)
+            grad = whole_parameter(grad.reshape(-1) if layout.over_z else grad, layout, process_groups.mesh())
+        found[name.replace("module.", "")] = grad.clone()
+    return found
+
+
+def _gather_shards(model: DistributedDataParallel) -> None:
+    """With a distributed optimizer every rank has summed a part of each bucket."""
+    if not model.ddp_config.use_distributed_optimizer:
+        return
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        for bucket in group.buckets:
+            ranks = group.intra_distributed_optimizer_instance_group
+            mine = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+
+
+def _all(cases: dict[str, Case], scale: float = _SCALE) -> dict[str, Gradients]:
+    training.on_cpu()
+    found = {}
+    for name, case in cases.items():
+        with training.parallel(case):
+            found[name] = _gradients(case, scale)
+    return found if dist.get_rank() == 0 else {}
+
+
+def _error(found: Gradients, wanted: Gradients) -> float:
+    """Distance over all parameters, relative."""
+    squares = [(found[name] - grad).double().square().sum() for name, grad in wanted.items()]
+    size = [grad.double().square().sum() for grad in wanted.values()]
+    return float((sum(squares) / sum(size)) ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Gradients]:
+    """By case: Megatron's own data parallelism as ``data``, the grids, and float32."""
+    cases: dict[str, Case] = {}
+    for name, case in {**PRECISE, **OTHERS}.items():
+        cases[f"{name}: data"] = case
+        cases[f"{name}: data, ours"] = case.on(Settings())
+        cases[f"{name}: reference"] = replace(case, dtype=torch.float32, ddp={})
+        cases |= {f"{name}: {grid}": case.on(settings) for grid, settings in GRIDS.items()}
+    return run_ranks(_all, 4, cases)[0]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", [*PRECISE, *OTHERS])
+def test_sums_over_z_are_as_precise_as_over_data(name: str, grid: str, found: dict[str, Any]) -> None:
+    reference, data = found[f"{name}: reference"], found[f"{name}: data"]
+    ours = found[f"{name}: {grid}"]
+    print(f"{name}, {grid}: {_error(ours, reference):.2e} beside {_error(data, reference):.2e}")
+    assert 1e-4 < _error(data, reference) / 2 < _error(ours, reference) < 2 * _error(data, reference)
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "x and z"])
+@pytest.mark.parametrize("name", PRECISE)
+def test_what_ranks_computed_is_summed_in_float32(name: str, grid: str, found: dict[str, Any]) -> None:
+    """Without x and y the ranks compute the same 16-bit gradients, so that nothing but their sum can differ."""
+    assert _error(found[f"{name}: {grid}"], found[f"{name}: data, ours"]) < 1e-6
+
+
+def test_fp16_overflows_over_z_where_it_does_over_data() -> None:
+    """Of the loss's scale: the mean of what four ranks have is far below the largest number of fp16, the sum is not."""
+    # Without biases, whose gradients are larger and not split over z.
+    case = Case(dtype=FP16, config={"add_bias_linear": False}, model={"position_embedding_type": "rope"})
+    reference = run_ranks(_all, 1, {"serial": replace(case, dtype=torch.float32)})[0]["serial"]
+    scale = 20000 / max(float(grad.abs().max()) for grad in reference.values())
+    cases = {"data": case, "z": case.on(Settings(1, 1, 4)), "z and data": case.on(Settings(1, 1, 2))}
+    for name, gradients in run_ranks(_all, 4, cases, scale)[0].items():
+        assert _error(gradients, reference) < 1e-2, name

@@ -1,0 +1,147 @@
+"""What of a model's config and of its layers' arguments is obeyed or refused, on megatron.core alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core.transformer import TransformerConfig
+
+from axonn_plugins.block import ConfigError
+from axonn_plugins.megatron.embedding import VocabParallelEmbedding
+from axonn_plugins.megatron.layers import ColumnParallelLinear, RowParallelLinear
+from axonn_plugins.megatron.refusals import check_config
+from axonn_plugins.megatron.settings import Settings
+from tests.distributed import run_ranks
+from tests.megatron import training
+from tests.megatron.training import Case
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "cross_entropy_loss_fusion": (True, "leave it out"),
+    "sequence_parallel": (True, "--axonn-layout scattered"),
+    "layernorm_zero_centered_gamma": (True, "norms here multiply by the weight itself"),
+    "memory_efficient_layer_norm": (True, "norms here sum their moments"),
+    "symmetric_ar_type": ("two_shot", "leave it out"),
+    "num_moe_experts": (4, "TED"),
+    "delay_wgrad_compute": (True, "--axonn-overlap"),
+    "cuda_graph_impl": ("local", "collectives of a step are not captured"),
+    "batch_invariant_mode": (True, "norms here sum their moments"),
+    "softmax_type": ("learnable", "use vanilla"),
+}
+
+
+def _config(**changes: Any) -> TransformerConfig:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=8, tensor_model_parallel_size=2)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_config_is_held_against_the_table(name: str) -> None:
+    value, said = WRONG[name]
+    with pytest.raises(ConfigError, match=f"{name} = .* does not go with axonn3d: .*{said}"):
+        check_config(_config(**{name: value}))
+
+
+def test_a_plain_config_passes() -> None:
+    check_config(_config(deterministic_mode=True, fp32_residual_connection=True, softmax_type="off-by-one"))
+
+
+def _graph(tensor: torch.Tensor) -> set[str]:
+    """Names of the nodes that made a tensor."""
+    seen, names = [tensor.grad_fn], set()
+    while seen:
+        node = seen.pop()
+        if node is not None:
+            names.add(type(node).__name__)
+            seen += [one for one, _ in node.next_functions]
+    return names
+
+
+def _said(make: Any) -> str:
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _on_two_ranks() -> dict[str, Any]:
+    training.on_cpu()
+    settings = Settings(2)
+    found: dict[str, Any] = {}
+    with training.parallel(Case(settings=settings)):
+        config = training.configuration(Case(settings=settings))
+        wanted = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False}
+        found["model"] = _said(
+            lambda: training.build(Case(settings=settings, config={"cross_entropy_loss_fusion": True}))
+        )
+        for name, value in (("disable_grad_reduce", True), ("output_dtype", torch.float32)):
+            found[name] = _said(lambda n=name, v=value: ColumnParallelLinear(8, 16, **wanted, **{n: v}))  # type: ignore[misc]
+        model, ids = training.build(Case(settings=settings)), torch.zeros(1, training.SEQUENCE, dtype=torch.long)
+        stream = torch.zeros(training.SEQUENCE, 1, 32)
+        found["decoder_input"] = _said(lambda: model(ids, ids, None, stream))
+        row = {**wanted, "input_is_parallel": True, "skip_bias_add": True}
+        found["row"] = _said(lambda: RowParallelLinear(8, 16, **row, scaled=True))
+        found["plain"] = _said(
+            lambda: ColumnParallelLinear(8, 16, **wanted, disable_grad_reduce=False, tp_group=object(), name="q")
+        )
+        for deterministic in (False, True):
+            config.deterministic_mode = deterministic
+            table = VocabParallelEmbedding(16, 8, init_method=torch.nn.init.normal_, config=config)
+            found[f"deterministic {deterministic}"] = _graph(table(torch.randint(16, (2, 4))))
+    return found
+
+
+def test_what_layers_are_made_with_is_obeyed_or_refused() -> None:
+    found = run_ranks(_on_two_ranks, 2)[0]
+    assert found["model"].startswith("cross_entropy_loss_fusion = True does not go with axonn3d")
+    assert (
+        found["disable_grad_reduce"]
+        == "disable_grad_reduce = True: axonn3d's layers have nothing of the kind; leave it out"
+    )
+    assert "output_dtype = torch.float32" in found["output_dtype"] and "scaled = True" in found["row"]
+    assert found["plain"] == "" and found["decoder_input"].startswith("decoder_input is given")
+    assert "EmbeddingBackward0" in found["deterministic False"] and "IndexBackward0" not in found["deterministic False"]
+    assert "IndexBackward0" in found["deterministic True"] and "EmbeddingBackward0" not in found["deterministic True"]
+
+
+OBEYED = {
+    "deterministic": Case(config={"deterministic_mode": True}),
+    "residual after norm": Case(config={"apply_residual_connection_post_layernorm": True}),
+    "bias of qkv alone": Case(config={"add_bias_linear": False, "add_qkv_bias": True}),
+    "norm of heads by length": Case(config={"qk_l2_norm": True}),
+    "clamped gate": Case(
+        config={
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 0.5,
+        }
+    ),
+    "averaged on the way": Case(ddp={"average_in_collective": True, "use_distributed_optimizer": True}),
+}
+
+
+def test_what_is_obeyed_trains_as_one_rank() -> None:
+    grids = {"scattered": Settings(2, 1, 2), "replicated": Settings(1, 2, 2, layout="replicated")}
+    stock = run_ranks(training.train_all, 1, OBEYED)[0]
+    cases = {f"{name}: {grid}": case.on(on) for name, case in OBEYED.items() for grid, on in grids.items()}
+    for name, found in run_ranks(training.train_all, 4, cases)[0].items():
+        wanted = stock[name.partition(":")[0]]
+        both = zip(found["losses"] + found["norms"], wanted["losses"] + wanted["norms"], strict=True)
+        assert max(abs(f - w) / w for f, w in both) < 1e-5, name
+
+
+def test_a_stream_in_float32_goes_into_layers_of_bf16() -> None:
+    """On a grid with y, whose norms are ours: torch's own refuse the mixture."""
+    plain = Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True})
+    wide = plain.on(Settings(1, 2), config={"fp32_residual_connection": True})
+    stock = run_ranks(training.train_all, 1, {"plain": plain})[0]["plain"]["losses"]
+    found = run_ranks(training.train_all, 2, {"wide": wide})[0]["wide"]["losses"]
+    assert max(abs(f - w) / w for f, w in zip(found, stock, strict=True)) < 1e-3
