@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.deepspeed.complete import begin, find, publish
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.portable import PortableState
 from axonn_tp import Mesh, full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.training import Reading
+from axonn_tp.exports import as_shards
 
 _LAYOUTS, _PORTABLE = "axonn_layouts.json", "axonn"
 
 
-class GridCheckpoints(DeepSpeedEngine):
+class GridCheckpoints(CheckedCheckpoints):
     """The part of `AxonnEngine` that saves and loads."""
 
     mesh: Mesh
@@ -58,27 +58,12 @@ class GridCheckpoints(DeepSpeedEngine):
         finally:
             self.has_moe_layers = before
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        **keywords: Any,
-    ) -> bool:
-        """DeepSpeed's files and the portable ones, complete or absent; every rank calls it.
-
-        They are written aside, then renamed; the name in ``latest`` changes last.
-        """
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        aside = begin(save_dir, tag)
-        with self._without_experts():
-            super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
-        self._save_portable(Path(save_dir) / aside / _PORTABLE, client_state or {})
+    def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
+        with self._without_experts(), as_shards():
+            super()._write(save_dir, tag, client_state, **keywords)
+        self._save_portable(Path(save_dir) / tag / _PORTABLE, client_state)
         if dist.get_rank() == 0:
-            (Path(save_dir) / aside / _LAYOUTS).write_text(json.dumps(self._layouts()))
-        publish(save_dir, tag, save_latest)
-        return True
+            (Path(save_dir) / tag / _LAYOUTS).write_text(json.dumps(self._layouts()))
 
     def _portable_state(self) -> PortableState:
         return PortableState(self)
@@ -143,24 +128,22 @@ class GridCheckpoints(DeepSpeedEngine):
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
         """What `PortableState.load` reads."""
-        return Reading(folder / _PORTABLE, state.ranks)
+        return Reading(folder / _PORTABLE, state.ranks, verified=True)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed's zero_to_fp32.py does not know the grid; `save_16bit_model` writes whole weights."""
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
-        """Load what `save_checkpoint` wrote, on the same grid or on another one, by another plan or ZeRO stage.
-
-        Raises:
-            ConfigError: it was written without the block, is damaged, or does not fit the model.
-        """
-        tag = find(load_dir, tag)
-        if tag is not None:
-            folder = Path(load_dir) / tag
-            if folder.is_dir() and not self._same_layouts(folder):
-                return self._load_portable(folder, *rest, **keywords)
-        with self._without_experts():
-            return super().load_checkpoint(load_dir, tag, *rest, **keywords)
+    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
+        """On the same grid or on another one, by another plan or ZeRO stage."""
+        if keywords.get("custom_load_fn", rest[4] if len(rest) > 4 else None) is not None:
+            raise ConfigError(
+                "custom_load_fn would be given shards, which DeepSpeed's files hold under axonn.tensor_parallel; leave it out, and give whole "
+                "tensors to engine.module.load_state_dict, which keeps this rank's shards of them"
+            )
+        if tag is not None and not self._same_layouts(Path(load_dir) / tag):
+            return self._load_portable(Path(load_dir) / tag, *rest, **keywords)
+        with self._without_experts(), as_shards():
+            return super()._read(load_dir, tag, *rest, **keywords)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

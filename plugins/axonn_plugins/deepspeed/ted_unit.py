@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as tables
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import nn
 
 from axonn_plugins.config import Ted
 from axonn_plugins.deepspeed.agreement import agree, check_shapes, fingerprint
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.recompute import Stashes
 from axonn_plugins.deepspeed.ted_layers import adopt, expert_ranks, stock_layers
 from axonn_tp import layout_of
 from ted_moe import Groups, Topology
 
 
-class TedUnitEngine(DeepSpeedEngine):
+class TedUnitEngine(CheckedCheckpoints):
     """DeepSpeed's engine, its MoE layers TED's."""
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> None:
