@@ -109,7 +109,7 @@ def looked(path: str, folder: Path) -> dict[str, Any]:
     answers = {
         str(file.relative_to(folder)): with_bytes(file, flipped, load)
         for file in sorted(folder.rglob("*"))
-        if file.is_file()
+        if file.is_file() and file.name != "axonn_latest"  # empty
     }
     answers["in the end"] = load()
     return answers
@@ -171,7 +171,7 @@ def agreed(ranks: list[dict[str, Any]], part: str, case: str) -> str:
 @pytest.mark.parametrize("path", PATHS)
 def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
     names = [name for name in ranks[0][path] if name != "in the end"]
-    assert len(names) > 5
+    assert len(names) > 4
     assert agreed(ranks, path, "in the end") == "loaded"
     for name in names:
         answer = agreed(ranks, path, name)
@@ -186,8 +186,11 @@ def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
         ("longer", "is damaged in {name}; "),
         ("extra", "mp_rank_77_model_states.pt, which was not saved with it"),
         ("a note", "loaded"),
-        ("another latest", "axonn_latest.json"),
-        ("no latest", "pass the tag that you mean: two, one"),
+        ("another latest", "latest names 'one' and the checkpoint that was saved as the latest is two"),
+        (
+            "no latest",
+            "so it is damaged or was changed; pass the tag that you mean: two, one",
+        ),
         ("no marker", "axonn_complete"),
         ("unknown tag", "has no checkpoint 'three'; correct the folder or the tag: two, one"),
         ("by tag", "loaded"),

@@ -41,6 +41,8 @@ class CheckedCheckpoints(DeepSpeedEngine):
         Raises:
             ConfigError: there is none of that name, it is damaged, or does not fit; one sentence, the same on every rank.
         """
+        if self.load_universal_checkpoint():  # what DeepSpeed's converter wrote, which has no sums
+            return self._read(load_dir, tag, *rest, **keywords)
         return self._read(load_dir, find(load_dir, tag), *rest, **keywords)
 
     def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:

@@ -20,6 +20,7 @@ from deepspeed.utils import groups
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.portable import PortableState
+from axonn_plugins.deepspeed.whole_parameters import mark
 from axonn_tp import Mesh, full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.training import Reading
@@ -46,6 +47,7 @@ class GridCheckpoints(CheckedCheckpoints):
 
     def _configure_checkpointing(self, *rest: Any) -> None:
         super()._configure_checkpointing(*rest)
+        mark(self.module.parameters(), self.mesh)
         self.save_non_zero_checkpoint = self.mesh.rank("data") == 0
 
     @contextmanager
@@ -145,15 +147,22 @@ class GridCheckpoints(CheckedCheckpoints):
         with self._without_experts(), as_shards():
             return super()._read(load_dir, tag, *rest, **keywords)
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the whole model's weights, as the serial model names and shapes them."""
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model's weights on rank 0, as the serial model names and shapes them, None elsewhere; every rank calls it."""
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
         full = full_state_dict(self.module, self.mesh, dtype)
         if exclude_frozen_parameters:
             frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
             full = {name: value for name, value in full.items() if name not in frozen}
+        return full if dist.get_rank() == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's weights, as the serial model names and shapes them."""
+        full = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if dist.get_rank() == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(full, Path(save_dir) / save_filename)

@@ -5,7 +5,6 @@ Every rank reads a share of the bytes, when they have been written and before th
 
 from __future__ import annotations
 
-import json
 import shutil
 import zlib
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from axonn_plugins.config import ConfigError
 from axonn_tp.checkpoint import files, sums
 
 MANIFEST, MARKER = "axonn_manifest.json", "axonn_complete"
-_LATEST, _LATEST_NOTE = "latest", "axonn_latest.json"
+_LATEST, _IS_LATEST = "latest", "axonn_latest"
 _ASIDE, _REPLACED = ".incomplete", ".replaced"
 T = TypeVar("T")
 
@@ -110,6 +109,8 @@ def _summed(folder: Path, pieces: list[sums.Piece]) -> list[int]:
 
 def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> None:
     aside, replaced = folder / f"{tag}{_ASIDE}", folder / f"{tag}{_REPLACED}"
+    if save_latest or (folder / tag / _IS_LATEST).exists():
+        sums.put(aside / _IS_LATEST, "")
     sums.seal(aside, written, MANIFEST, MARKER)
     sums.flush(aside)
     if (folder / tag).exists():
@@ -119,19 +120,17 @@ def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> No
     sums.flush(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     if save_latest:
-        latest = folder / _LATEST
-        before = [latest.read_text(errors="replace").strip()] if latest.is_file() else []
-        # Either name is right until the other one is there.
-        _replace(folder / _LATEST_NOTE, json.dumps({"latest": [*before, tag]}))
-        _replace(latest, tag)
-        _replace(folder / _LATEST_NOTE, json.dumps({"latest": [tag]}))
+        note = folder / f"{_LATEST}{_ASIDE}"
+        sums.put(note, tag)
+        note.replace(folder / _LATEST)
         sums.flush(folder)
+        for name in _marked(folder) - {tag}:
+            (folder / name / _IS_LATEST).unlink(missing_ok=True)
 
 
-def _replace(file: Path, text: str) -> None:
-    aside = file.with_name(f"{file.name}{_ASIDE}")
-    sums.put(aside, text)
-    aside.replace(file)
+def _marked(folder: Path) -> set[str]:
+    """The checkpoint that ``latest`` names; with the one before where a save died between the two."""
+    return {found.parent.name.removesuffix(_REPLACED) for found in folder.glob(f"*/{_IS_LATEST}")}
 
 
 def find(load_dir: str, tag: str | None) -> str | None:
@@ -163,14 +162,14 @@ def find(load_dir: str, tag: str | None) -> str | None:
 
 
 def _chosen(folder: Path, tag: str | None) -> str | None:
-    latest, note = folder / _LATEST, folder / _LATEST_NOTE
     if tag is None:
-        if not latest.is_file() and not note.is_file():
+        latest, marked = folder / _LATEST, _marked(folder)
+        if not latest.is_file() and not marked:
             return None
         tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
-        if note.is_file() and tag not in _noted(note):
+        if marked and tag not in marked:
             raise ConfigError(
-                f"{latest} names {tag!r} and {note}, which was written with it, another one, so one of them is damaged or was changed; pass "
+                f"{latest} names {tag!r} and the checkpoint that was saved as the latest is {min(marked)}, so it is damaged or was changed; pass "
                 f"the tag that you mean: {_in_words(_tags(folder))}"
             )
     replaced = f"{tag}{_REPLACED}"
@@ -178,13 +177,6 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
         if (folder / name).is_dir() and name:
             return name
     raise ConfigError(f"{folder} has no checkpoint {tag!r}; correct the folder or the tag: {_in_words(_tags(folder))}")
-
-
-def _noted(note: Path) -> list[str]:
-    try:
-        return list(json.loads(note.read_bytes())["latest"])
-    except (ValueError, LookupError, TypeError):
-        return []
 
 
 def _tags(folder: Path) -> list[str]:

@@ -68,16 +68,18 @@ class TedCheckpoints(GridCheckpoints):
             return super()._reading(state, folder, states)
         return StockReading(self, state, folder, states)
 
-    def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
+    def _consolidated_16bit_state_dict(self, *rest: Any, **keywords: Any) -> Any:
         """Refused: DeepSpeed's has no experts of other ranks.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            "save_16bit_model would leave out the experts of other ranks; call save_checkpoint, whose layer_*_expert_*.pt and "
+            "the model's weights would be without the experts of other ranks; call save_checkpoint, whose layer_*_expert_*.pt and "
             "mp_rank_00_model_states.pt hold whole weights"
         )
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def _save_stock(self, folder: Path, client_state: dict) -> None:
         """Files of ranks that hold the first replica."""
