@@ -189,9 +189,7 @@ def serial_tensors(engine: Any) -> dict[str, torch.Tensor]:
     found = {}
     inner = engine.optimizer
     if engine.zero_optimization_stage():
-        # DeepSpeed looks once, after the first step of the first group, when the others have no states yet.
-        inner._hp_optimizer_states_linked = False
-        inner._lazy_init_hp_params_optimizer_state()
+        inner._lazy_init_hp_params_optimizer_state()  # else the next step does
     masters = (
         {id(p): master for group in inner.pairs_by_group() for p, master in group}
         if hasattr(inner, "pairs_by_group")

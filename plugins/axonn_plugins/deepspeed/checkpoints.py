@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.portable import PortableState
-from axonn_plugins.deepspeed.whole_parameters import mark
+from axonn_plugins.deepspeed.whole_parameters import ShardShapes, mark
 from axonn_tp import Mesh, full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.training import Reading
@@ -134,6 +134,9 @@ class GridCheckpoints(CheckedCheckpoints):
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed's zero_to_fp32.py does not know the grid; `save_16bit_model` writes whole weights."""
+
+    def _get_zero_param_shapes(self) -> Any:
+        return ShardShapes()
 
     def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
         """On the same grid or on another one, by another plan or ZeRO stage."""

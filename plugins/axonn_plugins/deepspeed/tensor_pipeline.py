@@ -23,7 +23,7 @@ from axonn_plugins.deepspeed.engine import options
 from axonn_plugins.deepspeed.optimizers import MixedPrecisionOptimizer
 from axonn_plugins.deepspeed.pipeline_engine import MessageDrivenEngine
 from axonn_plugins.deepspeed.stage_split import KEY, regroup, stage_grid, stage_plan
-from axonn_plugins.deepspeed.whole_parameters import mark
+from axonn_plugins.deepspeed.whole_parameters import ShardShapes, mark
 from axonn_plugins.deepspeed.wrapped_optimizer import loss_scaler
 from axonn_tp import Mesh, first_difference, layout_of, parallelize, sync_gradients
 from axonn_tp.collectives import all_reduce
@@ -140,6 +140,9 @@ class TensorPipelineEngine(MessageDrivenEngine):
         DeepSpeedEngine._configure_checkpointing(self, *rest)
         self.save_non_zero_checkpoint = self.module.axonn_writes
         mark(self.module.parameters(), self.mesh)
+
+    def _get_zero_param_shapes(self) -> Any:
+        return ShardShapes()
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         """DeepSpeed's files, one for each (x, y, z) in the place of each, and a note of the grid."""

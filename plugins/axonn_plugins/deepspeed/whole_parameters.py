@@ -77,6 +77,21 @@ class Whole:
         )
 
 
+class ShardShapes:
+    """Stands in DeepSpeed's files where its converters look for parameters' shapes: they would take shards for the whole."""
+
+    def __iter__(self) -> NoReturn:
+        """What zero_to_fp32.py and ds_to_universal.py do first.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "these files hold shards of weights that axonn.tensor_parallel splits, of which DeepSpeed's converters know nothing; "
+            "axonn_tp.checkpoint.convert_checkpoint writes whole weights from the folder axonn beside them"
+        )
+
+
 def mark(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Have DeepSpeed's functions give and take these parameters whole.
 
