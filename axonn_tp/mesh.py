@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -198,6 +198,16 @@ class Mesh:
     def __deepcopy__(self, memo: dict) -> Mesh:
         """Copies of a model, as for an average of its weights, share the mesh: groups cannot be copied."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Nothing that holds a mesh can be pickled: process groups live in this run alone, and the layers beside them are shards.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a model that is split over ranks cannot be pickled, as torch.save(model) would; save its state_dict(), which is whole"
+        )
 
     def destroy(self) -> None:
         """Give back the process groups, which have threads and connections; nothing that uses the mesh works after it."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from axonn_tp.collectives import whole_parameter
+from axonn_tp.exports import give_whole, in_shards, taken_shards
 from axonn_tp.layout import Layout, distribute
 from axonn_tp.mesh import Mesh
 from axonn_tp.options import Options
@@ -19,6 +21,8 @@ class Split(nn.Module):
 
     mesh: Mesh
     layouts: Mapping[str, Layout]
+    hands_out_shards = False
+    """Whether `state_dict` and `load_state_dict` are about shards, as a host's own checkpoints may want them."""
 
     def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         self.mesh, self.layouts = mesh, layouts
@@ -31,6 +35,29 @@ class Split(nn.Module):
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 parameter.axonn_layout = self.layouts[name]  # type: ignore[attr-defined]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not (self.hands_out_shards or in_shards()):
+            give_whole(self, self.layouts, self.mesh, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not (self.hands_out_shards or in_shards()):
+            state_dict = taken_shards(self, self.layouts, self.mesh, state_dict, prefix, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.remark()
 
 
 class SplitWeight(Split):

@@ -6,25 +6,19 @@ marker; then the folder gets its name. One of that name before is kept as ``NAME
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-MANIFEST, MARKER, STATE = "manifest.json", "complete", "state.pt"
-_BUFFER = 8 * 2**20
+from axonn_tp.checkpoint import sums
+from axonn_tp.checkpoint.sums import Sums, flush
 
-# By file: (bytes, CRC-32, what is stored there) of the pieces that follow one another in it.
-Sums = dict[str, list[tuple[int, int, str]]]
+MANIFEST, MARKER, STATE = "manifest.json", "complete", "state.pt"
 
 
 class CheckpointError(ValueError):
@@ -51,29 +45,12 @@ class SummingWriter(FileSystemWriter):
         written = super().write_data(plan, planner)
         for result in sorted(written.wait(), key=lambda result: result.storage_data.offset):
             place = result.storage_data
-            sums = self.sums.setdefault(place.relative_path, [])
-            assert place.offset == sum(length for length, *_ in sums)
-            crc = _crc(Path(self.path, place.relative_path), place.offset, place.length)
-            sums.append((place.length, crc, f"{result.index.fqn} at {tuple(result.index.offset or ())}"))
+            written_before = self.sums.setdefault(place.relative_path, [])
+            assert place.offset == sum(length for length, *_ in written_before)
+            crc = sums.crc(Path(self.path, place.relative_path), place.offset, place.length)
+            what = f"{result.index.fqn} at {tuple(result.index.offset or ())}"
+            written_before.append((place.length, crc, what))
         return written
-
-
-def _crc(file: Path, offset: int, length: int) -> int:
-    crc = 0
-    with file.open("rb") as stream:
-        stream.seek(offset)
-        while length > 0 and (part := stream.read(min(_BUFFER, length))):
-            crc, length = zlib.crc32(part, crc), length - len(part)
-    return crc
-
-
-def flush(path: Path) -> None:
-    """Make a file, or a folder's entries, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def begin(folder: Path) -> None:
@@ -82,19 +59,16 @@ def begin(folder: Path) -> None:
     aside(folder).mkdir(parents=True)
 
 
-def commit(folder: Path, sums: Sums) -> None:
+def commit(folder: Path, written: Sums) -> None:
     """Turn what was written aside into the checkpoint.
 
     Args:
         folder: its final name.
-        sums: of the files that ranks wrote; the others are summed here.
+        written: checksums of the files that ranks wrote; those of the others are found here.
     """
     work = aside(folder)
-    for file in work.iterdir():
-        if file.name not in sums:
-            sums[file.name] = [(file.stat().st_size, _crc(file, 0, file.stat().st_size), file.name)]
-    _write(work / MANIFEST, json.dumps({"version": 1, "files": dict(sorted(sums.items()))}))
-    _write(work / MARKER, hashlib.sha256((work / MANIFEST).read_bytes()).hexdigest())
+    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in written])
+    sums.seal(work, written | sums.sums_of(others, sums.checksums(work, others)), MANIFEST, MARKER)
     flush(work)
     if folder.exists():
         shutil.rmtree(_replaced(folder), ignore_errors=True)
@@ -102,11 +76,6 @@ def commit(folder: Path, sums: Sums) -> None:
     work.rename(folder)
     flush(folder.parent)
     shutil.rmtree(_replaced(folder), ignore_errors=True)
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text)
-    flush(file)
 
 
 def find(folder: Path) -> Path:
@@ -142,33 +111,6 @@ def drop_old(folder: Path, keep_last: int) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Read files and compare them with the manifest; ranks share the work.
-
-    Args:
-        folder: a complete checkpoint.
-        part: which of the `parts` shares of the pieces is compared here.
-        parts: how many there are.
-
-    Raises:
-        CheckpointError: names the file and the tensor that are not as they were written.
-    """
-    manifest = (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else b""
-    if hashlib.sha256(manifest).hexdigest() != (folder / MARKER).read_text(errors="replace"):
-        raise _damaged(folder, f"{MANIFEST} or {MARKER}")
-    for number, (name, offset, length, crc, what) in enumerate(_pieces(json.loads(manifest)["files"])):
-        file = folder / name
-        if number % parts == part and (not file.is_file() or _crc(file, offset, length) != crc):
-            raise _damaged(folder, name if what == name else f"{name}, which holds {what}")
-
-
-def _pieces(sums: dict[str, Any]) -> Iterator[tuple[str, int, int, int, str]]:
-    for name, pieces in sums.items():
-        offset = 0
-        for length, crc, what in pieces:
-            yield name, offset, length, crc, what
-            offset += length
-
-
-def _damaged(folder: Path, where: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {folder} is damaged in {where}; restore it, or load another one")
+def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What in a complete checkpoint is not as it was written; see `sums.damage`."""
+    return sums.damage(folder, MANIFEST, MARKER, part, parts)

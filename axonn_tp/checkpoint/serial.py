@@ -16,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from axonn_tp.checkpoint.files import CheckpointError, flush
+from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Place, Shard
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Shards, model_state
+from axonn_tp.checkpoint.sums import flush
 from axonn_tp.checkpoint.training import Reading
 from axonn_tp.checkpoint.whole import whole_tensors
 from axonn_tp.layout import Layout

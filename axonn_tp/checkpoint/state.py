@@ -13,6 +13,7 @@ from torch import nn
 
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Shard
+from axonn_tp.exports import as_shards
 from axonn_tp.layout import layout_of
 
 _EXTRA = "_extra_state"
@@ -26,7 +27,9 @@ def model_state(model: nn.Module) -> tuple[Shards, Notes]:
     shards: Shards = {}
     first: dict[int, str] = {}
     aliases, modules = {}, {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    with as_shards():
+        held = model.state_dict(keep_vars=True)
+    for name, value in held.items():
         if name.endswith(_EXTRA):
             modules[name] = value
         elif (known := first.setdefault(id(value), name)) != name:

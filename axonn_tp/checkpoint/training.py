@@ -31,6 +31,7 @@ from axonn_tp.checkpoint.planner import Place, RegionLoadPlanner, SavePlanner
 from axonn_tp.checkpoint.randomness import random_state, set_random_state, source_rank
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
+from axonn_tp.checkpoint.sums import flush, in_words
 from axonn_tp.mesh import Grid, Mesh
 
 
@@ -145,7 +146,7 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
         randoms = [state for _, state, _ in gathered]
         state = {**notes, "tensors": tensors, "random": randoms, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)
-        files.flush(files.aside(folder) / files.STATE)
+        flush(files.aside(folder) / files.STATE)
         files.commit(folder, {name: pieces for sums, _, _ in gathered for name, pieces in sums.items()})
         if keep_last is not None:
             files.drop_old(folder, keep_last)
@@ -159,15 +160,21 @@ class Reading:
     Args:
         folder: its name.
         ranks: all that read it.
+        verified: its bytes have been compared with the manifest just now.
 
     Raises:
         CheckpointError: it is not there, not complete, or damaged; the same on every rank.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, verified: bool = False) -> None:
         self.ranks = ranks
         self.folder = ranks.together(lambda: files.find(folder))
-        ranks.together(lambda: files.verify(self.folder, ranks.rank, ranks.world))
+        if not verified:
+            shares = ranks.gather(ranks.together(lambda: files.damage(self.folder, ranks.rank, ranks.world)))
+            if wrong := [what for share in shares for what in share]:
+                raise CheckpointError(
+                    f"checkpoint {self.folder} is damaged in {in_words(wrong)}; restore it, or load another one"
+                )
         self.notes: Notes = torch.load(self.folder / files.STATE, map_location="cpu", weights_only=False)
         self._reader = FileSystemReader(self.folder)
         self._metadata = self._reader.read_metadata()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_tp.exports import as_shards
 from axonn_tp.layout import Layout, layout_of
 from axonn_tp.mesh import Mesh
 from axonn_tp.regions import regions
@@ -25,11 +27,13 @@ def full_state_dict(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = No
     Returns:
         Whole tensors by the serial model's names on rank 0, nothing on the others.
     """
-    return {name: whole.clone() for name, whole in whole_tensors(model, mesh, dtype)}
+    return dict(whole_tensors(model, mesh, dtype))
 
 
 def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """The serial model's tensors one after the other, on rank 0's CPU; nothing on the others.
+    """The serial model's tensors one after the other, on rank 0's CPU, in memory of their own; nothing on the others.
+
+    A parameter that layers share is one tensor.
 
     Args:
         model: a model that `parallelize` split, or a serial one.
@@ -37,8 +41,15 @@ def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None
         dtype: of the floating-point tensors; theirs when None.
     """
     first = mesh is None or dist.get_rank() == 0
-    for name, value in model.state_dict(keep_vars=True).items():
+    with as_shards():
+        held = model.state_dict(keep_vars=True)
+    uses, shared = Counter(map(id, held.values())), dict[int, Tensor]()
+    for name, value in held.items():
         if not isinstance(value, Tensor):
+            continue
+        if id(value) in shared:
+            if first:
+                yield name, shared[id(value)]
             continue
         whole = value.detach()
         if mesh is not None and layout_of(value).axes:
@@ -46,8 +57,11 @@ def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None
             dist.gather(whole.contiguous(), shards, dst=0)
             whole = assemble(shards, layout_of(value), mesh) if shards is not None else whole
         if first:
-            whole = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
-            yield name, whole.cpu()
+            wanted = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+            whole = whole.to("cpu", wanted, copy=whole.data_ptr() == value.data_ptr())
+            yield name, whole
+        if uses[id(value)] > 1:
+            shared[id(value)] = whole
 
 
 def assemble(shards: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:

@@ -28,6 +28,7 @@ from axonn_tp.checkpoint import (
     save,
 )
 from axonn_tp.checkpoint.whole import assemble
+from axonn_tp.exports import as_shards
 from tests.axonn_tp.test_grids import gpt_plan
 from tests.deepspeed.scripts import one_sentence
 from tests.distributed import run_ranks
@@ -89,7 +90,8 @@ def train(run: Run, steps: range) -> list[float]:
 def contents(run: Run) -> dict[str, Any]:
     """Serial weights, buffers and optimizer states, on every rank."""
     model, optimizer, scheduler, mesh = run
-    held = {name: (value, value.detach()) for name, value in model.state_dict(keep_vars=True).items()}
+    with as_shards():
+        held = {name: (value, value.detach()) for name, value in model.state_dict(keep_vars=True).items()}
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

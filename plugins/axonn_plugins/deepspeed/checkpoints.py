@@ -15,20 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.deepspeed.complete import begin, find, publish
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.portable import PortableState
+from axonn_plugins.deepspeed.whole_parameters import ShardShapes, mark
 from axonn_tp import Mesh, full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.training import Reading
+from axonn_tp.exports import as_shards
 
 _LAYOUTS, _PORTABLE = "axonn_layouts.json", "axonn"
 
 
-class GridCheckpoints(DeepSpeedEngine):
+class GridCheckpoints(CheckedCheckpoints):
     """The part of `AxonnEngine` that saves and loads."""
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class GridCheckpoints(DeepSpeedEngine):
 
     def _configure_checkpointing(self, *rest: Any) -> None:
         super()._configure_checkpointing(*rest)
+        mark(self.module.parameters(), self.mesh)
         self.save_non_zero_checkpoint = self.mesh.rank("data") == 0
 
     @contextmanager
@@ -58,27 +60,12 @@ class GridCheckpoints(DeepSpeedEngine):
         finally:
             self.has_moe_layers = before
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        **keywords: Any,
-    ) -> bool:
-        """DeepSpeed's files and the portable ones, complete or absent; every rank calls it.
-
-        They are written aside, then renamed; the name in ``latest`` changes last.
-        """
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        aside = begin(save_dir, tag)
-        with self._without_experts():
-            super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
-        self._save_portable(Path(save_dir) / aside / _PORTABLE, client_state or {})
+    def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
+        with self._without_experts(), as_shards():
+            super()._write(save_dir, tag, client_state, **keywords)
+        self._save_portable(Path(save_dir) / tag / _PORTABLE, client_state)
         if dist.get_rank() == 0:
-            (Path(save_dir) / aside / _LAYOUTS).write_text(json.dumps(self._layouts()))
-        publish(save_dir, tag, save_latest)
-        return True
+            (Path(save_dir) / tag / _LAYOUTS).write_text(json.dumps(self._layouts()))
 
     def _portable_state(self) -> PortableState:
         return PortableState(self)
@@ -143,34 +130,42 @@ class GridCheckpoints(DeepSpeedEngine):
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
         """What `PortableState.load` reads."""
-        return Reading(folder / _PORTABLE, state.ranks)
+        return Reading(folder / _PORTABLE, state.ranks, verified=True)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed's zero_to_fp32.py does not know the grid; `save_16bit_model` writes whole weights."""
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
-        """Load what `save_checkpoint` wrote, on the same grid or on another one, by another plan or ZeRO stage.
+    def _get_zero_param_shapes(self) -> Any:
+        return ShardShapes()
 
-        Raises:
-            ConfigError: it was written without the block, is damaged, or does not fit the model.
-        """
-        tag = find(load_dir, tag)
-        if tag is not None:
-            folder = Path(load_dir) / tag
-            if folder.is_dir() and not self._same_layouts(folder):
-                return self._load_portable(folder, *rest, **keywords)
-        with self._without_experts():
-            return super().load_checkpoint(load_dir, tag, *rest, **keywords)
+    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
+        """On the same grid or on another one, by another plan or ZeRO stage."""
+        if keywords.get("custom_load_fn", rest[4] if len(rest) > 4 else None) is not None:
+            raise ConfigError(
+                "custom_load_fn would be given shards, which DeepSpeed's files hold under axonn.tensor_parallel; leave it out, and give whole "
+                "tensors to engine.module.load_state_dict, which keeps this rank's shards of them"
+            )
+        if tag is not None and not self._same_layouts(Path(load_dir) / tag):
+            return self._load_portable(Path(load_dir) / tag, *rest, **keywords)
+        with self._without_experts(), as_shards():
+            return super()._read(load_dir, tag, *rest, **keywords)
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the whole model's weights, as the serial model names and shapes them."""
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model's weights on rank 0, as the serial model names and shapes them, None elsewhere; every rank calls it."""
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
         full = full_state_dict(self.module, self.mesh, dtype)
         if exclude_frozen_parameters:
             frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
             full = {name: value for name, value in full.items() if name not in frozen}
+        return full if dist.get_rank() == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's weights, as the serial model names and shapes them."""
+        full = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if dist.get_rank() == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(full, Path(save_dir) / save_filename)

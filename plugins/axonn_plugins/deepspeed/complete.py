@@ -1,12 +1,62 @@
-"""Checkpoints that are complete or absent: written aside, then renamed; the name in ``latest`` changes last."""
+"""Checkpoints that are complete or absent: written aside, summed, renamed; the name in ``latest`` changes last.
+
+Every rank reads a share of the bytes, when they have been written and before they are loaded, and fails where another does.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from axonn_plugins.config import ConfigError
+from axonn_tp.checkpoint import files, sums
+
+MANIFEST, MARKER = "axonn_manifest.json", "axonn_complete"
+_LATEST, _IS_LATEST = "latest", "axonn_latest"
+_ASIDE, _REPLACED = ".incomplete", ".replaced"
+T = TypeVar("T")
+
+
+def _everyone(work: Callable[[], T]) -> list[T]:
+    """What the work gives on each rank; where it fails on one it fails on all, so that none waits for another.
+
+    Args:
+        work: communicates nothing.
+
+    Raises:
+        ConfigError: the first rank's failure.
+    """
+    problem, result = None, None
+    try:
+        result = work()
+    except Exception as error:
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (problem, result))
+    for trouble, _ in found:
+        if trouble is not None:
+            raise ConfigError(trouble)
+    return [value for _, value in found]
+
+
+def _same(work: Callable[[], T], what: str) -> T:
+    """What the work gives on every rank.
+
+    Raises:
+        ConfigError: it differs.
+    """
+    found = _everyone(work)
+    for rank, value in enumerate(found):
+        if value != found[0]:
+            raise ConfigError(
+                f"rank {rank} {what} {value!r} and rank 0 {found[0]!r}; give all ranks the same folder, which they all see, and the same tag"
+            )
+    return found[0]
 
 
 def begin(save_dir: str, tag: str) -> str:
@@ -14,51 +64,148 @@ def begin(save_dir: str, tag: str) -> str:
 
     Returns:
         The tag to write it under.
+
+    Raises:
+        ConfigError: ranks name different ones.
     """
-    aside = f"{tag}.incomplete"
+    _same(lambda: str(Path(save_dir) / tag), "saves")
     if dist.get_rank() == 0:
-        shutil.rmtree(Path(save_dir) / aside, ignore_errors=True)
+        shutil.rmtree(Path(save_dir) / f"{tag}{_ASIDE}", ignore_errors=True)
     dist.barrier()
-    return aside
+    return f"{tag}{_ASIDE}"
 
 
 def publish(save_dir: str, tag: str, save_latest: bool) -> None:
-    """Give the checkpoint that was begun its name, in the place of an older one; every rank calls it."""
-    if dist.get_rank() == 0:
-        folder = Path(save_dir)
-        aside, replaced = folder / f"{tag}.incomplete", folder / f"{tag}.replaced"
-        for file in aside.iterdir():
-            _flush(file)
-        if (folder / tag).exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            (folder / tag).rename(replaced)
-        aside.rename(folder / tag)
-        _flush(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if save_latest:
-            note = folder / "latest.incomplete"
-            note.write_text(tag)
-            _flush(note)
-            note.replace(folder / "latest")
-            _flush(folder)
+    """Sum up the checkpoint that was begun and give it its name, in the place of an older one; every rank calls it.
+
+    Raises:
+        ConfigError: it could not be written to its end.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    aside = Path(save_dir) / f"{tag}{_ASIDE}"
     dist.barrier()
+    pieces = sums.cut(aside, _files(aside))
+    _same(lambda: f"{len(pieces)} pieces, {zlib.crc32(repr(pieces).encode()):08x}", f"sees in {aside}")
+    shares = _everyone(lambda: _summed(aside, pieces[rank::world]))
+    found = [0] * len(pieces)
+    for first, share in enumerate(shares):
+        found[first::world] = share
+    _everyone(lambda: None if rank else _rename(Path(save_dir), tag, sums.sums_of(pieces, found), save_latest))
+
+
+def _files(folder: Path) -> list[str]:
+    """A checkpoint's files; of a folder that is sealed by itself, the seal."""
+    sealed = {seal.parent for seal in folder.rglob(files.MANIFEST)}
+    own = (file for file in folder.rglob("*") if file.is_file())
+    kept = [file for file in own if file.parent not in sealed or file.name in (files.MANIFEST, files.MARKER)]
+    return sorted(str(file.relative_to(folder)) for file in kept)
+
+
+def _summed(folder: Path, pieces: list[sums.Piece]) -> list[int]:
+    for name in {name for name, at, _ in pieces if at == 0}:
+        sums.flush(folder / name)
+    return sums.checksums(folder, pieces)
+
+
+def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> None:
+    aside, replaced = folder / f"{tag}{_ASIDE}", folder / f"{tag}{_REPLACED}"
+    if save_latest or (folder / tag / _IS_LATEST).exists():
+        sums.put(aside / _IS_LATEST, "")
+    sums.seal(aside, written, MANIFEST, MARKER)
+    sums.flush(aside)
+    if (folder / tag).exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        (folder / tag).rename(replaced)
+    aside.rename(folder / tag)
+    sums.flush(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if save_latest:
+        note = folder / f"{_LATEST}{_ASIDE}"
+        sums.put(note, tag)
+        note.replace(folder / _LATEST)
+        sums.flush(folder)
+        for name in _marked(folder) - {tag}:
+            (folder / name / _IS_LATEST).unlink(missing_ok=True)
+
+
+def _marked(folder: Path) -> set[str]:
+    """The checkpoint that ``latest`` names; with the one before where a save died between the two."""
+    return {found.parent.name.removesuffix(_REPLACED) for found in folder.glob(f"*/{_IS_LATEST}")}
 
 
 def find(load_dir: str, tag: str | None) -> str | None:
-    """The tag under which a checkpoint stands, the latest by default: the older one if a newer one was just being renamed."""
-    latest = Path(load_dir) / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    if tag is None:
+    """The checkpoint to load, once every byte of it has been found as it was written; every rank calls it.
+
+    One that a stock engine wrote has no sums, and is taken as it is.
+
+    Args:
+        load_dir: where checkpoints are.
+        tag: its name, the latest by default.
+
+    Returns:
+        The name under which it stands: the older one's if a newer one was just being renamed. None where there are none.
+
+    Raises:
+        ConfigError: there is none of that name, or it is damaged; the same on every rank.
+    """
+    chosen = _same(lambda: _chosen(Path(load_dir), tag), "would load")
+    if chosen is None:
         return None
-    replaced = f"{tag}.replaced"
-    return replaced if not (Path(load_dir) / str(tag)).exists() and (Path(load_dir) / replaced).exists() else str(tag)
+    folder, rank, world = Path(load_dir) / chosen, dist.get_rank(), dist.get_world_size()
+    shares = _everyone(lambda: _damage(folder, rank, world))
+    if wrong := [what for share in shares for what in share]:
+        others = [name for name in _tags(Path(load_dir)) if name != chosen]
+        raise ConfigError(
+            f"{folder} is damaged in {sums.in_words(wrong)}; restore it, or load another checkpoint: {_in_words(others)}"
+        )
+    return chosen
 
 
-def _flush(path: Path) -> None:
-    """Make a file or a folder's entries survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _chosen(folder: Path, tag: str | None) -> str | None:
+    if tag is None:
+        latest, marked = folder / _LATEST, _marked(folder)
+        if not latest.is_file() and not marked:
+            return None
+        tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+        if marked and tag not in marked:
+            raise ConfigError(
+                f"{latest} names {tag!r} and the checkpoint that was saved as the latest is {min(marked)}, so it is damaged or was changed; pass "
+                f"the tag that you mean: {_in_words(_tags(folder))}"
+            )
+    replaced = f"{tag}{_REPLACED}"
+    for name in (str(tag), replaced):
+        if (folder / name).is_dir() and name:
+            return name
+    raise ConfigError(f"{folder} has no checkpoint {tag!r}; correct the folder or the tag: {_in_words(_tags(folder))}")
+
+
+def _tags(folder: Path) -> list[str]:
+    """Checkpoints in a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and path.suffix not in (_ASIDE, _REPLACED)]
+    found = [path for path in found if (path / MARKER).is_file() or any(path.glob("*_states.pt"))]
+    return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime_ns)]
+
+
+def _in_words(tags: list[str]) -> str:
+    more = f" and {len(tags) - 8} more" if len(tags) > 8 else ""
+    return (", ".join(tags[:8]) + more) if tags else "there is none"
+
+
+def _damage(folder: Path, part: int, parts: int) -> list[str]:
+    if not (folder / MANIFEST).exists() and not (folder / MARKER).exists():
+        if any(folder.glob("axonn*")):
+            return [f"{MANIFEST} and {MARKER}, which are missing"]
+        return []
+    wrong = sums.damage(folder, MANIFEST, MARKER, part, parts)
+    if f"{MANIFEST} or {MARKER}" in wrong:
+        return wrong
+    known = sums.listed(folder, MANIFEST)
+    for name in known:
+        if Path(name).name == files.MANIFEST and (folder / name).is_file():
+            inner = (folder / name).parent
+            wrong += [f"{inner.name}/{what}" for what in files.damage(inner, part, parts)]
+    # DeepSpeed takes such files by pattern.
+    strange = {file.name for file in folder.glob("*_states.pt")} - known
+    return wrong + [f"{name}, which was not saved with it" for name in strange]

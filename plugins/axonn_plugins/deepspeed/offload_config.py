@@ -13,6 +13,7 @@ from axonn_plugins.deepspeed.sections import (
     Refusal,
     enabled,
     needs_whole_matrices,
+    of_background,
     of_halves,
     on,
     own_names,
@@ -53,7 +54,7 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
             f"{KEY} averages the gradients of weights that every rank holds whole, and deepspeed.initialize was given an mpu, which splits "
             "them; leave one of them out"
         )
-    refuse([*_of_state(raw), *_of_precision(raw), *_of_others(raw)])
+    refuse([*_of_state(raw), *of_background(raw), *_of_precision(raw), *_of_others(raw)])
 
 
 def _of_state(raw: Mapping[str, Any]) -> list[Refusal]:

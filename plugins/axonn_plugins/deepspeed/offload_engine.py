@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.offload_config import KEY
 from axonn_plugins.deepspeed.samo_optimizer import Scale, factory_of, torch_adam
 from axonn_plugins.deepspeed.wrapped_optimizer import WrappedOptimizer, loss_scaler
@@ -100,7 +100,7 @@ class OffloadedOptimizer(WrappedOptimizer):
             raise ConfigError(f"{KEY}: {error}") from None
 
 
-class OffloadEngine(DeepSpeedEngine):
+class OffloadEngine(CheckedCheckpoints):
     """`DeepSpeedEngine` under ``axonn.offload_optimizer``, or the part of a pipeline's engine that obeys it."""
 
     optimizer: OffloadedOptimizer

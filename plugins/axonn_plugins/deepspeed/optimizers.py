@@ -31,6 +31,11 @@ class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
         optimizer.mesh = mesh
         return optimizer
 
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Let parameters find their states; DeepSpeed looks once, after the first group's step, when the others have none yet."""
+        super()._lazy_init_hp_params_optimizer_state()
+        self._hp_optimizer_states_linked = all(map(self.optimizer.state.get, self.single_partition_of_fp32_groups))
+
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         """The 2-norm of the (loss-scaled) averaged gradient of the whole model; −1 where it is not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

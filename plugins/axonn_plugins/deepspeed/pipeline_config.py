@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.deepspeed import offload_config, samo_config
-from axonn_plugins.deepspeed.sections import Refusal, enabled, of_halves, refuse, section
+from axonn_plugins.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
 from axonn_plugins.deepspeed.tensor_config import BatchRanks, check, check_batch
 from axonn_tp import Grid
 
@@ -20,7 +20,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     if block.offload_optimizer is not None:
         offload_config.check(block, raw, mpu)
-    refuse(_refusals(block, raw))
+    refuse([*_refusals(block, raw), *of_background(raw)])
     if block.samo is not None:
         samo_config.check(raw, None)
     if isinstance(mpu, PipelineParallelGrid) and block.tensor_parallel is not None:

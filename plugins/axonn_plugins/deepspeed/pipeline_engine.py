@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError
-from axonn_plugins.deepspeed.complete import find
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.pipeline_passes import StagePasses, checkpoint_layers
 from axonn_plugins.deepspeed.pipeline_sums import PipelineSums
 from axonn_plugins.pipeline.block import Pipeline
@@ -39,7 +39,7 @@ from axonn_plugins.pipeline.wires import TorchWire
 _engines = count()
 
 
-class MessageDrivenEngine(PipelineSums, StagePasses):
+class MessageDrivenEngine(CheckedCheckpoints, PipelineSums, StagePasses):
     """What `deepspeed.initialize` returns for a PipelineModule under ``axonn.pipeline``.
 
     Attributes:
@@ -104,24 +104,24 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
 
     # Checkpoints
 
-    def load_checkpoint(
+    def _read(
         self,
         load_dir: str,
-        tag: str | None = None,
+        tag: str | None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple:
-        """DeepSpeed's.
+        """DeepSpeed's; weights from any stages, optimizer state from as many.
 
         Raises:
             ConfigError: it was written on other stages, and optimizer state is to be read.
         """
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        if load_optimizer_states and not load_module_only and not self.load_universal_checkpoint():
-            folder = Path(load_dir) / str(find(load_dir, tag))
+        if tag is not None and load_optimizer_states and not load_module_only and not self.load_universal_checkpoint():
+            folder = Path(load_dir) / tag
             files = len(list(folder.glob("mp_rank_*_model_states.pt")))
             if files not in (0, self.mp_world_size):
                 stages = files * self.num_stages // self.mp_world_size
@@ -129,7 +129,7 @@ class MessageDrivenEngine(PipelineSums, StagePasses):
                     f"{folder} was written on {stages} stages, where each has the optimizer state of its own layers, and this run has "
                     f"{self.num_stages}; use {stages}, or load_optimizer_states=False, with which the weights are read"
                 )
-        return super().load_checkpoint(load_dir, tag, *rest)
+        return super()._read(load_dir, tag, *rest)
 
     # The batch
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.deepspeed.complete import begin, find, publish
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.samo_optimizer import SamoOptimizer
 from axonn_plugins.deepspeed.samo_pruning import Pruning
 from axonn_plugins.samo.block import Samo
 
 
-class SamoCheckpoints(DeepSpeedEngine):
+class SamoCheckpoints(CheckedCheckpoints):
     """The part of `SamoEngine` that saves and loads."""
 
     optimizer: SamoOptimizer
@@ -32,49 +31,33 @@ class SamoCheckpoints(DeepSpeedEngine):
         """Its name, and whether this rank writes it."""
         return "axonn_samo.pt", dist.get_rank() == 0
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        **keywords: Any,
-    ) -> bool:
-        """DeepSpeed's files and the masks, complete or absent; every rank calls it."""
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        aside = begin(save_dir, tag)
-        super().save_checkpoint(save_dir, aside, client_state or {}, save_latest=False, **keywords)
+    def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
+        super()._write(save_dir, tag, client_state, **keywords)
         name, writes = self._masks_file()
         if writes:
-            torch.save(self._pruning.state_dict(self.optimizer.samo), Path(save_dir) / aside / name)
-        publish(save_dir, tag, save_latest)
-        return True
+            torch.save(self._pruning.state_dict(self.optimizer.samo), Path(save_dir) / tag / name)
 
-    def load_checkpoint(
+    def _read(
         self,
         load_dir: str,
-        tag: str | None = None,
+        tag: str | None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple:
-        """Load what `save_checkpoint` wrote on any number of ranks, sharded or not, or a dense run's checkpoint.
+        """What was written on any number of ranks, sharded or not, or a dense run's checkpoint.
 
         The checkpoint's masks are taken, whatever the block says. A model that comes dense is pruned at once if its step is
         beyond `start_step`; a search for a ticket goes on.
-
-        Raises:
-            ConfigError: the checkpoint does not fit the model, or its optimizer state is in a form that SAMO cannot read.
         """
-        tag = find(load_dir, tag)
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        if tag is None or not (Path(load_dir) / tag).is_dir():
-            return super().load_checkpoint(load_dir, tag, *rest)
+        if tag is None:
+            return super()._read(load_dir, tag, *rest)
         masks = self._pruning.load_state_dict(_read(Path(load_dir) / tag / self._masks_file()[0]))
         self.optimizer.prune(masks)
-        loaded = super().load_checkpoint(load_dir, tag, *rest)
+        loaded = super()._read(load_dir, tag, *rest)
         if load_module_only or not load_optimizer_states:
             self.optimizer.refresh_fp32_params()
         if self._samo.search is None and (due := self._pruning.after(self.global_steps)) is not None:

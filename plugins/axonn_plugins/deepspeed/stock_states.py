@@ -164,7 +164,7 @@ def save_states(engine: Any, folder: Path, portable: Path, state: PortableState)
     Returns:
         Shapes of the parameters by group where ZeRO has partitions.
     """
-    stock, rank = StockStates(engine, state, Reading(portable, state.ranks)), dist.get_rank()
+    stock, rank = StockStates(engine, state, Reading(portable, state.ranks, verified=True)), dist.get_rank()
     if engine.zero_optimization():
         saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine.config}
         saved["ds_version"] = saved["optimizer_state_dict"]["ds_version"]

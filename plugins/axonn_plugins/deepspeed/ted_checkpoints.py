@@ -18,13 +18,13 @@ from torch import Tensor
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed.checkpoints import _LAYOUTS, _PORTABLE, GridCheckpoints
-from axonn_plugins.deepspeed.complete import begin, find, publish
 from axonn_plugins.deepspeed.expert_names import ExpertNames
 from axonn_plugins.deepspeed.portable import PortableState
 from axonn_plugins.deepspeed.stock_reading import STATES, StockReading, is_stock
 from axonn_plugins.deepspeed.stock_states import save_states
 from axonn_plugins.deepspeed.ted_layers import TedMoE
 from axonn_tp import Grid, layout_of
+from axonn_tp.exports import as_shards
 from axonn_tp.layout import Layout
 from ted_moe import Groups
 
@@ -38,42 +38,24 @@ class TedCheckpoints(GridCheckpoints):
     def _portable_state(self) -> PortableState:
         return PortableState(self, ExpertNames(self.module))
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        **keywords: Any,
-    ) -> bool:
-        """Both kinds of files, complete or absent; every rank calls it."""
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        folder = Path(save_dir) / begin(save_dir, tag)
+    def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
+        """Both kinds of files."""
+        folder = Path(save_dir) / tag
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        state, shapes = self._save_portable(folder / _PORTABLE, client_state or {}), None
+        state, shapes = self._save_portable(folder / _PORTABLE, client_state), None
         if state is not None and (self._plain or self.zero_optimization()):
             shapes = save_states(self, folder, folder / _PORTABLE, state)
-        self._save_stock(folder, {**(client_state or {}), "param_shapes": shapes})
+        self._save_stock(folder, {**client_state, "param_shapes": shapes})
         if dist.get_rank() == 0:
             (folder / _LAYOUTS).write_text(json.dumps(self._layouts()))
-        dist.barrier()
-        publish(save_dir, tag, save_latest)
-        return True
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
-        """Load what `save_checkpoint` wrote under any degrees, or a stock engine without tensor parallelism.
-
-        Raises:
-            ConfigError: it was written in another way, is damaged, or does not fit the model.
-        """
-        tag = find(load_dir, tag)
+    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
+        """What TED wrote under any degrees, or a stock engine without tensor parallelism."""
         if tag is None:
             return None, {}
         folder = Path(load_dir) / tag
-        if not folder.is_dir():
-            raise ConfigError(f"{load_dir} has no checkpoint {tag}; correct the folder, or the tag")
         if (folder / _PORTABLE).is_dir() or is_stock(folder):
             return self._load_portable(folder, *rest, **keywords)
         raise ConfigError(
@@ -86,22 +68,26 @@ class TedCheckpoints(GridCheckpoints):
             return super()._reading(state, folder, states)
         return StockReading(self, state, folder, states)
 
-    def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
+    def _consolidated_16bit_state_dict(self, *rest: Any, **keywords: Any) -> Any:
         """Refused: DeepSpeed's has no experts of other ranks.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            "save_16bit_model would leave out the experts of other ranks; call save_checkpoint, whose layer_*_expert_*.pt and "
+            "the model's weights would be without the experts of other ranks; call save_checkpoint, whose layer_*_expert_*.pt and "
             "mp_rank_00_model_states.pt hold whole weights"
         )
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def _save_stock(self, folder: Path, client_state: dict) -> None:
         """Files of ranks that hold the first replica."""
         if self.mesh.rank("data"):
             return
-        module = {name: self._whole(value, value) for name, value in self.module.state_dict(keep_vars=True).items()}
+        with as_shards():
+            held = self.module.state_dict(keep_vars=True)
+        module = {name: self._whole(value, value) for name, value in held.items()}
         if self.mesh.rank("x") == 0 or not self.groups.topology.expert_tensor_parallel:
             self._save_experts(folder, module)
         if dist.get_rank() == 0:

@@ -86,6 +86,7 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         self.groups = Groups(topology, {axis: self.mesh.group(ours) for axis, ours in axes.items()})
         for layer in stock_layers(model).values():
             adopt(layer, self.groups, self._ted)
+            layer.shared_out = topology.tensor > 1 or topology.expert > 1  # type: ignore[assignment]
         dense = self._make_mesh(Grid.for_world(topology.world, gx=topology.tensor))
         parallelize(model, dense, split.plan, options(self._axonn))
         forget_z(model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.config import Ted
 from axonn_tp import Grid, layout_of
+from axonn_tp.exports import in_shards
 from axonn_tp.layout import Layout, become
 from ted_moe import Groups, MoE, Topology
 from ted_moe.gating import Gate
@@ -24,6 +25,8 @@ class TedMoE(MoE, StockMoE):
 
     passed_by = False
     """Whether tokens skip the experts, as while dense layers are compared with the serial model's."""
+    shared_out = False
+    """Whether other ranks have experts, or shares of them, that a `state_dict` of this rank would be without."""
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
         if not self.passed_by:
@@ -32,6 +35,21 @@ class TedMoE(MoE, StockMoE):
         layer.l_aux = hidden_states.new_zeros(())
         layer.exp_counts = hidden_states.new_zeros(self.num_experts, dtype=torch.int64)
         return hidden_states, layer.l_aux, layer.exp_counts
+
+    def _save_to_state_dict(self, *rest: Any) -> None:
+        self._refuse_own_experts("state_dict() would give")
+        super()._save_to_state_dict(*rest)
+
+    def _load_from_state_dict(self, *rest: Any) -> None:
+        self._refuse_own_experts("load_state_dict() would take")
+        super()._load_from_state_dict(*rest)
+
+    def _refuse_own_experts(self, would: str) -> None:
+        if self.shared_out and not in_shards():
+            raise ValueError(
+                f"{would} this rank's experts alone, or its shares of them; use engine.save_checkpoint, whose layer_*_expert_*.pt and "
+                "mp_rank_00_model_states.pt hold whole weights, and engine.load_checkpoint"
+            )
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Nothing to do: the groups are there."""

@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as tables
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import nn
 
 from axonn_plugins.config import Ted
 from axonn_plugins.deepspeed.agreement import agree, check_shapes, fingerprint
+from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.recompute import Stashes
 from axonn_plugins.deepspeed.ted_layers import adopt, expert_ranks, stock_layers
 from axonn_tp import layout_of
+from axonn_tp.exports import as_shards
 from ted_moe import Groups, Topology
 
 
-class TedUnitEngine(DeepSpeedEngine):
+class TedUnitEngine(CheckedCheckpoints):
     """DeepSpeed's engine, its MoE layers TED's."""
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> None:
@@ -48,6 +49,14 @@ class TedUnitEngine(DeepSpeedEngine):
             print(f"axonn: TED on the mpu's groups\n{topology}", file=sys.stderr, flush=True)
         self._stashes = Stashes(block.stash) if block.communication_aware_checkpointing else None
         super().__init__(args, model, *rest, config_class=config_class, **keywords)
+
+    def _write(self, *rest: Any, **keywords: Any) -> None:
+        with as_shards():
+            super()._write(*rest, **keywords)
+
+    def _read(self, *rest: Any, **keywords: Any) -> tuple:
+        with as_shards():
+            return super()._read(*rest, **keywords)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward; checkpointed blocks keep what they communicate."""

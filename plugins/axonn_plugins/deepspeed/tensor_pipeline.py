@@ -19,14 +19,15 @@ from torch.utils._pytree import tree_map
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed import replicas
 from axonn_plugins.deepspeed.agreement import agree, check_optimizer
-from axonn_plugins.deepspeed.complete import find
 from axonn_plugins.deepspeed.engine import options
 from axonn_plugins.deepspeed.optimizers import MixedPrecisionOptimizer
 from axonn_plugins.deepspeed.pipeline_engine import MessageDrivenEngine
 from axonn_plugins.deepspeed.stage_split import KEY, regroup, stage_grid, stage_plan
+from axonn_plugins.deepspeed.whole_parameters import ShardShapes, mark
 from axonn_plugins.deepspeed.wrapped_optimizer import loss_scaler
 from axonn_tp import Mesh, first_difference, layout_of, parallelize, sync_gradients
 from axonn_tp.collectives import all_reduce
+from axonn_tp.exports import as_shards
 
 _NOTE = "axonn_grid.json"
 
@@ -138,31 +139,33 @@ class TensorPipelineEngine(MessageDrivenEngine):
     def _configure_checkpointing(self, *rest: Any) -> None:
         DeepSpeedEngine._configure_checkpointing(self, *rest)
         self.save_non_zero_checkpoint = self.module.axonn_writes
+        mark(self.module.parameters(), self.mesh)
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> Any:
+    def _get_zero_param_shapes(self) -> Any:
+        return ShardShapes()
+
+    def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         """DeepSpeed's files, one for each (x, y, z) in the place of each, and a note of the grid."""
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        done = super().save_checkpoint(save_dir, tag, *rest, **keywords)
+        with as_shards():
+            super()._write(save_dir, tag, client_state, **keywords)
         if dist.get_rank() == 0:
             (Path(save_dir) / tag / _NOTE).write_text(json.dumps(self._shape()))
-        dist.barrier()
-        return done
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> Any:
-        """Load what `save_checkpoint` wrote on the same stages and grid.
+    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> Any:
+        """On the same stages and grid.
 
         Raises:
             ConfigError: it was written on others.
         """
-        found = find(load_dir, tag)
-        note = Path(load_dir) / str(found) / _NOTE
-        if note.parent.is_dir():
+        if tag is not None:
+            note = Path(load_dir) / tag / _NOTE
             saved = json.loads(note.read_text()) if note.is_file() else "no axonn.tensor_parallel"
             if saved != self._shape():
                 raise ConfigError(
                     f"{note.parent} was written on {saved} and can be read there only, and this run has {self._shape()}; use the same"
                 )
-        return super().load_checkpoint(load_dir, tag, *rest, **keywords)
+        with as_shards():
+            return super()._read(load_dir, tag, *rest, **keywords)
 
     def _shape(self) -> str:
         grid = self.mesh.grid

@@ -74,6 +74,7 @@ class VocabParallelEmbedding(OwnShards, Embedding):  # type: ignore[misc]
 class PositionEmbedding(Split, nn.Embedding):
     """Learned positions: position ids (batch, sequence) → this rank's share of features, and of the sequence."""
 
+    hands_out_shards = True
     scatter_tokens: bool
 
     @classmethod

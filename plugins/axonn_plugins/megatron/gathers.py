@@ -36,6 +36,7 @@ def options() -> Options:
 class OwnShards(SplitWeight):
     """A layer of a Megatron model: `weight` is always this rank's shard, with two dims, and may be another layer's."""
 
+    hands_out_shards = True
     overlap_all_reduce: bool
     reshard_after_forward: bool
     regather_inputs: bool

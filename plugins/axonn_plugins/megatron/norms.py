@@ -49,6 +49,7 @@ def new_norm(
         raise ValueError(
             f"normalization = {config.normalization!r} has no counterpart in axonn3d; use LayerNorm or RMSNorm"
         )
+    layer.hands_out_shards = True  # type: ignore[assignment]
     for parameter in layer.parameters():
         mark(parameter, layout_of(parameter), mesh)
     return layer

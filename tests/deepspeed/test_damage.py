@@ -1,0 +1,202 @@
+"""Two flipped bytes in any file of a checkpoint are named, on every rank at once; so is whatever else is wrong with its files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from axonn_plugins.autoload import activate
+from axonn_plugins.config import ConfigError
+from tests import groups
+from tests.deepspeed import samo_training, ted_training, test_checkpoint, test_ted_checkpoint, training
+from tests.deepspeed.scripts import one_sentence
+from tests.distributed import run_ranks
+from tests.pipeline import test_tensor_parallel
+from tests.pipeline import training as pipelines
+
+activate()
+SECONDS = 15.0
+
+
+def tensor(grid: str, stage: int) -> Any:
+    run = test_checkpoint.case(grid, "bf16" if stage else "fp32", stage)
+    engine = training.start(run)
+    training.train(engine, run.batches()[:1])
+    return engine
+
+
+def ted(name: str) -> Any:
+    case = test_ted_checkpoint.SAVED[name]
+    engine = ted_training.start(case)
+    ted_training.train(engine, case, slice(0, 1))
+    return engine
+
+
+def samo() -> Any:
+    case = samo_training.Case({"sparsity": 0.8}, same=True)
+    engine = samo_training.start(case)
+    samo_training.train(engine, case, range(1))
+    return engine
+
+
+def pipeline(**changes: Any) -> Any:
+    case = pipelines.Case(pipelines.tied, microbatches=2, **changes)
+    engine = pipelines.start(case)
+    pipelines.train(engine, case, [0])
+    return engine
+
+
+PATHS: dict[str, Callable[[], Any]] = {
+    "tensor parallel, stage 0": partial(tensor, "gx2gz2", 0),
+    "tensor parallel, stage 1": partial(tensor, "gz2gdata2", 1),
+    "tensor parallel, stage 2": partial(tensor, "gx2gy2", 2),
+    "ted": partial(ted, "ZeRO-1, bf16"),
+    "samo": samo,
+    "pipeline": pipeline,
+    "pipeline, tensor parallel": partial(pipeline, tensor=test_tensor_parallel.split(gx=2)),
+    "pipeline, offload": partial(pipeline, dtype="fp32", offload={}),
+}
+
+
+def told(load: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[str, float]:
+    """What a rank was told, and after how many seconds; they leave together."""
+    started, answer = time.monotonic(), "loaded"
+    try:
+        load(*arguments, **keywords)
+    except ConfigError as error:
+        answer = str(error)
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return answer, seconds
+
+
+def with_bytes(file: Path, change: Callable[[bytes], bytes | None], look: Callable[[], Any]) -> Any:
+    """What is found while a file is otherwise; None for what it becomes: it is gone."""
+    before = file.read_bytes() if file.exists() else None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        after = change(before or b"")
+        if after is None:
+            file.unlink()
+        else:
+            file.write_bytes(after)
+    dist.barrier()
+    found = look()
+    if dist.get_rank() == 0:
+        if before is None:
+            file.unlink()
+        else:
+            file.write_bytes(before)
+    dist.barrier()
+    return found
+
+
+def flipped(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes(byte ^ 0xFF for byte in data[at : at + 2]) + data[at + 2 :]
+
+
+def looked(path: str, folder: Path) -> dict[str, Any]:
+    engine = PATHS[path]()
+    engine.save_checkpoint(str(folder), "one", client_state={"note": 7})
+    load = partial(told, engine.load_checkpoint, str(folder))
+    answers = {
+        str(file.relative_to(folder)): with_bytes(file, flipped, load)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name != "axonn_latest"  # empty
+    }
+    answers["in the end"] = load()
+    return answers
+
+
+def grids(folder: str) -> dict[str, Any]:
+    groups.reuse()
+    pipelines.ready()
+    found = {path: looked(path, Path(folder) / path) for path in PATHS if "pipeline" not in path}
+    return found | {"otherwise": otherwise(Path(folder) / "otherwise")}
+
+
+def stages(folder: str) -> dict[str, Any]:
+    pipelines.ready()
+    return {path: looked(path, Path(folder) / path) for path in PATHS if "pipeline" in path}
+
+
+def otherwise(folder: Path) -> dict[str, Any]:
+    engine = tensor("gx2gz2", 1)
+    for tag in ("one", "two"):
+        engine.save_checkpoint(str(folder), tag)
+    load = partial(told, engine.load_checkpoint, str(folder))
+    states = next(file for file in sorted((folder / "two").glob("*zero_pp_rank*")))
+    gone: dict[str, Any] = {
+        "missing": with_bytes(states, lambda data: None, load),
+        "truncated": with_bytes(states, lambda data: data[:-1], load),
+        "longer": with_bytes(states, lambda data: data + b"?", load),
+        "extra": with_bytes(folder / "two" / "mp_rank_77_model_states.pt", lambda data: b"?", load),
+        "a note": with_bytes(folder / "two" / "README.md", lambda data: b"ours", load),
+        "another latest": with_bytes(folder / "latest", lambda data: b"one", load),
+        "no latest": with_bytes(folder / "latest", lambda data: None, load),
+        "no marker": with_bytes(folder / "two" / "axonn_complete", lambda data: None, load),
+        "unknown tag": load(tag="three"),
+        "by tag": load(tag="one"),
+        "name": states.name,
+    }
+    gone["ranks differ"] = load(tag="one" if dist.get_rank() else "two")
+    gone["saves differ"] = told(engine.save_checkpoint, str(folder), "one" if dist.get_rank() else "two")
+    return gone
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("damage"))
+    both = zip(*(run_ranks(part, 4, folder, timeout=150) for part in (grids, stages)), strict=True)
+    return [one | other for one, other in both]
+
+
+def agreed(ranks: list[dict[str, Any]], part: str, case: str) -> str:
+    """What all ranks were told, in seconds."""
+    answers = {rank[part][case][0] for rank in ranks}
+    assert len(answers) == 1, answers
+    assert max(rank[part][case][1] for rank in ranks) < SECONDS
+    answer = answers.pop()
+    assert one_sentence(answer), answer
+    return answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
+    names = [name for name in ranks[0][path] if name != "in the end"]
+    assert len(names) > 4
+    assert agreed(ranks, path, "in the end") == "loaded"
+    for name in names:
+        answer = agreed(ranks, path, name)
+        assert Path(name).name in answer, f"{name}: {answer}"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("missing", "is damaged in {name}; restore it, or load another checkpoint: one"),
+        ("truncated", "is damaged in {name}; "),
+        ("longer", "is damaged in {name}; "),
+        ("extra", "mp_rank_77_model_states.pt, which was not saved with it"),
+        ("a note", "loaded"),
+        ("another latest", "latest names 'one' and the checkpoint that was saved as the latest is two"),
+        (
+            "no latest",
+            "so it is damaged or was changed; pass the tag that you mean: two, one",
+        ),
+        ("no marker", "axonn_complete"),
+        ("unknown tag", "has no checkpoint 'three'; correct the folder or the tag: two, one"),
+        ("by tag", "loaded"),
+        ("ranks differ", "rank 1 would load 'one' and rank 0 'two'"),
+        ("saves differ", "rank 1 saves "),
+    ],
+)
+def test_otherwise(case: str, words: str, ranks: list[dict[str, Any]]) -> None:
+    assert words.format(name=ranks[0]["otherwise"]["name"]) in agreed(ranks, "otherwise", case)
