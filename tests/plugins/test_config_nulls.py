@@ -55,4 +55,3 @@ def test_unknown_keys_are_refused_all_the_same() -> None:
     for block, path in (({"teds": None}, "axonn.teds"), ({"ted": {"tensors": None}}, "axonn.ted.tensors")):
         with pytest.raises(ConfigError, match=f"{path} is not a key"):
             parse(block)
-
