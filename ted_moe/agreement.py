@@ -1,18 +1,26 @@
-"""What ranks ask each other before any of them sends tokens, so that none waits for what does not come."""
+"""What ranks ask each other before any of them sends tokens, so that none waits for what does not come, or gets what it did not ask for."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from axonn_tp.collectives import Pending, start_all_reduce
-from ted_moe.topology import Topology
+from ted_moe.topology import Groups, Topology
 
-_LEAST = torch.iinfo(torch.int64).min
-_UNLIKE = ("were given {low} to {high} tokens", "were given as many tokens, which go to other experts")
+_LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+_UNLIKE = (
+    "were given {low} to {high} tokens",
+    "were given as many tokens, which go to other experts, or are drawn for by other lots",
+    "were given as many tokens, but other ones",
+)
+_ROUGH, _WATCHED = 0.01, 3
 
 
 def question(capacity: int, alike: Sequence[int], place: int, places: int) -> list[int]:
@@ -32,12 +40,13 @@ def question(capacity: int, alike: Sequence[int], place: int, places: int) -> li
     return [capacity, *[_LEAST] * before, *own, *[_LEAST] * behind]
 
 
-def answer(maxima: Sequence[int], places: int) -> tuple[int, tuple[int, int, int, int] | None]:
+def answer(maxima: Sequence[int], places: int, rough: int = 0) -> tuple[int, tuple[int, int, int, int] | None]:
     """What the block's maxima say.
 
     Args:
         maxima: of every rank's `question`.
         places: tensor groups in the block.
+        rough: how many of the numbers, the last, are `projections`, and need be alike but for rounding.
 
     Returns:
         The largest capacity, and None; or in its place which tensor group is not alike, in which of the numbers, and the least
@@ -47,38 +56,70 @@ def answer(maxima: Sequence[int], places: int) -> tuple[int, tuple[int, int, int
     count = len(values) // (2 * places)
     for place in range(places):
         numbers = values[2 * count * place : 2 * count * (place + 1)]
-        for number in range(count):
-            low, high = -numbers[count + number], numbers[number]
-            if low != high:
+        highs, lows = numbers[:count], [-number for number in numbers[count:]]
+        for number, (low, high) in enumerate(zip(lows, highs, strict=True)):
+            if number < count - rough:
+                differs = low != high
+            else:
+                differs = _real(high) - _real(low) > _ROUGH * _real(highs[-1])
+            if differs:
                 return capacity, (place, number, low, high)
     return capacity, None
+
+
+def projections(rows: Tensor) -> list[int]:
+    """Numbers that other rows, or the same in another order, change by about as much as the last one, which is a norm.
+
+    They are given as integers in the same order, of which a maximum can be taken beside exact ones.
+
+    Args:
+        rows: (..., M).
+    """
+    rows = rows.detach().reshape(-1, rows.shape[-1]).float()
+    seen = rows @ _signs(rows.shape[1], 0, rows.device)
+    found = [seen @ _signs(len(seen), 1, rows.device), seen @ _signs(len(seen), 2, rows.device), seen.norm()]
+    return [_whole(number) for number in torch.stack(found).double().nan_to_num(0.0, 0.0, 0.0).tolist()]
+
+
+@lru_cache(maxsize=64)
+def _signs(count: int, seed: int, device: torch.device) -> Tensor:
+    """Random, but the same on every rank and each time."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2.0 * torch.randint(2, (count,), generator=generator) - 1.0).to(device)
+
+
+def _whole(number: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits if bits >= 0 else bits ^ _MOST
+
+
+def _real(number: int) -> float:
+    found: float = struct.unpack("<d", struct.pack("<q", number if number >= 0 else number ^ _MOST))[0]
+    return found
 
 
 class Agreement:
     """A question to the ranks of a block that is under way: the largest capacity, and whether tensor groups are alike.
 
     No rank can know that the others' batches are like its own, so all ask each time, for a few integers, while tokens are
-    routed. Where the group has a backend for the CPU no accelerator waits for the answer.
+    routed.
 
     Args:
         capacity: slots an expert that this rank needs.
-        tokens: that it was given.
+        tokens: that it was given, S × M.
         groups: a `Groups`, or axes of size 1.
-        device: the tokens'.
-        routed: a number that stands for where they go.
+        exact: a number that must be the same in a tensor group, of where tokens go, or of what that is drawn from.
     """
 
-    def __init__(self, capacity: int, tokens: int, groups: Any, device: torch.device, routed: int = 0) -> None:
+    def __init__(self, capacity: int, tokens: Tensor, groups: Any, exact: int = 0) -> None:
         self._capacity, self._groups = capacity, groups
         self._pending: Pending | None = None
         if groups.size("block") == 1:
             return
         tensor = groups.size("tensor")
-        alike = (tokens, routed) if tensor > 1 else ()
+        alike = (len(tokens), exact, *projections(tokens)) if tensor > 1 else ()
         values = question(capacity, alike, groups.rank("block") // tensor, groups.size("block") // tensor)
-        on_host = torch.device("cpu") in groups.group("block")._device_types
-        told = torch.tensor(values, device="cpu" if on_host else device)
-        self._pending = start_all_reduce(told, groups, "block", "max")
+        self._pending = start_all_reduce(_told(values, groups, tokens.device), groups, "block", "max")
 
     def wait(self) -> int:
         """The largest capacity.
@@ -88,14 +129,64 @@ class Agreement:
         """
         if self._pending is None:
             return self._capacity
-        tensor = self._groups.size("tensor")
-        capacity, unlike = answer(self._pending.wait().tolist(), self._groups.size("block") // tensor)
+        capacity, unlike = _answered(self._pending.wait(), self._groups)
         if unlike is not None:
             place, number, low, high = unlike
-            topology: Topology = self._groups.topology
-            first = topology.block_group(dist.get_rank())[place * tensor]
             raise ValueError(
-                f"ranks {first} to {first + tensor - 1} are one tensor group and {_UNLIKE[number].format(low=low, high=high)}; give the "
+                f"{_tensor_group(self._groups, place)} and {_UNLIKE[min(number, 2)].format(low=low, high=high)}; give the "
                 "ranks of a tensor group the same tokens"
             )
         return capacity
+
+
+def _told(values: list[int], groups: Any, device: torch.device) -> Tensor:
+    """Where the group can send from: the CPU, where it has a backend for that, so that no accelerator waits for the answer."""
+    return torch.tensor(values, device="cpu" if torch.device("cpu") in groups.group("block")._device_types else device)
+
+
+def _answered(maxima: Tensor, groups: Any) -> tuple[int, tuple[int, int, int, int] | None]:
+    tensor = groups.size("tensor")
+    return answer(maxima.tolist(), groups.size("block") // tensor, rough=3 if tensor > 1 else 0)
+
+
+def _tensor_group(groups: Any, place: int) -> str:
+    topology: Topology = groups.topology
+    first = topology.block_group(dist.get_rank())[place * topology.tensor]
+    return f"ranks {first} to {first + topology.tensor - 1} are one tensor group"
+
+
+def watch_outputs(expert: nn.Module, groups: Groups) -> None:
+    """Refuse, in the first passes, an expert of a script's own splitting that gives the tensor ranks other outputs for the same tokens.
+
+    A token's result would depend on the slot that it has come to.
+    """
+    left = [_WATCHED]
+    tensor = groups.size("tensor")
+
+    def watch(module: nn.Module, inputs: tuple, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
+            return
+        first = output[0] if isinstance(output, tuple) else output
+        values = question(0, projections(first), groups.rank("block") // tensor, groups.size("block") // tensor)
+        told = _told(values, groups, first.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=groups.group("block"))
+        _, unlike = _answered(told, groups)
+        if unlike is not None:
+            raise ValueError(
+                f"{_tensor_group(groups, unlike[0])}, and its parts of an expert give other outputs for the same tokens; sum them in the "
+                "expert, as Megatron's row-parallel layer does, or make the experts whole and the same on these ranks"
+            )
+        left[0] -= 1
+        if not left[0]:
+            handle.remove()
+
+    handle = expert.register_forward_hook(watch)
+
+
+def same_seed(groups: Groups) -> int | None:
+    """The seed of the first tensor rank, from which all draw; None where there is no other. Every rank calls it."""
+    if groups.size("tensor") == 1:
+        return None
+    seed = torch.tensor(torch.initial_seed() % 2**63, device=groups.sender("tensor", torch.device("cpu")))
+    dist.broadcast(seed, group=groups.group("tensor"), group_src=0)
+    return int(seed)

@@ -141,11 +141,7 @@ def through_experts(
     Raises:
         ValueError: tensor ranks do not route the same tokens; on all ranks that they would exchange them with.
     """
-    same = (
-        Agreement(0, len(tokens), groups, tokens.device, _number(routes.exp_counts))
-        if groups.size("tensor") > 1
-        else None
-    )
+    same = Agreement(0, tokens, groups, _number(routes.exp_counts)) if groups.size("tensor") > 1 else None
     shares, share = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
     table = share_out(routes.exp_counts, shares)
     arriving = exchange_counts(table if gathered else table[share : share + 1], groups)

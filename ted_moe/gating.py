@@ -72,6 +72,11 @@ class Gate:
         noise = torch.rand(tokens.shape, generator=generator(tokens), device=tokens.device)
         return tokens * (0.99 + 0.02 * noise)
 
+    def random(self, training: bool) -> bool:
+        """Whether experts, or who finds room in them, are drawn by lot."""
+        noisy = training and self.noisy_gate_policy in ("Jitter", "RSample")
+        return noisy or (self.k == 1 and self.use_rts) or (self.k == 2 and self.top2_2nd_expert_sampling)
+
     def capacity(self, tokens: int, experts: int, training: bool) -> int | None:
         """Slots an expert for so many tokens of a rank; None where they depend on where these go."""
         if self.dropless or not self.drop_tokens:
@@ -175,14 +180,19 @@ class Gate:
         return asked * chosen, (chosen.cumsum(0) - 1).expand_as(asked)
 
 
-def same_on_replicas(values: Tensor) -> torch.Generator:
-    """Random numbers that follow from `values` and the process's seed.
+def number_of(values: Tensor) -> int:
+    """A number that other bits change, as good as certainly."""
+    bits = values.detach().contiguous().view(torch.int32 if values.element_size() == 4 else torch.int16)
+    return int(bits.long().sum())
+
+
+def same_on_replicas(values: Tensor, seed: int | None = None) -> torch.Generator:
+    """Random numbers that follow from `values` and a seed, by default the process's.
 
     So they are the same on tensor ranks, which hold the same values, and when activations are recomputed; nothing is
     communicated.
     """
-    bits = values.detach().contiguous().view(torch.int32 if values.element_size() == 4 else torch.int16)
-    seed = int(bits.long().sum()) * 1_000_003 + torch.initial_seed()
+    seed = number_of(values) * 1_000_003 + (torch.initial_seed() if seed is None else seed)
     return torch.Generator(values.device).manual_seed(seed % 2**63)
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from axonn_tp.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.mesh import Axes
-from ted_moe.agreement import Agreement
+from ted_moe.agreement import Agreement, same_seed, watch_outputs
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
-from ted_moe.gating import Gate, Routes, same_on_replicas
+from ted_moe.gating import Gate, Routes, number_of, same_on_replicas
 from ted_moe.grouped import run_each
 from ted_moe.topology import Groups
 
@@ -112,18 +112,24 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
         self._spread(groups, duplicate_token_dropping, fused)
 
-    def _spread(self, groups: Groups | None, duplicate_token_dropping: bool, fused: bool) -> None:
-        """Give replicas the same weights, and tensor ranks their shares of the experts."""
+    def _spread(
+        self, groups: Groups | None, duplicate_token_dropping: bool, fused: bool, already_split: bool = False
+    ) -> None:
+        """Give replicas the same weights, and tensor ranks their shares of the experts, which may be `already_split`."""
         self.duplicate_token_dropping = duplicate_token_dropping
         self.groups: Axes = Alone() if groups is None else groups
         self.experts_split = groups is not None and groups.topology.expert_tensor_parallel
+        self.already_split = already_split
+        self._seed = None if groups is None else same_seed(groups)
         if groups is not None:
             self._agree(groups)
-        axes = self.groups if self.experts_split else Alone()
+        axes = self.groups if self.experts_split and not already_split else Alone()
         plan = plan_expert(self.local[0], self.gate.in_features, axes, fused and duplicate_token_dropping)
         self.fused = plan.fused
         for expert in self.local:
             split_expert(expert, plan, axes)
+        if already_split and self.groups.size("tensor") > 1:
+            watch_outputs(self.local[0], self.groups)  # type: ignore[arg-type]
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Send every token through its experts.
@@ -141,9 +147,11 @@ class MoE(nn.Module):
         """
         features = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, features)
-        room = self._start_agreeing(tokens)
-        logits = F.linear(self.routing.jitter(tokens, self.training, same_on_replicas), self.gate.weight.float())
-        routes = self.routing(logits, self.training, used_token, partial(self._largest, len(tokens)))
+        draw = partial(same_on_replicas, seed=self._seed)
+        logits = F.linear(self.routing.jitter(tokens, self.training, draw), self.gate.weight.float())
+        drawn = number_of(logits) if self.routing.random(self.training) and self.groups.size("tensor") > 1 else 0
+        room = self._start_agreeing(tokens, drawn)
+        routes = self.routing(logits, self.training, used_token, partial(self._largest, tokens, drawn), draw)
         layer: Any = self.deepspeed_moe
         layer.l_aux, layer.exp_counts = routes.l_aux, routes.exp_counts
         output = self._through_experts(tokens, routes, room).reshape(hidden_states.shape)
@@ -164,10 +172,10 @@ class MoE(nn.Module):
         """This rank's experts."""
         return self.get_submodule("deepspeed_moe.experts.deepspeed_experts")  # type: ignore[return-value]
 
-    def _start_agreeing(self, tokens: Tensor) -> Agreement | None:
+    def _start_agreeing(self, tokens: Tensor, drawn: int) -> Agreement | None:
         """Begin to ask the block's ranks, which may have other numbers of tokens, for the largest capacity, where it is known."""
         capacity = self.routing.capacity(len(tokens), self.num_experts, self.training)
-        return None if capacity is None else Agreement(capacity, len(tokens), self.groups, tokens.device)
+        return None if capacity is None else Agreement(capacity, tokens, self.groups, drawn)
 
     def _through_experts(self, tokens: Tensor, routes: Routes, room: Agreement | None) -> Tensor:
         """What the experts make of the tokens, S × M."""
@@ -196,19 +204,19 @@ class MoE(nn.Module):
         back = exchange(output.flatten(0, 1), groups)
         return combine(gather_from(back, groups, "tensor", 0) if drop else back, slots, routes.weights)
 
-    def _largest(self, tokens: int, count: Tensor) -> int:
-        return Agreement(int(count), tokens, self.groups, count.device).wait()
+    def _largest(self, tokens: Tensor, drawn: int, count: Tensor) -> int:
+        return Agreement(int(count), tokens, self.groups, drawn).wait()
 
     def _agree(self, groups: Groups) -> None:
         """Give replicas the weights of the first of them."""
-        local = {id(parameter) for parameter in self.local.parameters()}
+        experts = {id(parameter) for parameter in self.local.parameters()}
+        # The dense copy is made as the experts are.
+        made = experts | ({id(parameter) for parameter in self.mlp.parameters()} if self.use_residual else set())
+        apart = made if self.already_split else set() if self.experts_split else experts
         for parameter in self.parameters():
-            axes = (
-                ["expert_data", *(["tensor"] if self.experts_split else [])]
-                if id(parameter) in local
-                else ["data", "tensor"]
-            )
-            for axis in axes:
+            among = ["expert_data" if id(parameter) in experts else "data"]
+            among += [] if id(parameter) in apart else ["tensor"]
+            for axis in among:
                 if groups.size(axis) > 1:
                     whole = parameter.data.to(groups.sender(axis, parameter.device)).contiguous()
                     dist.broadcast(whole, group=groups.group(axis), group_src=0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ConfigError(ValueError):
@@ -12,9 +13,24 @@ class ConfigError(ValueError):
 
 
 class Block(BaseModel):
-    """Base of all blocks: unknown keys and loose types are refused."""
+    """Base of all blocks: unknown keys and loose types are refused; a key whose value is null counts as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_nulls(cls, value: Any, validate: Any) -> Any:
+        return validate(cls.given_keys(value) if isinstance(value, Mapping) else value)
+
+    @classmethod
+    def given_keys(cls, value: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a block is given: all but nulls, where null is not a value of its own."""
+        return {key: each for key, each in value.items() if each is not None or not cls._ignores_null(key)}
+
+    @classmethod
+    def _ignores_null(cls, key: str) -> bool:
+        field = cls.model_fields.get(key)
+        return field is not None and (field.default is None or type(None) not in get_args(field.annotation))
 
 
 Size = Annotated[int, Field(ge=1)]

@@ -268,10 +268,11 @@ class Ted(Block):
         1,
         description="Ranks that split a layer, dense or expert, as Megatron does; neighbours, which read the same data.",
     )
-    expert_tensor_parallel: bool = Field(
-        True,
+    expert_tensor_parallel: bool | None = Field(
+        None,
         description="Whether experts, too, are split over the tensor ranks. false: these hold different experts, whole ones, so that ep_size "
-        "counts them, too.",
+        "counts them, too. By default true; in a script with an mpu what its layers' enable_expert_tensor_parallelism says, which has split "
+        "them itself then.",
     )
     duplicate_token_dropping: bool = Field(
         True, description="Each tensor rank sends its share of the tokens through the all-to-alls, not all of them."

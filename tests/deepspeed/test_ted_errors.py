@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import TopKGate
 from torch import nn
 
 from tests.distributed import run_ranks
@@ -24,6 +26,55 @@ class Model(nn.Module):
         return self.second(self.first(x)[0])[0].sum()
 
 
+def parts(model: Model) -> None:
+    for parameter in model.first.deepspeed_moe.experts.parameters():
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def own_gate(model: Model) -> None:
+    class Gate(TopKGate):
+        def forward(self, *inputs: Any, **keywords: Any) -> Any:
+            return super().forward(*inputs, **keywords)
+
+    model.second.deepspeed_moe.gate.__class__ = Gate
+
+
+def made_for(ranks: int) -> Callable[[Model], None]:
+    """Each rank's experts are those of its place among so many."""
+
+    def change(model: Model) -> None:
+        for parameter in model.second.deepspeed_moe.experts.parameters():
+            parameter.data.fill_(float(dist.get_rank() % ranks))
+
+    return change
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Model], None], bool, str]] = {
+    "parts": ({"tensor": 2}, {}, parts, False, "those of layer first are split already"),
+    "gate": ({}, {}, own_gate, False, "layer second.deepspeed_moe.gate has a forward of its own"),
+    "other ranks": (
+        {"tensor": 2},
+        {},
+        made_for(2),
+        False,
+        "weights are equal on ranks [0, 2], and TED has the same experts on [0, 1]",
+    ),
+    "said twice": (
+        {"expert_tensor_parallel": False},
+        {"enable_expert_tensor_parallelism": True},
+        made_for(1),
+        True,
+        "expert_tensor_parallel = false, but layer first has enable_expert_tensor_parallelism = true",
+    ),
+    "said by one": (
+        {},
+        {"enable_expert_tensor_parallelism": True},
+        made_for(1),
+        True,
+        "layer first has enable_expert_tensor_parallelism = true and layer second has false",
+    ),
+}
+"""The block, the first layer's arguments, what is done to the model, whether there is an mpu, and what is said."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "tensor": ({"tensor": 3}, {}, {}, "axonn.ted.tensor = 3 does not divide the 4 ranks of this run"),
     "expert": ({"tensor": 2}, {"ep_size": 4}, {}, "expert = 4 does not divide"),
@@ -54,6 +105,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 2, "reduce_scatter": False}},
         "zero_optimization.reduce_scatter = false does not go with experts",
     ),
+    "order": (
+        {},
+        {},
+        {"use_data_before_expert_parallelism": True},
+        "use_data_before_expert_parallelism = true has other ranks share an expert than axonn.ted",
+    ),
     "samo": ({}, {}, {"axonn": {"ted": {}, "samo": {"sparsity": 0.5}}}, "axonn.ted does not go with axonn.samo"),
     "key": ({"tensors": 2}, {}, {}, "axonn.ted.tensors is not a key"),
     "value": ({"stash": "disk"}, {}, {}, 'axonn.ted.stash = "disk" is not known'),
@@ -79,7 +136,21 @@ class Unit:
         return 2
 
 
-def start(ted: dict[str, Any], model: dict[str, Any], more: dict[str, Any], mpu: Any = None) -> str:
+class Neighbours(Unit):
+    """Tensor ranks are neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor, self.data = self.data, self.tensor
+
+
+def start(
+    ted: dict[str, Any],
+    model: dict[str, Any],
+    more: dict[str, Any],
+    mpu: Any = None,
+    change: Callable[[Model], None] = lambda model: None,
+) -> str:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
@@ -87,6 +158,7 @@ def start(ted: dict[str, Any], model: dict[str, Any], more: dict[str, Any], mpu:
     }
     try:
         built = Model(**model)
+        change(built)
         deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config | more, mpu=mpu)
     except ValueError as error:
         return str(error)
@@ -94,10 +166,14 @@ def start(ted: dict[str, Any], model: dict[str, Any], more: dict[str, Any], mpu:
 
 
 def everything() -> dict[str, str]:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
     import axonn_plugins
 
     axonn_plugins.activate()
     found = {name: start(*case) for name, (*case, _) in CASES.items()}
+    unit = Neighbours()
+    for name, (ted, model, change, with_unit, _) in CHANGES.items():
+        found[f"changed: {name}"] = start(ted, model, {}, unit if with_unit else None, change)
     found["mpu"] = start({}, {}, {}, Unit())
     found["mpu and tensor"] = start({"tensor": 2}, {}, {}, Unit())
     return found
@@ -108,10 +184,11 @@ def found() -> list[dict[str, str]]:
     return run_ranks(everything, 4)
 
 
-@pytest.mark.parametrize("name", [*CASES, "mpu", "mpu and tensor"])
+@pytest.mark.parametrize("name", [*CASES, *(f"changed: {name}" for name in CHANGES), "mpu", "mpu and tensor"])
 def test_one_sentence_on_every_rank(found: list[dict[str, str]], name: str) -> None:
     units = {"mpu": "tensor group in the mpu is", "mpu and tensor": "deepspeed.initialize was given an mpu"}
-    expected = units[name] if name in units else CASES[name][3]
+    changes = {f"changed: {name}": said for name, (*_, said) in CHANGES.items()}
+    expected = (units | changes)[name] if name in units | changes else CASES[name][3]
     for rank in found:
         assert expected in rank[name]
         assert "\n" not in rank[name]

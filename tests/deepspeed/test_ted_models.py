@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
+from ted_moe import Topology
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
@@ -181,12 +182,74 @@ def dice(dropless: bool) -> Any:
     return torch.stack(everyone).tolist()
 
 
+class Doubled(MoE):
+    """A subclass whose forward makes something of DeepSpeed's."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        output, *others = super().forward(*inputs, **keywords)
+        return 2 * output, *others
+
+
+def subclass() -> Any:
+    """What a subclass of DeepSpeed's layer gives, before and after it is TED's; its inner part by itself."""
+    torch.manual_seed(6)
+    layer = Doubled(HIDDEN, FeedForward(), 4, k=2, min_capacity=1, top2_2nd_expert_sampling=False)
+    x = torch.randn(9, HIDDEN)
+    before = layer(x)[0]
+    config = {"train_micro_batch_size_per_gpu": 1, "axonn": {"ted": {}}}
+    engine = deepspeed.initialize(model=layer, config=config)[0]
+    after = engine(x)[0]
+    engine.destroy()
+    return (after - before).abs().max().item(), before.abs().max().item(), attempt(layer.deepspeed_moe, x)
+
+
+def told(ted: dict[str, Any], ep_size: int) -> Any:
+    """What DeepSpeed says of experts: under TED, after it, and under a stock engine that comes while TED's is there."""
+    stock, name = deepspeed.utils.groups, f"ep_size_{ep_size}"
+
+    def said() -> Any:
+        return (
+            stock._get_expert_model_parallel_world_size(),
+            list(stock._get_expert_parallel_group_ranks(name)),
+            list(stock._get_expert_data_parallel_group_ranks(name)),
+            stock._get_expert_parallel_rank(name),
+            stock._get_expert_data_parallel_world_size(name),
+            stock._get_max_expert_size(),
+        )
+
+    engine = start(ted, ep_size)
+    under = said()
+    after_config = deepspeed.runtime.config.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1})
+    stocks = moe(4, ep_size)
+    stocks.set_deepspeed_parallelism()
+    beside = said()
+    engine.destroy()
+    kept = said()
+    for table in (stock._EXPERT_PARALLEL_GROUP, stock._EXPERT_DATA_PARALLEL_GROUP):
+        table.clear()
+    return under, beside == kept, beside, after_config is not None
+
+
+TOLD = {
+    "split": ({"tensor": 2}, 2),
+    "whole": ({"tensor": 2, "expert_tensor_parallel": False}, 2),
+    "tensor 1": ({}, 2),
+}
 FORMS = ["none", "reentrant", "torch"]
 
 
+def gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def everything(folder: str) -> dict[str, Any]:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
     found = {"trained": attempt(trained, folder)}
     found |= {form: attempt(gradients, form) for form in FORMS}
+    found |= {f"told {name}": gathered(attempt(told, *case)) for name, case in TOLD.items()}
+    found["subclass"] = attempt(subclass)
     return found | {f"dropless {dropless}": attempt(dice, dropless) for dropless in (True, False)}
 
 
@@ -211,3 +274,29 @@ def test_backward_runs_twice(found: Any, form: str) -> None:
 def test_tensor_ranks_draw_the_same_behind_whole_experts(found: Any, dropless: bool) -> None:
     drawn = found[f"dropless {dropless}"]
     assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
+
+
+def test_a_subclass_keeps_its_forward(found: Any) -> None:
+    difference, size, alone = found["subclass"]
+    assert difference < 1e-6 < size
+    assert "deepspeed_moe cannot be called by itself; call the MoE layer" in alone
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_groups_say_where_experts_are(found: Any, name: str) -> None:
+    ted, ep_size = TOLD[name]
+    for rank, result in enumerate(found[f"told {name}"]):
+        assert not isinstance(result, str), result
+        under, same, beside, _ = result
+        for said, tensor, split in ((under, ted.get("tensor", 1), name == "split"), (beside, 1, True)):
+            topology = Topology(4, tensor, ep_size, split)
+            group = topology.expert_group(rank)
+            assert said == (
+                topology.expert_tensor,
+                group,
+                topology.expert_data_group(rank),
+                group.index(rank),
+                topology.expert_data,
+                ep_size,
+            )
+        assert same

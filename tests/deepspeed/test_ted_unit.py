@@ -77,6 +77,7 @@ def run(tensor: int, case: Case, folder: str) -> Any:
 
 
 def all_cases(folder: str) -> Any:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
     return {name: attempt(run, *case, str(Path(folder)) if name == "resumed" else "") for name, case in CASES.items()}
 
 

@@ -7,7 +7,7 @@ import torch
 import ted_moe
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
 from ted_moe import Topology
-from ted_moe.agreement import answer, question
+from ted_moe.agreement import answer, projections, question
 from tests.distributed import run_ranks
 
 TOPOLOGIES = [
@@ -47,7 +47,8 @@ def unequal():
         found[topology, name] = [
             attempt(layer, tokens),
             attempt(layer, torch.cat([tokens, tokens[:1]]) if wrong else tokens),
-            attempt(layer, -tokens if wrong and options.get("dropless") else tokens),
+            attempt(layer, -tokens if wrong else tokens),
+            attempt(layer, tokens.flip(0) if wrong else tokens),
         ]
     return found
 
@@ -64,18 +65,50 @@ def test_maxima_of_questions():
     assert answer([6], 3) == (6, None)
 
 
+def test_projections_are_ordered_and_found_apart_but_for_rounding():
+    rows = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    for other, alike in ((rows * (1 + 1e-5), True), (rows.flip(0), False), (rows.roll(1, 1), False), (-rows, False)):
+        asked = [question(1, projections(tokens), 0, 1) for tokens in (rows, other)]
+        assert (answer([max(pair) for pair in zip(*asked, strict=True)], 1, rough=3)[1] is None) == alike
+    assert projections(torch.full((3, 2), float("nan"))) == [0, 0, 0]
+    assert projections(torch.zeros(0, 4)) == [0, 0, 0]
+
+
+def seeded_apart():
+    """A layer whose tensor ranks were seeded differently, with lots drawn for experts and for room."""
+    topology = Topology(4, 2, 2)
+    groups = groups_of(topology)
+    found = []
+    for options in (
+        {"k": 1},
+        {"k": 2},
+        {"k": 1, "noisy_gate_policy": "RSample"},
+        {"k": 1, "noisy_gate_policy": "Jitter"},
+    ):
+        torch.manual_seed(10 + torch.distributed.get_rank())
+        layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 2, groups=groups, capacity_factor=0.5, **options)
+        torch.manual_seed(20 + torch.distributed.get_rank())
+        tokens = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(groups.rank("data")))
+        found.append((layer(tokens)[0].tolist(), layer(-tokens)[0].tolist()))
+    return found
+
+
+def test_tensor_ranks_that_were_seeded_apart_draw_the_same():
+    a, b, c, d = run_ranks(seeded_apart, 4, timeout=100)
+    assert a == b and c == d and a != c
+
+
 def test_a_sentence_on_every_rank_that_would_wait():
     everyone = run_ranks(unequal, 8, timeout=100)
-    for topology, (name, options) in product(TOPOLOGIES, MODES.items()):
+    for topology, name in product(TOPOLOGIES, MODES):
         waiting = topology.block_group(WRONG)
         first = topology.tensor_group(WRONG)
         start = f"ranks {first[0]} to {first[-1]} are one tensor group and were given "
         for rank, found in enumerate(everyone):
-            right, longer, other = found[topology, name]
+            right, longer, other, turned = found[topology, name]
             assert right == "went on", (rank, topology, name, right)
             counts = start + "12 to 13 tokens; give the ranks of a tensor group the same tokens"
             assert longer == (counts if rank in waiting else "went on"), (rank, topology, name, longer)
-            if options.get("dropless") and rank in waiting:
-                assert other.startswith(start + "as many tokens, which go to other experts"), other
-            else:
-                assert other == "went on", (rank, topology, name, other)
+            for message in (other, turned):
+                said = message.startswith(start + "as many tokens") and "same tokens" in message
+                assert said if rank in waiting else message == "went on", (rank, topology, name, message)

@@ -133,7 +133,7 @@ def test_bytes_on_the_wire():
     for found in run_ranks(counted, 8):
         for name, (calls, received, tensor, routed) in found.items():
             sent = routed if name == "plain" else (routed + 1 - tensor) // 2
-            assert calls.pop(("all_reduce", "block")) == [8 * (1 + 4 * 4)]
+            assert calls.pop(("all_reduce", "block")) == [8 * (1 + 10 * 4)]
             counts, *rows = calls.pop(("all_to_all", "expert"))
             assert counts == EXPERTS * 8 * (1 if name == "plain" else 2)
             there, back = rows[0] // row, rows[1] // row

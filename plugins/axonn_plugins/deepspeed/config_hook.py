@@ -7,6 +7,7 @@ any group is made; DeepSpeed's batch arithmetic is given the gz·gdata ranks tha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -69,11 +70,14 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     deciding = next((key for key in _ENGINES if getattr(block, key) is not None), None)
     if deciding is None:
         _stock_engine()
+        if block.pccl is None:
+            _say_that_nothing_is_on()
     else:
         refuse(of_old_forms(raw))
         _stock_pipelines()
         if deciding != "tensor_parallel":  # whose engine puts its own in that place
             _forget_unit()
+        _forget_experts()
         mpu = import_module(f"axonn_plugins.deepspeed.{_ENGINES[deciding]}").use(block, raw, mpu)
         parsed_config.axonn, parsed_config.axonn_raw = block, raw
     _communicate(block)
@@ -107,6 +111,7 @@ def _stock_engine() -> None:
     deepspeed.DeepSpeedEngine = DeepSpeedEngine
     _stock_pipelines()
     _forget_unit()
+    _forget_experts()
 
 
 def _stock_pipelines() -> None:
@@ -119,6 +124,19 @@ def _forget_unit() -> None:
     """DeepSpeed keeps the model parallel unit from one engine to the next: not ours."""
     if getattr(groups.mpu, "axonn", False):
         groups.mpu = None
+
+
+def _say_that_nothing_is_on() -> None:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        keys = ", ".join(key for key in config.Axonn.model_fields if key != "requires")
+        print(f"axonn: the block turns nothing on, for it has none of {keys}", file=sys.stderr, flush=True)
+
+
+def _forget_experts() -> None:
+    """DeepSpeed would take the groups of our experts for its own of the same ep_size."""
+    if "axonn_plugins.deepspeed.ted_tables" in sys.modules:
+        sys.modules["axonn_plugins.deepspeed.ted_tables"].step_aside()
 
 
 def _one_sentence_for_mistakes() -> None:

@@ -17,7 +17,7 @@ def patch(module: ModuleType) -> None:
 
     def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
         parsed = _read(config)
-        if not isinstance(parsed, dict) or "axonn" not in parsed:
+        if not isinstance(parsed, dict) or parsed.get("axonn") is None:
             hook = sys.modules.get("axonn_plugins.deepspeed.config_hook")
             if hook is not None:
                 hook.step_aside()

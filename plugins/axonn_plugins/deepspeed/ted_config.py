@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.constants import USE_DATA_BEFORE_EXPERT_PARALLEL
 
 from axonn_plugins.config import Axonn, ConfigError, Ted
 from axonn_plugins.deepspeed import tensor_config
@@ -41,11 +42,16 @@ def _unit(block: Ted, raw: Mapping[str, Any], mpu: Any) -> Any:
 
 
 def check_experts(raw: Mapping[str, Any]) -> None:
-    """Refuse what would sum experts' gradients over the wrong ranks in ZeRO-1 and 2.
+    """Refuse what would sum experts' gradients over the wrong ranks in ZeRO-1 and 2, or have experts on other ranks than TED's.
 
     Raises:
         ConfigError: the first.
     """
+    if raw.get(USE_DATA_BEFORE_EXPERT_PARALLEL):
+        raise ConfigError(
+            f"{USE_DATA_BEFORE_EXPERT_PARALLEL} = true has other ranks share an expert than axonn.ted, whose expert ranks are neighbours; "
+            "remove it"
+        )
     zero = section(raw, "zero_optimization")
     for key in ("contiguous_gradients", "reduce_scatter"):
         if zero.get("stage", 0) in (1, 2) and zero.get(key) is False:

@@ -22,6 +22,7 @@ from axonn_plugins.deepspeed.engine import AxonnEngine, Split, options
 from axonn_plugins.deepspeed.recompute import Stashes
 from axonn_plugins.deepspeed.ted_checkpoints import TedCheckpoints
 from axonn_plugins.deepspeed.ted_config import check_experts, check_rest
+from axonn_plugins.deepspeed.ted_experts import exchange_weights, refuse_others, refuse_split
 from axonn_plugins.deepspeed.ted_layers import (
     adopt,
     expert_ranks,
@@ -31,6 +32,7 @@ from axonn_plugins.deepspeed.ted_layers import (
     stand_ins,
     stock_layers,
 )
+from axonn_plugins.deepspeed.ted_tables import Tables
 from axonn_plugins.deepspeed.ted_unit import TedUnitEngine
 from axonn_tp import Grid, LayerPlan, parallelize
 from ted_moe import Groups, Topology
@@ -64,8 +66,9 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         layers, block = stock_layers(model), self._ted
         try:
             self._topology = Topology(
-                dist.get_world_size(), block.tensor, expert_ranks(layers), block.expert_tensor_parallel
+                dist.get_world_size(), block.tensor, expert_ranks(layers), block.expert_tensor_parallel is not False
             )
+            refuse_split(layers, block.tensor)
             grid_of(self._topology)
             if block.tensor == 1 or isinstance(model, StockMoE):
                 return Split({"*": LayerPlan("replicated")})
@@ -77,19 +80,32 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         return Split({**whole, **split.plan}, split.placements, split.report)
 
     def _apply_split(self, model: nn.Module, split: Split) -> None:
-        topology = self._topology
+        topology, layers = self._topology, stock_layers(model)
+        if layers:
+            stock = [Topology(topology.world, 1, topology.expert)] if topology.tensor > 1 else []
+            refuse_others(exchange_weights(layers, topology.expert), topology, stock, own=False)
         self.mesh = self._make_mesh(grid_of(topology))
         replicas.align_random_state(self.mesh)
         axes = {"tensor": "x", "data": "batch", "expert_data": "data"}
         if topology.expert_tensor_parallel:
             axes["expert"] = "z"
         self.groups = Groups(topology, {axis: self.mesh.group(ours) for axis, ours in axes.items()})
-        for layer in stock_layers(model).values():
+        self._tables = (
+            Tables(f"ep_size_{topology.expert}", self._of_experts(), topology.expert_tensor) if layers else None
+        )
+        if self._tables is not None:
+            self._tables.enter()
+        for layer in layers.values():
             adopt(layer, self.groups, self._ted)
             layer.shared_out = topology.tensor > 1 or topology.expert > 1  # type: ignore[assignment]
         dense = self._make_mesh(Grid.for_world(topology.world, gx=topology.tensor))
         parallelize(model, dense, split.plan, options(self._axonn))
         forget_z(model)
+
+    def _of_experts(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of experts, also those of one rank."""
+        expert = self.groups.group("expert") if self.groups.size("expert") > 1 else self.mesh.group("z")
+        return {"expert": expert, "expert_data": self.mesh.group("data")}
 
     def _described(self, split: Split) -> str:
         return f"TED\n{self._topology}"
@@ -112,6 +128,12 @@ class TedEngine(TedCheckpoints, AxonnEngine):
                 flush=True,
             )
         return outputs
+
+    def destroy(self) -> None:
+        """DeepSpeed's clean-up, and ours."""
+        super().destroy()
+        if self._tables is not None:
+            self._tables.leave()
 
     @property
     def stashed_bytes(self) -> int:

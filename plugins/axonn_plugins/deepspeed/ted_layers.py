@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE as StockMoE
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import Tensor, nn
 
 from axonn_plugins.config import Ted
@@ -55,6 +57,13 @@ class TedMoE(MoE, StockMoE):
         """Nothing to do: the groups are there."""
 
 
+class _PassedBy(MOELayer):
+    """The part of DeepSpeed's layer that routed tokens and called the experts; TED's layer does both."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        raise ValueError("under axonn.ted a layer's deepspeed_moe cannot be called by itself; call the MoE layer")
+
+
 def stock_layers(model: nn.Module) -> dict[str, StockMoE]:
     """DeepSpeed's MoE layers by name; those that are TED's already, too."""
     return {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
@@ -71,6 +80,16 @@ def expert_ranks(layers: dict[str, StockMoE]) -> int:
             raise ValueError(f"layer {name} was given to deepspeed.initialize before; build the model anew")
         if getattr(layer.deepspeed_moe, "use_tutel", False):
             raise ValueError(f"layer {name} has use_tutel = true, whose kernels TED does not use; leave it out")
+        for part, stock in {
+            "deepspeed_moe": MOELayer,
+            "deepspeed_moe.gate": TopKGate,
+            "deepspeed_moe.experts": Experts,
+        }.items():
+            module = layer.get_submodule(part)
+            if type(module).forward is not stock.forward or "forward" in vars(module):
+                raise ValueError(
+                    f"layer {name}.{part} has a forward of its own, which TED would never call; use DeepSpeed's {stock.__name__}"
+                )
         if any(parameter.is_meta for parameter in layer.parameters()):
             raise ValueError(f"layer {name} is on the meta device; build the model on the CPU or the accelerator")
     sizes = {layer.ep_size: name for name, layer in layers.items()}
@@ -102,13 +121,21 @@ def home_axes(topology: Topology) -> tuple[str, ...]:
     return ("z",) if topology.expert_tensor_parallel else ("x", "z")
 
 
-def adopt(layer: StockMoE, groups: Groups, block: Ted) -> None:
+def adopt(layer: StockMoE, groups: Groups, block: Ted, own: bool = False) -> None:
     """Make a layer TED's; every rank calls it.
 
     Its parameters get layouts on the topology's grid (`grid_of`).
+
+    Args:
+        layer: of DeepSpeed, or of a subclass.
+        groups: the process groups.
+        block: the choices.
+        own: the script has split the experts over the tensor ranks.
     """
-    stock = layer.deepspeed_moe.gate
-    become(layer, TedMoE, StockMoE)
+    stock, kind = layer.deepspeed_moe.gate, type(layer)
+    # What a subclass's forward calls DeepSpeed's layer for is TED's.
+    layer.__class__ = TedMoE if kind is StockMoE else type(kind.__name__, (kind, TedMoE), {})
+    become(layer.deepspeed_moe, _PassedBy, MOELayer)
     assert isinstance(layer, TedMoE)
     layer.routing = Gate(
         stock.k,
@@ -121,7 +148,7 @@ def adopt(layer: StockMoE, groups: Groups, block: Ted) -> None:
         stock.top2_2nd_expert_sampling,
         block.dropless,
     )
-    layer._spread(groups, block.duplicate_token_dropping, block.fused)
+    layer._spread(groups, block.duplicate_token_dropping, block.fused, own)
     home = home_axes(groups.topology)
     for expert in layer.local:
         for module in expert.modules():

@@ -43,7 +43,7 @@ class Pruner(Block):
 def _pruner(value: Any, either: Any) -> Any:
     if value in ("magnitude", "early_bird"):
         return value
-    if isinstance(value, Mapping) and set(value) in ({"mask"}, {"early_bird"}) and None not in value.values():
+    if isinstance(value, Mapping) and set(Pruner.given_keys(value)) in ({"mask"}, {"early_bird"}):
         return Pruner.model_validate(value)
     raise PydanticCustomError("pruner", '"magnitude", "early_bird", {"early_bird": {...}} or {"mask": "FILE"}')
 
