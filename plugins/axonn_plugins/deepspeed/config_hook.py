@@ -38,7 +38,7 @@ _ENGINES = {
 # The packages of ours that each key imports.
 _PACKAGES = {
     "offload_optimizer": ("axonn_tp", "samo", "ted_moe"),
-    "samo": ("samo",),
+    "samo": ("axonn_tp", "samo"),
     "tensor_parallel": ("axonn_tp", "ted_moe"),
     "ted": ("axonn_tp", "ted_moe"),
 }
