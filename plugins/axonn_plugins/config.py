@@ -82,14 +82,14 @@ def _ranks_per_node(value: Any, either: Any) -> Any:
 
 
 def _grid_size(value: Any, either: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value or "auto"
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
     raise PydanticCustomError("grid_size", 'an integer of at least 1, or "auto"')
 
 
 GridSize = Annotated[
     int | Literal["auto"],
-    WrapValidator(_grid_size, json_schema_input_type=Annotated[int, Field(ge=0)] | Literal["auto"]),
+    WrapValidator(_grid_size, json_schema_input_type=Size | Literal["auto"]),
 ]
 
 
@@ -100,7 +100,7 @@ class TensorParallel(Block):
     gx: GridSize = Field(
         1,
         description="Ranks along x: splits the output features of normal layers, and attention heads. "
-        '"auto", or 0 where a launcher refuses that word: the planner chooses when the engine starts; the same for gy and gz.',
+        '"auto": the planner chooses when the engine starts; the same for gy and gz.',
     )
     gy: GridSize = Field(
         1, description="Ranks along y: splits the input features of normal layers, and the residual stream."
