@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import deepspeed  # noqa: F401  ranks are forked from here
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ import axonn_plugins
 import axonn_plugins.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_tp import Grid
+from tests.deepspeed import training  # noqa: F401  ranks are forked from here
 from tests.deepspeed.scripts import fork_script, one_sentence, run_script, sentences
 
 axonn_plugins.activate()
@@ -194,9 +194,12 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
         ("Lamb", "AdamW"),
     ),
-    "other block": ("tp['broadcast_inputs'] = rank == 0", ("rank 1", "axonn block", "same configuration")),
-    "other grid": ("tp = {'gx': 2} if rank else {'gz': 2}", ("rank 1", "same configuration")),
-    "other model": ("net = Net(12 + rank)", ("rank 1", "model")),
+    "other block": (
+        "tp['broadcast_inputs'] = rank == 0",
+        ("axonn.tensor_parallel.broadcast_inputs is true on rank 0 and false on rank 1", "same configuration"),
+    ),
+    "other grid": ("tp = {'gx': 2} if rank else {'gz': 2}", ("gz is 2 on rank 0 and not there on rank 1",)),
+    "other model": ("net = Net(12 + rank)", ("the model's parameter fc1.weight is 12x16", "and 13x16", "rank 1")),
     "plan fails on one rank": (
         "tp['plan'] = {'fc1': 'normal'}\nnet = Net(12 + rank)",
         ("rank 1", "layer fc1", "13 output features"),

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.deepspeed import auto_sizes, replicas
-from axonn_plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, fingerprint, refuse_experts
+from axonn_plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from axonn_plugins.deepspeed.param_groups import extend_scheduler, split_groups
 from axonn_plugins.deepspeed.tensor_config import grid_for
@@ -69,8 +69,9 @@ def options(block: TensorParallel) -> Options:
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
-def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str, Any]:
+def _choose_sizes(model: nn.Module, config_class: Any, optimizer: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them; returns it."""
+    block = config_class.axonn
     problem, chosen, settings, raw = None, None, block.tensor_parallel, config_class.axonn_raw
     assert settings is not None
     try:
@@ -81,7 +82,7 @@ def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str
             )
     except ValueError as error:
         problem = str(error)
-    chosen = agree(problem, fingerprint(model, block, {}) if problem is None else "", chosen)
+    chosen = agree(problem, facts_of(model, raw, optimizer, keywords) if problem is None else {}, chosen)
     if dist.get_rank() == 0:
         print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
     raw = auto_sizes.with_sizes(raw, chosen.sizes)
@@ -116,7 +117,7 @@ class AxonnEngine(TracedEngine):
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
         block: Axonn = config_class.axonn
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
-            keywords["config"] = _choose_sizes(model, block, config_class)
+            keywords["config"] = _choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
         self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
@@ -131,7 +132,8 @@ class AxonnEngine(TracedEngine):
             split = self._find_split(model)
         except ValueError as error:
             problem = str(error)
-        agree(problem, "" if problem else fingerprint(model, block, split.plan))
+        facts = {} if problem else facts_of(model, config_class.axonn_raw, optimizer, keywords)
+        agree(problem, facts | {f"the plan of {name}": repr(layer) for name, layer in split.plan.items()})
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
         self._trace(self._axonn, self.mesh)

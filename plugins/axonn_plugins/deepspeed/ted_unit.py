@@ -17,7 +17,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import nn
 
 from axonn_plugins.config import Ted
-from axonn_plugins.deepspeed.agreement import agree, check_shapes, fingerprint
+from axonn_plugins.deepspeed.agreement import agree, check_shapes, facts_of
 from axonn_plugins.deepspeed.recompute import Stashes
 from axonn_plugins.deepspeed.ted_layers import adopt, expert_ranks, stock_layers
 from axonn_tp import layout_of
@@ -27,7 +27,9 @@ from ted_moe import Groups, Topology
 class TedUnitEngine(DeepSpeedEngine):
     """DeepSpeed's engine, its MoE layers TED's."""
 
-    def __init__(self, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> None:
+    def __init__(
+        self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
+    ) -> None:
         block: Ted = config_class.axonn.ted
         layers, mpu, problem = stock_layers(model), keywords["mpu"], None
         try:
@@ -35,7 +37,7 @@ class TedUnitEngine(DeepSpeedEngine):
             topology = _topology(mpu, expert_ranks(layers), block)
         except ValueError as error:
             problem = f"axonn.ted: {error}"
-        agree(problem, "" if problem else fingerprint(model, config_class.axonn, {}))
+        agree(problem, {} if problem else facts_of(model, config_class.axonn_raw, optimizer, keywords))
         known = {"tensor": bwc_tensor_model_parallel_group(mpu), "data": mpu.get_data_parallel_group()}
         self._groups = Groups(topology, known)
         _register(f"ep_size_{topology.expert}", self._groups)
@@ -47,7 +49,7 @@ class TedUnitEngine(DeepSpeedEngine):
         if dist.get_rank() == 0:
             print(f"axonn: TED on the mpu's groups\n{topology}", file=sys.stderr, flush=True)
         self._stashes = Stashes(block.stash) if block.communication_aware_checkpointing else None
-        super().__init__(args, model, *rest, config_class=config_class, **keywords)
+        super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward; checkpointed blocks keep what they communicate."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed import replicas
-from axonn_plugins.deepspeed.agreement import agree, check_optimizer
+from axonn_plugins.deepspeed.agreement import check_optimizer, compare
 from axonn_plugins.deepspeed.complete import find
 from axonn_plugins.deepspeed.engine import options
 from axonn_plugins.deepspeed.optimizers import MixedPrecisionOptimizer
@@ -54,7 +54,7 @@ class TensorPipelineEngine(MessageDrivenEngine):
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._split = config_class.axonn.tensor_parallel
         grid = stage_grid(self._split, model.mpu())
-        agree(_problem_with(optimizer), "")
+        compare(model, config_class, optimizer, keywords, _problem_with(optimizer))
         plan = stage_plan(model, self._split, grid)
         self._verify = self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
