@@ -56,7 +56,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     Raises:
         ConfigError: the first mistake.
     """
-    _one_sentence_for_mistakes()
+    one_sentence_for_mistakes()
     block = config.parse(raw["axonn"])
     for key, packages in _PACKAGES.items():
         if getattr(block, key) is not None:
@@ -118,7 +118,7 @@ def _forget_unit() -> None:
         groups.mpu = None
 
 
-def _one_sentence_for_mistakes() -> None:
+def one_sentence_for_mistakes() -> None:
     """An uncaught ConfigError ends the script with its sentence instead of a traceback."""
     previous = sys.excepthook
     if getattr(previous, "axonn", False):

@@ -24,7 +24,7 @@ from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.deepspeed import auto_sizes, replicas
 from axonn_plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
-from axonn_plugins.deepspeed.param_groups import extend_scheduler, split_groups
+from axonn_plugins.deepspeed.param_groups import extend_scheduler, schedulers_of, split_groups
 from axonn_plugins.deepspeed.tensor_config import grid_for
 from axonn_plugins.deepspeed.tracing import TracedEngine
 from axonn_plugins.deepspeed.unit import GridUnit
@@ -239,7 +239,8 @@ class AxonnEngine(TracedEngine):
             else:
                 before = len(client_optimizer.param_groups)
                 client_optimizer.param_groups[:] = split_groups(client_optimizer.param_groups)
-                extend_scheduler(self.client_lr_scheduler, client_optimizer.param_groups, before)
+                for scheduler in schedulers_of(client_optimizer):
+                    extend_scheduler(scheduler, client_optimizer.param_groups, before)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:

@@ -70,7 +70,7 @@ def of_model(model: nn.Module) -> Facts:
         # What a subclass says that holds others is their affair.
         if not any(module.children()):
             facts[f"{MODEL}layer {name}"] = _DEVICE.sub("", f"{type(module).__name__}({module.extra_repr()})")
-    settings = getattr(getattr(model, "config", None), "to_dict", dict)()
+    settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     return facts | {f"{MODEL}config.{key}": v for key, v in _flat(settings).items() if key and not _PLACES.search(key)}
 
 
