@@ -165,9 +165,14 @@ class TensorParallel(Block):
     )
     trace_folder: str = Field(".", description="The folder for trace-rank0.json.")
     broadcast_inputs: bool = Field(
-        True,
-        description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
-        "Turn off when the data loader already does.",
+        False,
+        description="Give ranks that differ only in x and y the batch of the first of them, by broadcasting the arguments of the model's "
+        "forward. By default they are compared, and a batch that differs is refused.",
+    )
+    check_every: Size = Field(
+        10,
+        description="Steps between comparisons of all that replicas should have the same: outputs, their gradients, and parameters. "
+        "Arguments and random state are compared in every call of the model.",
     )
     verify_plan: bool = Field(
         True,

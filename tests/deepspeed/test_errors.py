@@ -206,9 +206,14 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "other arguments": (
         "forward = Net.forward\nNet.forward = lambda self, x, extra=None: forward(self, x)",
-        ("differently built arguments",),
+        ("the model's argument extra differs on rank 1 from that of rank 0",),
     ),
     "other labels": ("", ("labels",)),
+    "other batch": (
+        "torch.randn = lambda *shape, own=torch.randn: own(*shape) + rank",
+        ("the model's argument x differs on rank 1 from that of rank 0", "broadcast_inputs = true"),
+    ),
+    "checks": ("tp['check_every'] = 0", ("axonn.tensor_parallel.check_every = 0", "at least 1")),
 }
 AFTER = {
     "other labels": "* (1 + 3 * rank)",

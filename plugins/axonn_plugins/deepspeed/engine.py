@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
@@ -25,6 +24,7 @@ from axonn_plugins.deepspeed import auto_sizes, replicas
 from axonn_plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from axonn_plugins.deepspeed.param_groups import extend_scheduler, schedulers_of, split_groups
+from axonn_plugins.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.deepspeed.tensor_config import grid_for
 from axonn_plugins.deepspeed.tracing import TracedEngine
 from axonn_plugins.deepspeed.unit import GridUnit
@@ -45,7 +45,6 @@ from axonn_tp import (
     sync_gradients,
 )
 
-_WATCHED_STEPS = 3
 _EXPERT_TABLES = (
     (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
     (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
@@ -138,6 +137,8 @@ class AxonnEngine(TracedEngine):
         self._apply_split(model, split)
         self._trace(self._axonn, self.mesh)
         replicas.share_samplers(self.mesh)
+        self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
+        self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None
         self._names: set[str] = set()
         self._apart = self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
@@ -251,24 +252,16 @@ class AxonnEngine(TracedEngine):
         return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping())
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's forward; replicas get the same arguments, and in the first steps must give the same outputs."""
-        if self.mesh.size("model") == 1:
-            return super().forward(*inputs, **keywords)
-        if self._verify and self.module.training and torch.is_grad_enabled():
+        """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""
+        if self._verify and self.mesh.size("model") > 1 and self.module.training and torch.is_grad_enabled():
             self._verify = False
             self._verify_plan(inputs, keywords)
-        if self._axonn.broadcast_inputs:
-            inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
         outputs = super().forward(*inputs, **keywords)
-        if self._watched:
-            for output in tree_leaves(outputs):
-                if isinstance(output, torch.Tensor) and output.is_floating_point():
-                    replicas.check_same(output, self.mesh, "model's outputs")
+        if self.module.training and torch.is_grad_enabled():
+            self._replicas.computed(outputs, "model's outputs")
         return outputs
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
-        if self._axonn.broadcast_inputs:
-            inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
         half = self.fp16_enabled() or self.bfloat16_enabled() or self.torch_autocast_enabled()
         half = half or torch.is_autocast_enabled(self.mesh.device.type)
         # The module itself: DeepSpeed's forward counts passes and hooks the outputs.
@@ -281,14 +274,10 @@ class AxonnEngine(TracedEngine):
                 "looks across features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
             )
 
-    @property
-    def _watched(self) -> bool:
-        return self.mesh.size("model") > 1 and self.global_steps < _WATCHED_STEPS
-
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         """Called with the gradient of each of the model's outputs, however backward was started."""
-        if grad is not None and self._watched:
-            replicas.check_same(grad, self.mesh, "gradients of the model's outputs")
+        if grad is not None:
+            self._replicas.computed(grad, "gradients of the model's outputs")
         return super()._backward_prologue_per_tensor(grad)
 
     def allreduce_gradients(self, *rest: Any, **keywords: Any) -> None:
@@ -306,10 +295,12 @@ class AxonnEngine(TracedEngine):
             self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
         with self._own_groups():
             super()._take_model_step(lr_kwargs)
+        self._replicas.stepped(self.global_steps)
 
     def destroy(self) -> None:
         """DeepSpeed's clean-up, and ours."""
         super().destroy()
+        self._unwatch()
         replicas.stop_sharing_samplers(self.mesh)
         # A stock engine that comes later looks for the largest of the names; another engine of ours may have the same.
         _named.subtract(self._names)
