@@ -66,14 +66,13 @@ class ReplicaWatch:
         given = [(names[at] if at < len(names) else f"argument {at}", value) for at, value in enumerate(inputs)]
         found = [leaf for name, value in (*given, *keywords.items()) for leaf in digests.leaves(name, value)]
         callers = self._callers()
-        cards = self._exchange(self._card([] if self.broadcast else found), callers)
-        planes = cards.view(-1, self.mesh.size("model"), cards.shape[1])
-        same = (planes == planes[:, :1]).all(1)
-        if not same[:, 2:].all():
-            self._repair(planes[self._ranks(callers).index(dist.get_rank()) // self.mesh.size("model"), :, 2:])
+        cards = self._exchange(self._card([] if self.broadcast else found), callers).tolist()
+        size, mine = self.mesh.size("model"), self._ranks(callers).index(dist.get_rank())
+        planes = [cards[first : first + size] for first in range(0, len(cards), size)]
+        self._repair([card[2:] for card in planes[mine // size]])
         if self.broadcast:
             return replicas.broadcast_inputs(inputs, keywords, self.mesh)
-        if not same[:, :2].all():
+        if any(card[:2] != plane[0][:2] for plane in planes for card in plane):
             self._refuse(found, callers, digests.rounding, "the model's argument {}", _SAME_BATCH)
         return inputs, keywords
 
@@ -101,18 +100,17 @@ class ReplicaWatch:
         states = torch.tensor([structure, *digests.random_state(device)], device=device)
         return torch.cat([states[:1], elements[None], states[1:]])
 
-    def _repair(self, states: Tensor) -> None:
+    def _repair(self, states: list[list[int]]) -> None:
         """Give the ranks of this plane the first one's random state again; says so once for each generator."""
-        apart = states != states[:1]
-        if not apart.any():
+        if all(state == states[0] for state in states):
             return
         replicas.align_random_state(self.mesh)
-        which = [name for name, odd in zip(GENERATORS, apart.any(0).tolist(), strict=True) if odd]
+        which = [name for name, *all_states in zip(GENERATORS, *states, strict=True) if len(set(all_states)) > 1]
         if self.mesh.rank("model") or self._told.issuperset(which):
             return
         self._told.update(which)
         members = dist.get_process_group_ranks(self.mesh.group("model"))
-        odd = [rank for rank, other in zip(members, apart.any(1).tolist(), strict=True) if other]
+        odd = [rank for rank, state in zip(members, states, strict=True) if state != states[0]]
         print(
             f"axonn: the state of {' and '.join(which)} random generator on {on_ranks(odd)} was not that of rank {members[0]} after step "
             f"{self.steps}: something drew from it there alone; it was made the same again before the model drew",
