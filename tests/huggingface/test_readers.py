@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -146,6 +148,21 @@ def looped(
     return found
 
 
+def generated(grid: dict[str, Any] | None, differ: bool) -> Any:
+    """Sampled by the inner module, after one rank drew a number of its own; or what it says where the prompts differ."""
+    model, rank = gpt2(), dist.get_rank()
+    if grid is not None:
+        raw = {"train_batch_size": 2, "axonn": {"tensor_parallel": grid}}
+        model = deepspeed.initialize(model=model, config=raw)[0].module
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6 + differ * rank]])
+    torch.manual_seed(3)
+    torch.rand(rank)
+    try:
+        return model.eval().generate(prompt, do_sample=True, max_new_tokens=4, pad_token_id=0).tolist()
+    except axonn_plugins.config.ConfigError as error:
+        return {"said": str(error)}
+
+
 def refused(function: Any, config: dict[str, Any]) -> str:
     try:
         function(config, 1)
@@ -188,7 +205,11 @@ def every_trainer(config: bool) -> dict[str, Any]:
             forget()
             raw = settings(grid) if config else None
             found[f"{name}: loop {' '.join(way)}"] = attempt(partial(looped, raw, readers, **way))
+    found["generated"] = [
+        attempt(generated, grid, False) for grid in ((GRIDS["gx"], GRIDS["gy"]) if config else (None,))
+    ]
     if config:
+        found["prompts differ"] = attempt(generated, GRIDS["gx"], True)
         found["sizes"] = refused(trained, settings({"gx": "auto", "gy": 2, "gz": 1}))
         found["world"] = refused(trained, settings({"gx": 3}))
         forget()
@@ -270,6 +291,13 @@ def test_a_loop_on_accelerate(name: str, one: dict[str, Any], ranks: list[dict[s
         assert reads == [list(range(28))] * 2
     else:
         assert sorted(reads[0] + reads[1]) == list(range(28))
+
+
+def test_the_inner_module_generates(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["generated"] == one["generated"] * 2
+        said = of(rank, "prompts differ")["said"]
+        assert said.startswith("the model's argument input_ids differs on rank 1 from that of rank 0")
 
 
 @pytest.mark.parametrize(
