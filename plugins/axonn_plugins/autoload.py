@@ -1,5 +1,7 @@
 """Arm what lets stock scripts see the ``"axonn"`` block of DeepSpeed's configuration, Megatron's flags and the backend ``pccl``.
 
+Accelerate and the HF Trainer pass that configuration on; what they count themselves is patched as well.
+
 Standard library only: this runs at every ``import torch`` of the environment. Nothing of a host or of ours is imported
 until a configuration that holds the block or a flag is parsed, and nothing is compiled until a pccl group is made.
 """
@@ -33,10 +35,31 @@ def _register_backend(module: ModuleType) -> None:
     register()
 
 
+def _patch_accelerate(module: ModuleType) -> None:
+    from axonn_plugins.huggingface.accelerate_patch import patch
+
+    patch(module)
+
+
+def _patch_trainer(module: ModuleType) -> None:
+    from axonn_plugins.huggingface import trainer_patch
+
+    parts = {
+        "transformers.integrations.deepspeed": trainer_patch.patch_configuration,
+        "transformers.training_args": trainer_patch.patch_arguments,
+        "transformers.trainer": trainer_patch.patch_trainer,
+    }
+    parts[module.__name__](module)
+
+
 _TARGETS = {
     "torch.distributed.distributed_c10d": _register_backend,
     "deepspeed.runtime.config": _patch_deepspeed,
     "megatron.training.arguments": _arm_megatron,
+    "accelerate.accelerator": _patch_accelerate,
+    "transformers.integrations.deepspeed": _patch_trainer,
+    "transformers.training_args": _patch_trainer,
+    "transformers.trainer": _patch_trainer,
 }
 
 

@@ -82,14 +82,14 @@ def _ranks_per_node(value: Any, either: Any) -> Any:
 
 
 def _grid_size(value: Any, either: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value or "auto"
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
     raise PydanticCustomError("grid_size", 'an integer of at least 1, or "auto"')
 
 
 GridSize = Annotated[
     int | Literal["auto"],
-    WrapValidator(_grid_size, json_schema_input_type=Annotated[int, Field(ge=0)] | Literal["auto"]),
+    WrapValidator(_grid_size, json_schema_input_type=Size | Literal["auto"]),
 ]
 
 
@@ -100,7 +100,7 @@ class TensorParallel(Block):
     gx: GridSize = Field(
         1,
         description="Ranks along x: splits the output features of normal layers, and attention heads. "
-        '"auto", or 0 where a launcher refuses that word: the planner chooses when the engine starts; the same for gy and gz.',
+        '"auto": the planner chooses when the engine starts; the same for gy and gz.',
     )
     gy: GridSize = Field(
         1, description="Ranks along y: splits the input features of normal layers, and the residual stream."
@@ -170,9 +170,14 @@ class TensorParallel(Block):
     )
     trace_folder: str = Field(".", description="The folder for trace-rank0.json.")
     broadcast_inputs: bool = Field(
-        True,
-        description="Give ranks that differ only in x and y the same batch, by broadcasting the arguments of the model's forward. "
-        "Turn off when the data loader already does.",
+        False,
+        description="Give ranks that differ only in x and y the batch of the first of them, by broadcasting the arguments of the model's "
+        "forward. By default they are compared, and a batch that differs is refused.",
+    )
+    check_every: Size = Field(
+        10,
+        description="Steps between comparisons of all that replicas should have the same: outputs, their gradients, and parameters. "
+        "Arguments and random state are compared in every call of the model.",
     )
     verify_plan: bool = Field(
         True,

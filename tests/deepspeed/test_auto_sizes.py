@@ -24,7 +24,7 @@ AUTO = {"gx": "auto", "gy": "auto", "gz": "auto", "plan": "auto", "machine": "pe
 BATCHES: dict[str, dict[str, Any]] = {
     # The product of all three leaves two ranks that read different data.
     "all three": {"train_batch_size": 8},
-    "one given": {"train_batch_size": 8, "axonn": {"tensor_parallel": AUTO | {"gx": 2, "gz": 0}}},
+    "one given": {"train_batch_size": 8, "axonn": {"tensor_parallel": AUTO | {"gx": 2}}},
 }
 
 
@@ -75,7 +75,7 @@ def test_a_large_model_on_many_ranks() -> None:
 
 def test_one_word_for_all_four() -> None:
     by_word = parse({"tensor_parallel": {"plan": "planner", "gy": 2}}).tensor_parallel
-    assert by_word == parse({"tensor_parallel": {"plan": "auto", "gx": 0, "gy": 2, "gz": "auto"}}).tensor_parallel
+    assert by_word == parse({"tensor_parallel": {"plan": "auto", "gx": "auto", "gy": 2, "gz": "auto"}}).tensor_parallel
     assert by_word is not None and by_word.given == {"gy": 2}
     raw = auto_sizes.with_sizes({"axonn": {"tensor_parallel": {"plan": "planner"}}}, {"gx": 1, "gy": 2, "gz": 4})
     settled = parse(raw["axonn"]).tensor_parallel

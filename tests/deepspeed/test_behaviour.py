@@ -94,6 +94,8 @@ def all_sampled() -> dict[str, Any]:
 def inputs_differ(grid: str) -> dict[str, Any]:
     """Ranks of x and y bring other random inputs, with other shapes; those of the first must be used."""
     run = case(grid)
+    gx, gy, gz = run.grid
+    run.extra = {"axonn": {"tensor_parallel": {"gx": gx, "gy": gy, "gz": gz, "broadcast_inputs": True}}}
     engine = start(run)
     steps = []
     first = engine.mesh.rank("model") == 0

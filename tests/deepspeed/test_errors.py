@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import deepspeed  # noqa: F401  ranks are forked from here
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ import axonn_plugins
 import axonn_plugins.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_tp import Grid
+from tests.deepspeed import training  # noqa: F401  ranks are forked from here
 from tests.deepspeed.scripts import fork_script, one_sentence, run_script, sentences
 
 axonn_plugins.activate()
@@ -35,6 +35,9 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "float": (tp(gx=2.0), ("axonn.tensor_parallel.gx", "2.0", "integer")),
     "null": (tp(gx=None), ("axonn.tensor_parallel.gx", "null", "integer")),
     "zero": (tp(gx=0.0), ("axonn.tensor_parallel.gx", "0.0", "at least 1")),
+    "nought": (tp(gx=0), ("axonn.tensor_parallel.gx = 0", "at least 1", '"auto"')),
+    "nought along y": (tp(gy=0), ("axonn.tensor_parallel.gy = 0", "at least 1", '"auto"')),
+    "nought along z": (tp(gz=0), ("axonn.tensor_parallel.gz = 0", "at least 1", '"auto"')),
     "negative": (tp(gz=-2), ("axonn.tensor_parallel.gz", "-2", "at least 1")),
     "list for a size": (tp(gx=[2]), ("axonn.tensor_parallel.gx", "[2]", "integer")),
     "list for the block": ([tp()], ("axonn = ", "object")),
@@ -198,18 +201,26 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
         ("Lamb", "AdamW"),
     ),
-    "other block": ("tp['broadcast_inputs'] = rank == 0", ("rank 1", "axonn block", "same configuration")),
-    "other grid": ("tp = {'gx': 2} if rank else {'gz': 2}", ("rank 1", "same configuration")),
-    "other model": ("net = Net(12 + rank)", ("rank 1", "model")),
+    "other block": (
+        "tp['broadcast_inputs'] = rank == 0",
+        ("axonn.tensor_parallel.broadcast_inputs is true on rank 0 and false on rank 1", "same configuration"),
+    ),
+    "other grid": ("tp = {'gx': 2} if rank else {'gz': 2}", ("gz is 2 on rank 0 and not there on rank 1",)),
+    "other model": ("net = Net(12 + rank)", ("the model's parameter fc1.weight is 12x16", "and 13x16", "rank 1")),
     "plan fails on one rank": (
         "tp['plan'] = {'fc1': 'normal'}\nnet = Net(12 + rank)",
         ("rank 1", "layer fc1", "13 output features"),
     ),
     "other arguments": (
         "forward = Net.forward\nNet.forward = lambda self, x, extra=None: forward(self, x)",
-        ("differently built arguments",),
+        ("the model's argument extra differs on rank 1 from that of rank 0",),
     ),
     "other labels": ("", ("labels",)),
+    "other batch": (
+        "torch.randn = lambda *shape, own=torch.randn: own(*shape) + rank",
+        ("the model's argument x differs on rank 1 from that of rank 0", "broadcast_inputs = true"),
+    ),
+    "checks": ("tp['check_every'] = 0", ("axonn.tensor_parallel.check_every = 0", "at least 1")),
 }
 AFTER = {
     "other labels": "* (1 + 3 * rank)",

@@ -58,7 +58,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     Raises:
         ConfigError: the first mistake.
     """
-    _one_sentence_for_mistakes()
+    one_sentence_for_mistakes()
     build_locks.warn()
     block = config.parse(raw["axonn"])
     for key, packages in _PACKAGES.items():
@@ -139,7 +139,7 @@ def _forget_experts() -> None:
         sys.modules["axonn_plugins.deepspeed.ted_tables"].step_aside()
 
 
-def _one_sentence_for_mistakes() -> None:
+def one_sentence_for_mistakes() -> None:
     """An uncaught ConfigError ends the script with its sentence instead of a traceback."""
     previous = sys.excepthook
     if getattr(previous, "axonn", False):

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.deepspeed import auto_sizes, replicas
-from axonn_plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, fingerprint, refuse_experts
+from axonn_plugins.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.deepspeed.optimizers import LayoutZeroOptimizer, MixedPrecisionOptimizer
-from axonn_plugins.deepspeed.param_groups import extend_scheduler, split_groups
+from axonn_plugins.deepspeed.param_groups import extend_scheduler, schedulers_of, split_groups
+from axonn_plugins.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.deepspeed.tensor_config import grid_for
 from axonn_plugins.deepspeed.tracing import TracedEngine
 from axonn_plugins.deepspeed.unit import GridUnit
@@ -45,7 +45,6 @@ from axonn_tp import (
     sync_gradients,
 )
 
-_WATCHED_STEPS = 3
 _EXPERT_TABLES = (
     (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
     (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
@@ -69,8 +68,9 @@ def options(block: TensorParallel) -> Options:
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
-def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str, Any]:
+def _choose_sizes(model: nn.Module, config_class: Any, optimizer: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them; returns it."""
+    block = config_class.axonn
     problem, chosen, settings, raw = None, None, block.tensor_parallel, config_class.axonn_raw
     assert settings is not None
     try:
@@ -81,7 +81,7 @@ def _choose_sizes(model: nn.Module, block: Axonn, config_class: Any) -> dict[str
             )
     except ValueError as error:
         problem = str(error)
-    chosen = agree(problem, fingerprint(model, block, {}) if problem is None else "", chosen)
+    chosen = agree(problem, facts_of(model, raw, optimizer, keywords) if problem is None else {}, chosen)
     if dist.get_rank() == 0:
         print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
     raw = auto_sizes.with_sizes(raw, chosen.sizes)
@@ -116,7 +116,7 @@ class AxonnEngine(TracedEngine):
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
         block: Axonn = config_class.axonn
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
-            keywords["config"] = _choose_sizes(model, block, config_class)
+            keywords["config"] = _choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
         self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
@@ -131,11 +131,14 @@ class AxonnEngine(TracedEngine):
             split = self._find_split(model)
         except ValueError as error:
             problem = str(error)
-        agree(problem, "" if problem else fingerprint(model, block, split.plan))
+        facts = {} if problem else facts_of(model, config_class.axonn_raw, optimizer, keywords)
+        agree(problem, facts | {f"the plan of {name}": repr(layer) for name, layer in split.plan.items()})
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
         self._trace(self._axonn, self.mesh)
         replicas.share_samplers(self.mesh)
+        self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
+        self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None
         self._names: set[str] = set()
         self._apart = self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
@@ -237,7 +240,8 @@ class AxonnEngine(TracedEngine):
             else:
                 before = len(client_optimizer.param_groups)
                 client_optimizer.param_groups[:] = split_groups(client_optimizer.param_groups)
-                extend_scheduler(self.client_lr_scheduler, client_optimizer.param_groups, before)
+                for scheduler in schedulers_of(client_optimizer):
+                    extend_scheduler(scheduler, client_optimizer.param_groups, before)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
@@ -248,24 +252,16 @@ class AxonnEngine(TracedEngine):
         return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping())
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's forward; replicas get the same arguments, and in the first steps must give the same outputs."""
-        if self.mesh.size("model") == 1:
-            return super().forward(*inputs, **keywords)
-        if self._verify and self.module.training and torch.is_grad_enabled():
+        """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""
+        if self._verify and self.mesh.size("model") > 1 and self.module.training and torch.is_grad_enabled():
             self._verify = False
             self._verify_plan(inputs, keywords)
-        if self._axonn.broadcast_inputs:
-            inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
         outputs = super().forward(*inputs, **keywords)
-        if self._watched:
-            for output in tree_leaves(outputs):
-                if isinstance(output, torch.Tensor) and output.is_floating_point():
-                    replicas.check_same(output, self.mesh, "model's outputs")
+        if self.module.training and torch.is_grad_enabled():
+            self._replicas.computed(outputs, "model's outputs")
         return outputs
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
-        if self._axonn.broadcast_inputs:
-            inputs, keywords = replicas.broadcast_inputs(inputs, keywords, self.mesh)
         half = self.fp16_enabled() or self.bfloat16_enabled() or self.torch_autocast_enabled()
         half = half or torch.is_autocast_enabled(self.mesh.device.type)
         # The module itself: DeepSpeed's forward counts passes and hooks the outputs.
@@ -278,14 +274,10 @@ class AxonnEngine(TracedEngine):
                 "looks across features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
             )
 
-    @property
-    def _watched(self) -> bool:
-        return self.mesh.size("model") > 1 and self.global_steps < _WATCHED_STEPS
-
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         """Called with the gradient of each of the model's outputs, however backward was started."""
-        if grad is not None and self._watched:
-            replicas.check_same(grad, self.mesh, "gradients of the model's outputs")
+        if grad is not None:
+            self._replicas.computed(grad, "gradients of the model's outputs")
         return super()._backward_prologue_per_tensor(grad)
 
     def allreduce_gradients(self, *rest: Any, **keywords: Any) -> None:
@@ -303,10 +295,12 @@ class AxonnEngine(TracedEngine):
             self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
         with self._own_groups():
             super()._take_model_step(lr_kwargs)
+        self._replicas.stepped(self.global_steps)
 
     def destroy(self) -> None:
         """DeepSpeed's clean-up, and ours."""
         super().destroy()
+        self._unwatch()
         replicas.stop_sharing_samplers(self.mesh)
         # A stock engine that comes later looks for the largest of the names; another engine of ours may have the same.
         _named.subtract(self._names)

@@ -12,6 +12,7 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.deepspeed.agreement import compare
 from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.offload_config import KEY
 from axonn_plugins.deepspeed.samo_optimizer import Scale, factory_of, torch_adam
@@ -106,14 +107,17 @@ class OffloadEngine(CheckedCheckpoints):
     optimizer: OffloadedOptimizer
     _counts: Callable[[Tensor], bool]  # a pipeline's
 
-    def __init__(self, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> None:
+    def __init__(
+        self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
+    ) -> None:
         self._offload = config_class.axonn.offload_optimizer
+        compare(model, config_class, optimizer, keywords)
         for name, module in model.named_modules():
             if isinstance(module, MoE):
                 raise ConfigError(
                     f"layer {name} is a DeepSpeed MoE, whose experts differ between ranks and do not go with {KEY} yet; leave the key out"
                 )
-        super().__init__(args, model, *rest, config_class=config_class, **keywords)
+        super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
         """Torch's Adam for DeepSpeed's, which need not be compiled then."""

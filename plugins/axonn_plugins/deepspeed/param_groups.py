@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,12 +43,20 @@ def split_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     return [group for group in dense + apart if group["params"]]
 
 
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Torch's schedulers that were made for an optimizer, also those that nobody handed over: a script may step one itself."""
+    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), kinds) and getattr(found, "optimizer", None) is optimizer
+    ]
+
+
 def extend_scheduler(scheduler: Any, groups: list[dict[str, Any]], before: int) -> None:
     """Give a scheduler that was made for `before` groups one entry for each group that `split_groups` made of them."""
     if not isinstance(scheduler, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
         return
-    for inner in getattr(scheduler, "_schedulers", []):
-        extend_scheduler(inner, groups, before)
     for name in PER_GROUP_LISTS:
         entries = getattr(scheduler, name, None)
         if isinstance(entries, list) and len(entries) == before:

@@ -16,7 +16,7 @@ def patch(module: ModuleType) -> None:
         return
 
     def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
-        parsed = _read(config)
+        parsed = read(config)
         if not isinstance(parsed, dict) or parsed.get("axonn") is None:
             hook = sys.modules.get("axonn_plugins.deepspeed.config_hook")
             if hook is not None:
@@ -31,7 +31,7 @@ def patch(module: ModuleType) -> None:
     config_class.__init__ = __init__
 
 
-def _read(config: Any) -> Any:
+def read(config: Any) -> Any:
     """The configuration as a dict where it can be read; what cannot be is left to DeepSpeed to refuse."""
     if isinstance(config, dict):
         return config

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.deepspeed.agreement import compare
 from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.pipeline_passes import StagePasses, checkpoint_layers
 from axonn_plugins.deepspeed.pipeline_sums import PipelineSums
@@ -46,9 +47,18 @@ class MessageDrivenEngine(CheckedCheckpoints, PipelineSums, StagePasses):
         most_alive: most microbatches whose activations this stage has kept at a time.
     """
 
-    def __init__(self, *rest: Any, config_class: Any = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        args: Any,
+        model: PipelineModule,
+        optimizer: Any = None,
+        *rest: Any,
+        config_class: Any = None,
+        **keywords: Any,
+    ) -> None:
+        compare(model, config_class, optimizer, keywords)
         has_bool_tensors = False
-        super().__init__(has_bool_tensors, *rest, config_class=config_class, **keywords)
+        super().__init__(has_bool_tensors, args, model, optimizer, *rest, config_class=config_class, **keywords)
         block: Axonn = config_class.axonn
         assert block.pipeline is not None
         self._pipeline: Pipeline = block.pipeline

@@ -83,34 +83,6 @@ class _Replace(torch.autograd.Function):
         return grad, None
 
 
-def check_same(values: Tensor, mesh: Mesh, what: str) -> None:
-    """Refuse to train when replicas, which compute the same thing, have different values.
-
-    Args:
-        values: what replicas should agree on.
-        mesh: the mesh.
-        what: its name, for the message.
-
-    Raises:
-        ConfigError: on all ranks, when those of any x-y plane differ; every rank calls it.
-    """
-    wide = values.detach().double()
-    digest = torch.stack(
-        [wide.sum(), wide.abs().sum(), wide.square().sum(), torch.tensor(float(wide.numel()), device=wide.device)]
-    )
-    digests = [torch.empty_like(digest) for _ in range(mesh.size("model"))]
-    dist.all_gather(digests, digest, group=mesh.group("model"))
-    agree = all(torch.allclose(other, digests[0], rtol=1e-3, atol=1e-6, equal_nan=True) for other in digests)
-    disagreeing = torch.tensor([not agree], dtype=torch.int32, device=mesh.device)
-    # Planes that agree must end as well: they would wait for the others in the gradient sums.
-    dist.all_reduce(disagreeing)
-    if disagreeing.item():
-        raise ConfigError(
-            f"the {what} differ between ranks of one x-y plane, which compute the same: their labels or random numbers differ, or the plan leaves "
-            "features split; pass labels through the model's forward, read data by engine.mpu.get_data_parallel_rank(), seed all ranks alike"
-        )
-
-
 _active: list[Mesh] = []
 
 

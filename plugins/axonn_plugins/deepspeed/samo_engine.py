@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import samo
 from axonn_plugins import __version__
 from axonn_plugins.config import ConfigError
+from axonn_plugins.deepspeed.agreement import compare
 from axonn_plugins.deepspeed.samo_checkpoints import SamoCheckpoints
 from axonn_plugins.deepspeed.samo_optimizer import SamoOptimizer, torch_adam
 from axonn_plugins.deepspeed.samo_pruning import Pruning
@@ -28,6 +29,7 @@ class SamoEngine(SamoCheckpoints):
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
     ) -> None:
         self._samo = config_class.axonn.samo
+        compare(model, config_class, optimizer, keywords)
         _check_model(model)
         if optimizer is None and not config_class.optimizer_name:
             raise ConfigError(

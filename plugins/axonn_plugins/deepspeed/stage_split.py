@@ -131,7 +131,7 @@ def stage_plan(module: PipelineModule, settings: TensorParallel, grid: Grid) -> 
         _check_pairs(place(module, grid, plan, options(settings)), module)
     except ValueError as error:
         problem = f"{KEY}.plan: {str(error).removeprefix('plan: ')}"
-    agree(problem, "")
+    agree(problem, {})
     return plan
 
 

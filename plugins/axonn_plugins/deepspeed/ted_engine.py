@@ -18,6 +18,7 @@ from torch import nn
 
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.deepspeed import replicas
+from axonn_plugins.deepspeed.agreement import compare
 from axonn_plugins.deepspeed.engine import AxonnEngine, Split, options
 from axonn_plugins.deepspeed.recompute import Stashes
 from axonn_plugins.deepspeed.ted_checkpoints import TedCheckpoints
@@ -53,6 +54,7 @@ class TedEngine(TedCheckpoints, AxonnEngine):
                 return TedUnitEngine(args, model, *rest, config_class=config_class, **keywords)
             check_rest(config_class.axonn_raw, Grid(gdata=dist.get_world_size()))
             return super().__new__(cls)
+        compare(model, config_class, rest[0] if rest else keywords.get("optimizer"), keywords)
         deepspeed.DeepSpeedEngine = DeepSpeedEngine
         return DeepSpeedEngine(args, model, *rest, config_class=config_class, **keywords)
 

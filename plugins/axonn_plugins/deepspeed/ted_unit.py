@@ -20,7 +20,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import nn
 
 from axonn_plugins.config import ConfigError, Ted
-from axonn_plugins.deepspeed.agreement import agree, check_shapes, fingerprint
+from axonn_plugins.deepspeed.agreement import agree, check_shapes, facts_of
 from axonn_plugins.deepspeed.checked import CheckedCheckpoints
 from axonn_plugins.deepspeed.recompute import Stashes
 from axonn_plugins.deepspeed.ted_experts import (
@@ -40,16 +40,22 @@ from ted_moe import Groups, Topology
 class TedUnitEngine(CheckedCheckpoints):
     """DeepSpeed's engine, its MoE layers TED's."""
 
-    def __init__(self, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> None:
+    def __init__(
+        self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
+    ) -> None:
         block: Ted = config_class.axonn.ted
-        layers, mpu, problem, digest = stock_layers(model), keywords["mpu"], None, ""
+        layers, mpu, problem = stock_layers(model), keywords["mpu"], None
+        facts: dict[str, str] = {}
         try:
             check_shapes(model)
             expert, tensor, split = expert_ranks(layers), _tensor_ranks(mpu), _said(block, layers)
-            digest = f"{fingerprint(model, config_class.axonn, {})} {split}"
+            facts = {
+                **facts_of(model, config_class.axonn_raw, optimizer, keywords),
+                "experts that the script has split": str(split),
+            }
         except ValueError as error:
             problem = f"axonn.ted: {error}"
-        agree(problem, digest)
+        agree(problem, facts)
         topology, own = _lie(block, split, exchange_weights(layers, expert), tensor, expert)
         known = {"tensor": bwc_tensor_model_parallel_group(mpu), "data": mpu.get_data_parallel_group()}
         self._groups = Groups(topology, known)
@@ -65,7 +71,7 @@ class TedUnitEngine(CheckedCheckpoints):
             how = ", experts split over the tensor ranks by the script" if own else ""
             print(f"axonn: TED on the mpu's groups{how}\n{topology}", file=sys.stderr, flush=True)
         self._stashes = Stashes(block.stash) if block.communication_aware_checkpointing else None
-        super().__init__(args, model, *rest, config_class=config_class, **keywords)
+        super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 
     def _write(self, *rest: Any, **keywords: Any) -> None:
         with self._own_groups(), as_shards():

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_map
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed import replicas
-from axonn_plugins.deepspeed.agreement import agree, check_optimizer
+from axonn_plugins.deepspeed.agreement import check_optimizer, compare
 from axonn_plugins.deepspeed.engine import options
 from axonn_plugins.deepspeed.optimizers import MixedPrecisionOptimizer
 from axonn_plugins.deepspeed.pipeline_engine import MessageDrivenEngine
+from axonn_plugins.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.deepspeed.stage_split import KEY, regroup, stage_grid, stage_plan
 from axonn_plugins.deepspeed.whole_parameters import ShardShapes, mark
 from axonn_plugins.deepspeed.wrapped_optimizer import loss_scaler
@@ -55,7 +56,7 @@ class TensorPipelineEngine(MessageDrivenEngine):
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._split = config_class.axonn.tensor_parallel
         grid = stage_grid(self._split, model.mpu())
-        agree(_problem_with(optimizer), "")
+        compare(model, config_class, optimizer, keywords, _problem_with(optimizer))
         plan = stage_plan(model, self._split, grid)
         self._verify = self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
@@ -67,6 +68,9 @@ class TensorPipelineEngine(MessageDrivenEngine):
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
         parallelize(model, self.mesh, plan, options(self._split))
+        self._replicas = ReplicaWatch(
+            self.mesh, model, self._split.check_every, self._split.broadcast_inputs, stage=True
+        )
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 
@@ -78,11 +82,15 @@ class TensorPipelineEngine(MessageDrivenEngine):
         return [list(ranks[first : first + size]) for first in ranks[::size]]
 
     def _next_batch(self) -> Any:
-        """The first replica's batch, so that ranks of one x-y plane compute on the same."""
+        """A batch on which ranks of one x-y plane agree."""
         batch = super()._next_batch()
-        if not self._split.broadcast_inputs or self.mesh.size("model") == 1:
+        if self.mesh.size("model") == 1:
             return batch
-        return replicas.broadcast_inputs((batch,), {}, self.mesh)[0][0]
+        return self._replicas.call(("batch",), (batch,), {})[0][0]
+
+    def _take_model_step(self, *rest: Any, **keywords: Any) -> None:
+        super()._take_model_step(*rest, **keywords)
+        self._replicas.stepped(self.global_steps)
 
     def _outputs(self, inputs: Any) -> Any:
         if self._verify and self.module.training and self.mesh.size("model") > 1:

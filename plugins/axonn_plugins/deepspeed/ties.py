@@ -47,7 +47,7 @@ def tie(module: PipelineModule) -> None:
             )
         # The order of every stage.
         tied["weight_attr"] = sorted(names)
-    agree(problem, "")
+    agree(problem, {})
     for key, tied in module.tied_comms.items():
         copy = [_tensor(module, key, name) for name in tied["weight_attr"]]
         for parameter in module.tied_modules[key].parameters():

@@ -1,0 +1,1 @@
+"""HF Trainer and Accelerate with the ``"axonn"`` block in their DeepSpeed configuration."""

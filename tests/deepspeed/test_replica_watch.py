@@ -1,0 +1,216 @@
+"""What replicas should have the same is compared all run long, in every call of the model, and named where it differs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonn_plugins.deepspeed import digests
+from tests.deepspeed.scripts import one_sentence
+from tests.deepspeed.training import Case, attempt, start
+from tests.distributed import run_ranks
+
+GRIDS = {"gx2gz2": (2, 1, 2), "gx2gy2": (2, 2, 1), "gy2gdata2": (1, 2, 1), "gz2gdata2": (1, 1, 2)}
+EVERY, STEPS = 4, 12
+
+
+class Net(nn.Module):
+    """A dropout that no module holds, so that all ranks of x and y must draw the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 1.0, more: Any = None) -> Tensor:
+        hidden = F.dropout(self.norm(torch.tanh(self.fc1(x))), 0.5, self.training)
+        out = self.fc2(hidden) * scale
+        return out if y is None else F.mse_loss(out, y)
+
+
+def begin(grid: str, dtype: str = "fp32") -> Any:
+    gx, gy, gz = GRIDS[grid]
+    block = {"tensor_parallel": {"gx": gx, "gy": gy, "gz": gz, "check_every": EVERY}}
+    case = Case(Net, lambda: (), GRIDS[grid], dtype=dtype, extra={"axonn": block, "gradient_accumulation_steps": 1})
+    torch.manual_seed(7)
+    return start(case)
+
+
+def odd(engine: Any) -> bool:
+    """One rank, the last: it is a replica of others on every grid."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def train(grid: str, disturb: Callable[[Any, int], None], dtype: str = "fp32", labels: float = 1.0) -> dict[str, Any]:
+    """What ended the run and when, or the parameters that replicas hold at its end."""
+    engine = begin(grid, dtype)
+    data = torch.Generator().manual_seed(engine.mesh.rank("batch"))
+    kind = next(engine.module.parameters()).dtype
+    step = -1
+    try:
+        for step in range(STEPS):
+            x, y = torch.randn(4, 16, generator=data).to(kind), torch.randn(4, 8, generator=data).to(kind)
+            disturb(engine, step)
+            out = engine(x)
+            loss = F.mse_loss(out, y * (labels if step == 8 and odd(engine) else 1.0))
+            engine.backward(loss)
+            engine.step()
+        norms = [engine.module.norm.weight.tolist(), engine.module.fc2.bias.tolist()]
+        return {"norms": norms, "at": engine.mesh.coordinates}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "step": step}
+    finally:
+        engine.destroy()
+
+
+def nothing(engine: Any, step: int) -> None:
+    pass
+
+
+def draw(engine: Any, step: int) -> None:
+    if step == 5 and odd(engine):
+        torch.rand(3)
+        random.random()
+        np.random.rand()  # noqa: NPY002
+
+
+def touch(engine: Any, step: int) -> None:
+    if step == 5 and odd(engine):
+        with torch.no_grad():
+            engine.module.norm.weight[3] *= 1 + 2e-2
+
+
+def calls(how: Callable[[Any, Tensor], Any], mine: Callable[[int], Tensor], grid: str = "gx2gz2") -> str:
+    """What a call outside training says."""
+    engine = begin(grid)
+    engine.eval()
+    try:
+        with torch.no_grad():
+            how(engine, mine(dist.get_rank()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.destroy()
+        assert type(engine.module) is Net
+    return "no error"
+
+
+def ids(rank: int) -> Tensor:
+    """Of the last rank two rows have changed places."""
+    rows = torch.arange(64.0).view(4, 16)
+    return rows[[0, 2, 1, 3]] if rank == 3 else rows
+
+
+CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "engine": (lambda engine, x: engine(x), "x"),
+    "module": (lambda engine, x: engine.module(x), "x"),
+    "forward": (lambda engine, x: engine.module.forward(x=x), "x"),
+    "copy": (lambda engine, x: copy.deepcopy(engine.module)(x), "x"),
+    "nested": (lambda engine, x: engine.module(torch.ones(2, 16), more={"ids": [1, x]}), "more.ids[1]"),
+    "number": (lambda engine, x: engine.module(torch.ones(2, 16), scale=float(x[1, 0])), "scale"),
+    "shape": (lambda engine, x: engine.module(x[: int(x[1, 0]) // 8]), "x"),
+    "type": (lambda engine, x: engine.module(x.double() if x[1, 0] > 16 else x), "x"),
+    "absent": (lambda engine, x: engine.module(*[torch.ones(2, 16)] * (2 if x[1, 0] > 16 else 1)), "y"),
+}
+RUNS: dict[str, tuple[Any, ...]] = {
+    **{f"alike {grid}": (grid, nothing) for grid in GRIDS},
+    **{f"draw {grid}": (grid, draw) for grid in GRIDS},
+    **{f"touch {grid}": (grid, touch) for grid in GRIDS},
+    "labels bf16": ("gx2gz2", nothing, "bf16", 2.0),
+    "alike bf16": ("gx2gz2", nothing, "bf16"),
+    "labels": ("gx2gz2", nothing, "fp32", 1.01),
+}
+
+
+def everything() -> dict[str, Any]:
+    found = {name: attempt(train, *run) for name, run in RUNS.items()}
+    found |= {name: attempt(calls, how, ids) for name, (how, _) in CALLS.items()}
+    found["same"] = attempt(calls, CALLS["module"][0], lambda rank: ids(0))
+    found["data"] = attempt(calls, CALLS["module"][0], ids, "gy2gdata2")
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 4, timeout=120)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_draw_on_one_rank_changes_nothing(grid: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "error" not in rank[f"alike {grid}"], rank[f"alike {grid}"]
+        norms = rank[f"draw {grid}"]["norms"]
+        if grid != "gz2gdata2":  # where each rank draws for its own samples
+            assert norms == rank[f"alike {grid}"]["norms"]
+        assert norms == ranks[0][f"draw {grid}"]["norms"]
+
+
+@pytest.mark.parametrize("name", [f"touch {grid}" for grid in GRIDS])
+def test_a_parameter_that_drifts_is_named(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank[name]
+        assert found["step"] == 7, found
+        sentence = found["error"]
+        assert sentence.startswith("ConfigError: parameter norm.weight differs on rank"), sentence
+        assert "from that of rank" in sentence and "after step 8" in sentence and one_sentence(sentence)
+    assert len({rank[name]["error"] for rank in ranks}) == 1
+
+
+def test_half_precision_alone_is_no_drift(ranks: list[dict[str, Any]]) -> None:
+    assert all("norms" in rank["alike bf16"] for rank in ranks)
+
+
+@pytest.mark.parametrize("name", ["labels", "labels bf16"])
+def test_labels_that_differ_late_are_refused(name: str, ranks: list[dict[str, Any]]) -> None:
+    """At step 8, which is not looked at; at the end of step 12 the parameters are."""
+    for rank in ranks:
+        assert rank[name]["step"] == 11 and rank[name]["error"].startswith("ConfigError: parameter "), rank[name]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_the_model_are_compared(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        argument = CALLS[name][1]
+        said = f"ConfigError: the model's argument {argument} differs on rank 3 from that of rank 2"
+        assert rank[name].startswith(said) and one_sentence(rank[name]), rank[name]
+        assert rank["same"] == "no error"
+
+
+def test_ranks_of_data_may_be_evaluated_apart(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["data"] for rank in ranks]
+    assert found[:2] == ["no error"] * 2 and found[2] == found[3] and "differs on rank 3" in found[2]
+
+
+def test_digests_see_order_and_bits() -> None:
+    torch.manual_seed(0)
+    for kind in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64):
+        values = torch.randint(0, 2, (70_000,)).to(kind)
+        values[:4] = torch.tensor([0, 1, 1, 0]).to(kind)
+        swapped = values.clone()
+        swapped[:2] = values[:2].flip(0)
+        apart = torch.cat([values[2**16 :], values[: 2**16]])
+        found = {int(digests.digest(v)) for v in (values, swapped, apart, values[:-1], values.view(2, -1)[:, ::2])}
+        assert len(found) == 5, kind
+        assert digests.digest(values) == digests.digest(values.clone().view(100, -1))
+
+
+def test_sketches_measure_distances() -> None:
+    torch.manual_seed(0)
+    a, step = torch.randn(100_000), torch.randn(100_000)
+    one = digests.sketch(a)
+    for distance in (1e-1, 1e-4):
+        found = one.distance(digests.sketch(a + distance * step))
+        assert distance / 4 < found < distance * 4
+    broken = torch.where(torch.arange(100_000) == 7, torch.nan, a)
+    assert one.distance(digests.sketch(broken)) == float("inf")
+    assert (
+        digests.sketch(broken).distance(digests.sketch(broken + step)) == one.distance(digests.sketch(a.clone())) == 0
+    )
