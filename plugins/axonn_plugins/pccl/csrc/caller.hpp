@@ -65,7 +65,7 @@ class Caller : public c10d::Backend, public Planned {
   // The same where no others wait for it as one of the group's calls.
   template <class... Words>
   static void demand(bool right, const Words&... words) {
-    if (!right) C10_THROW_ERROR(ValueError, "pccl: " + c10::str(words...));
+    if (!right) C10_THROW_ERROR(ValueError, c10::str("pccl: ", words...));
   }
   void require_cpu(const char* name, const at::Tensor& tensor) {
     require(tensor.device().is_cpu() && tensor.layout() == at::kStrided, name, " of a tensor on ", tensor.device(), " with layout ",

@@ -9,11 +9,39 @@ class Shim : public Exchanges {
   using Exchanges::Exchanges;
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
     one("all_reduce", tensors);
     return reduced(tensors, options);
   }
   WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return reduced(tensors, options);
+  }
+
+  // Is done when it returns: how much each rank has must be known before it can be asked for.
+  WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    require(tensors.size() == 1 && tensors[0].is_sparse() && tensors[0].device().is_cpu() && is(options.reduceOp, c10d::ReduceOp::SUM),
+            "all_reduce of sparse tensors is possible for one on the CPU and its sum only; make it dense");
+    at::NoGradGuard no_grad;
+    at::Tensor mine = tensors[0].coalesce(), counts = at::empty({size_}, at::kLong), count = at::full({1}, mine._nnz(), at::kLong);
+    c10d::AllgatherOptions asked;
+    asked.timeout = options.timeout;
+    _allgather_base(counts, count, asked)->wait();
+    auto all = [&](const at::Tensor& own) {  // whose first dimension is as long as its rank's count
+      Tensors parts, input{own.contiguous()};
+      std::vector<int64_t> sizes = own.sizes().vec();
+      for (int rank = 0; rank < size_; ++rank) {
+        sizes[0] = counts[rank].item<int64_t>();
+        parts.push_back(at::empty(sizes, own.options()));
+      }
+      std::vector<Tensors> outputs{parts};
+      allgather(outputs, input, asked)->wait();
+      return at::cat(parts);
+    };
+    at::Tensor where = all(mine.indices().t()).t(), what = all(mine.values());
+    tensors[0].copy_(at::sparse_coo_tensor(where, what, mine.sizes()).coalesce());
+    auto call = make(c10d::OpType::_ALLREDUCE_SPARSE, tensors);
+    Call::arrived(call, "");
+    return call;
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
