@@ -113,7 +113,7 @@ def run(chosen: list[str]) -> list[tuple[str, float]]:
         label = f"meeting {next(meetings)}"
         if shared.add(label, 1) == size:
             shared.set(f"{label} all", "")
-        shared.wait([f"{label} all"])
+        shared.wait([f"{label} all"], timedelta(seconds=4 * _TIMEOUT))
 
     class Case(TestCase, tests.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def _barrier(self, *_: Any, **__: Any) -> None:
