@@ -20,7 +20,7 @@ from axonn_plugins.launch import launch
 from axonn_plugins.pccl import register
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import forget, planner
-from axonn_plugins.pccl.choice import NATIVE, Choice, Measured
+from axonn_plugins.pccl.choice import Choice, Measured
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -75,7 +75,7 @@ OURS = (
     *("gather", "gather list", "scatter", "scatter list", "reduce", "broadcast", "barrier"),
     *("reduce coalesced", "gather coalesced", "scatter coalesced"),
 )
-"""Kinds that the engine does, or gloo where it is faster."""
+"""Kinds that have schedules."""
 
 
 def same(got: Tensor, wanted: Tensor, *details: object) -> Callable[[], None]:
@@ -233,7 +233,7 @@ def neighbours(draw: random.Random, group: dist.ProcessGroup, seed: int) -> Pend
 
 
 def bits(draw: random.Random, group: dist.ProcessGroup, seed: int) -> Pending:
-    """What the engine does not know: operations on bits, complex numbers."""
+    """Operations on bits, complex numbers."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     elements = draw.choice(SIZES)
     if draw.random() < 0.5:
@@ -280,18 +280,18 @@ ELSEWHERE: dict[str, Callable[[random.Random, dist.ProcessGroup, int], Pending]]
     "bits": bits,
     "objects": objects,
 }
-"""Kinds that are left to gloo."""
+"""Kinds whose messages go straight to where they belong, and some of many calls."""
 
 
 def vary(draw: random.Random, group: dist.ProcessGroup) -> None:
-    """Have the group go by random measurements: any algorithm for any size, and gloo."""
+    """Have the group go by random measurements: any algorithm for any size."""
     times: dict[str, dict[int, dict[Choice, float]]] = {}
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
         names = sorted(algorithms(collective, dist.get_world_size(group)))
         table = times[collective] = {}
         for exponent in (3, 7, 10, 14, 17, 21):
-            choices = [Choice(draw.choice(names), draw.choice((1, 1, 2, 3))), Choice(NATIVE)]
-            table[2**exponent] = {choice: draw.uniform(1, 3 + (choice.algorithm == NATIVE)) for choice in choices}
+            choices = [Choice(draw.choice(names), draw.choice((1, 1, 2, 3))) for _ in range(2)]
+            table[2**exponent] = {choice: draw.uniform(1, 3) for choice in choices}
     planner(group).measured = Measured(times)
     forget(group)
 

@@ -49,6 +49,10 @@ def test_collectives_among_engines_make_the_right_values(programs: Path) -> None
     assert "200 rounds" in _run(programs / "collectives", 200, 1)
 
 
+def test_messages_that_go_straight_arrive_whole(programs: Path) -> None:
+    assert "200 rounds" in _run(programs / "exchanges", 200, 1)
+
+
 def test_places_on_the_board_are_free_again_after_failures(programs: Path) -> None:
     assert "given back" in _run(programs / "places")
 

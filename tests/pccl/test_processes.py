@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.launch import free_port, launch
-from axonn_plugins.pccl.backend import planner
 from axonn_plugins.pccl.build import load
-from axonn_plugins.pccl.choice import NATIVE, Choice, Measured
 from tests.deepspeed.scripts import environment
 from tests.pccl.stress import join
 
@@ -136,17 +134,3 @@ def test_what_fails_in_the_engine_is_raised_to_the_caller() -> None:
     finally:
         del os.environ["AXONN_PCCL_ALGORITHM"]
     assert all("rank 1: the engine failed: std::bad_alloc" in text for text in texts), texts
-
-
-def _across_a_border() -> str:
-    """Rank 1's size is one that is left to gloo, those of the others are not."""
-    rank, _ = join(timeout=10)
-    few, many = {Choice("tiny"): 1.0, Choice(NATIVE): 2.0}, {Choice("tiny"): 2.0, Choice(NATIVE): 1.0}
-    planner().measured = Measured({"all_reduce": {2**10: few, 2**20: many}})
-    return _said(dist.all_reduce, torch.ones(2**18 if rank == 1 else 10))
-
-
-def test_sizes_on_two_sides_of_what_is_left_to_gloo_are_named() -> None:
-    for text in launch(_across_a_border, 3, timeout=60):
-        assert "rank 1: all_reduce of 262144 float32 (sum), call 1 of its group, is left to the native library" in text
-        assert "calls all_reduce of 10 float32 (sum) there" in text

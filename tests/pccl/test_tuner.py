@@ -119,8 +119,8 @@ def test_all_that_may_be_chosen_exists(nodes: tuple[tuple[int, ...], ...]) -> No
         known = algorithms(collective, ranks)
         assert choose(collective, size, nodes).algorithm in known
         found = candidates(collective, size, nodes)
-        assert found[1] == GLOO and len(set(found)) == len(found) > 2
-        assert all(choice.algorithm in known for choice in found if choice != GLOO)
+        assert len(set(found)) == len(found) > 1
+        assert all(choice.algorithm in known for choice in found)
 
 
 NODES = tuple((2 * node, 2 * node + 1) for node in range(4))
@@ -147,7 +147,7 @@ def linear(steps: Mapping[Choice, float], bytes_: Mapping[Choice, float]) -> Cos
 
 def test_the_fastest_is_found_at_every_size() -> None:
     ring, log = Choice("hierarchical_ring_direct", 2), Choice("hierarchical_log_direct")
-    cost = linear({GLOO: 20, ring: 5, log: 1}, {ring: 1, GLOO: 1.5, log: 1.5})
+    cost = linear({ring: 5, log: 1}, {ring: 1, log: 1.5})
     measured, trials, seconds = played(cost, budget=8)
     assert seconds < 8
     for collective in COLLECTIVES:
@@ -161,16 +161,12 @@ def test_the_fastest_is_found_at_every_size() -> None:
         assert (rounds > 1) == (choice in close and len(close) > 1), (collective, size, choice)
 
 
-def test_the_native_library_wins_where_it_is_fastest() -> None:
-    measured, _, _ = played(linear({GLOO: 1}, {GLOO: 1}), budget=8)
-    assert {measured.choose(collective, size) for collective in COLLECTIVES for size in SIZES} == {GLOO}
-
-
 def test_what_has_no_chance_is_left_out_of_the_next_size() -> None:
-    _, trials, _ = played(linear({GLOO: 100}, {GLOO: 1}), budget=8)
-    by_size = [any(trial.choice == GLOO for trial in trials if trial.size == size) for size in SIZES]
-    # 34 times as slow as the best at the first size, whose calls grow to at most 16 times until the second.
-    assert by_size == [True, False, True, False, True]
+    log = Choice("led_log")
+    _, trials, _ = played(linear({log: 100}, {log: 1}), budget=8)
+    tried = {trial.size for trial in trials if trial.choice == log}
+    # 34 times as slow as the best at the first size, where 4 times is far; it is none of the candidates for the largest.
+    assert tried == {SIZES[0], SIZES[2]}
 
 
 @pytest.mark.parametrize("slower", [10, 1000])
@@ -183,7 +179,7 @@ def test_a_slow_network_gets_the_small_sizes_within_the_budget(slower: int) -> N
     for collective in COLLECTIVES:
         found = measured.times[collective]
         assert found and all(len(times) >= 2 for times in found.values())
-        assert GLOO in found[SIZES[0]] and SIZES[-1] not in found
+        assert SIZES[-1] not in found
 
 
 def _tuned(file: str) -> list[str]:
@@ -194,12 +190,12 @@ def _tuned(file: str) -> list[str]:
     assert {name: list(by) for name, by in measured.times.items()} == dict.fromkeys(COLLECTIVES, [2**12, 2**16])
     pair = dist.new_group()
     assert planner(pair).measured == measured  # made later, with the same nodes
-    for choice in (GLOO, RING, None):
+    for choice in (Choice("direct"), RING, None):
         with using(choice):
             whole, own = torch.arange(4.0 * size) + rank, torch.empty(4)
             dist.reduce_scatter_tensor(own, whole)
             assert own.tolist() == [size * (4 * rank + i) + size * (size - 1) / 2 for i in range(4)]
-            dist.reduce_scatter_tensor(own, whole, dist.ReduceOp.AVG)  # which gloo cannot do
+            dist.reduce_scatter_tensor(own, whole, dist.ReduceOp.AVG)
             assert own.tolist() == [4 * rank + i + (size - 1) / 2 for i in range(4)]
             dist.all_gather_into_tensor(whole, own)
             assert whole.tolist() == [i + (size - 1) / 2 for i in range(4 * size)]
@@ -269,7 +265,7 @@ def test_a_job_tunes_once_and_the_next_reads(tmp_path: Path, capfd: pytest.Captu
     assert first == second != apart == again
     for measured, _ in (first, apart):
         assert {name: list(by) for name, by in measured.times.items()} == dict.fromkeys(COLLECTIVES, [2**10, 2**14])
-        assert all(GLOO in by[2**10] for by in measured.times.values())
+        assert all(len(by[2**10]) > 1 for by in measured.times.values())
     assert [measured for measured, _ in untuned] == [Measured()] * 3
     assert error == "pccl: rank 1 of the group cannot be tuned: the cable is cut"
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("PCCL: ")]

@@ -9,9 +9,8 @@ import json
 import os
 import secrets
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -24,7 +23,7 @@ from axonn_plugins.pccl import register as register
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.build import BuildError, load
-from axonn_plugins.pccl.choice import NATIVE, Choice, Measured, choose, prescribed
+from axonn_plugins.pccl.choice import Choice, Measured, choose, prescribed
 from axonn_plugins.pccl.interfaces import node_name
 from axonn_plugins.pccl.links import Fabric, Gone, Group, LinkError, Member
 from axonn_plugins.pccl.network import Network
@@ -33,9 +32,8 @@ from axonn_plugins.pccl.program import Program, flatten
 from axonn_plugins.pccl.tuner import learn
 from axonn_plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
-"""By their numbers in the engine."""
-_MOMENT = 0.3  # seconds for news of a failure
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce")
+"""Those with schedules, by their numbers in the engine."""
 
 
 @cache
@@ -110,19 +108,19 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     _agree([found["options"] for found in records])
     ranks = ranks or list(range(size))
     nodes = nodes_of([found["node"] for found in records], ranks, chosen.ranks_per_node)
-    inner: Any = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timedelta(seconds=timeout))
-    if torch.cuda.is_available():
-        inner = load().router(inner, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
     if fabric is None:
-        return inner
-    members = [Member.read(found["member"]) for found in records]
-    _reachable(members, ranks)
-    numbers = [fabric.number(member.identity) for member in members]
-    fabric.core.add_group(group.number, numbers, ranks, rank, timeout)
-    planner = Planner(fabric, group, members, nodes, rank, ranks, timeout, chosen)
-    backend = load().backend(fabric.core, group.number, rank, size, timeout, inner, planner)
+        backend: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
+    else:
+        members = [Member.read(found["member"]) for found in records]
+        _reachable(members, ranks)
+        numbers = [fabric.number(member.identity) for member in members]
+        fabric.core.add_group(group.number, numbers, ranks, rank, timeout)
+        planner = Planner(fabric, group, members, nodes, rank, ranks, timeout, chosen)
+        backend = load().backend(fabric.core, group.number, rank, size, timeout, planner)
+    if torch.cuda.is_available():
+        backend = load().router(backend, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
     if chosen.algorithm == "auto" and size > 1:
-        learn(backend, inner, store, first)
+        learn(backend, store, first)
     return backend
 
 
@@ -242,58 +240,67 @@ class Planner:
         self._made: dict[tuple[str, Choice, int], Any] = {}
         self._reaching: set[int] = set()
 
-    def __call__(self, collective: int, size: int, root: int, native: bool, call: int = 0) -> Any:
-        """The engine's program, and all links that it sends on; None for the native library.
+    def __call__(self, collective: int, size: int, root: int = 0, call: int = 0) -> Any:
+        """The engine's program, and all links that it sends on.
 
         Args:
             collective: number in `COLLECTIVES`.
             size: bytes of all blocks.
-            root: of a broadcast.
-            native: whether the native library can do it.
+            root: of a broadcast or reduce.
             call: number among those of the group; 0 where the program alone is wanted.
         """
         name = COLLECTIVES[collective]
-        name = "all_reduce" if name == "barrier" else name
-        choice = self.choose(name, size, native)
-        if choice.algorithm == NATIVE:
-            return None
+        name = "all_reduce" if name in ("barrier", "reduce") else name
+        choice = self.choose(name, size)
         if (name, choice, root) not in self._made:
             self._made[name, choice, root] = self._make(name, choice, root, size, call)
         return self._made[name, choice, root]
 
-    def choose(self, collective: str, size: int, native: bool = True) -> Choice:
+    def choose(self, collective: str, size: int) -> Choice:
         """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
-        if self.fixed is not None and collective != "broadcast" and (native or self.fixed.algorithm != NATIVE):
+        if self.fixed is not None and collective != "broadcast":
             return self.fixed
         asked = prescribed(self.options, collective, size, len(self.members))
-        return asked or self.measured.choose(collective, size, native) or choose(collective, size, self.nodes)
+        return asked or self.measured.choose(collective, size, native=False) or choose(collective, size, self.nodes)
 
     def _make(self, collective: str, choice: Choice, root: int, size: int, call: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]
         options = {"root": root} if collective == "broadcast" else {}
         program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
-        for peer in receivers(program):
-            try:
-                self.fabric.connect(self.group, self.members[peer], self.timeout)
-            except LinkError as error:
-                if told := str(self.fabric.core.broken(self._key)):  # meanwhile, by others
-                    raise LinkError(f"pccl: {told}") from error
-                what = f"{collective} of {size} bytes{f', call {call} of its group,' if call else ''}"
-                why = f"rank {self.ranks[self.rank]}: {what} needs rank {self.ranks[peer]}, but {error}"
-                if call:
-                    self._give_up(why)
-                raise LinkError(f"pccl: {why}") from error
+        self.meet(receivers(program), f"{collective} of {size} bytes", call)
         flat = flatten(program)
         digest = zlib.crc32(repr((choice, root)).encode())
         sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])
         return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"])
 
-    def reach(self, number: int, needed: bool) -> None:
-        """Make a link to a peer that a call has long waited for, by a thread of its own.
+    def meet(self, peers: Sequence[int], what: str, call: int = 0) -> None:
+        """Make the links to the group's ranks `peers` that are not there.
+
+        Args:
+            peers: them.
+            what: the call that needs them, in words.
+            call: its number, of a collective that has one; such a call cannot be made again, and the group is given up.
+
+        Raises:
+            LinkError: one cannot be reached.
+        """
+        for peer in peers:
+            try:
+                self.fabric.connect(self.group, self.members[peer], self.timeout)
+            except LinkError as error:
+                if told := str(self.fabric.core.broken(self._key)):  # meanwhile, by others
+                    raise LinkError(f"pccl: {told}") from error
+                needs = f"{what}, call {call} of its group," if call else what
+                why = f"rank {self.ranks[self.rank]}: {needs} needs rank {self.ranks[peer]}, but {error}"
+                if call:
+                    self._give_up(why)
+                raise LinkError(f"pccl: {why}") from error
+
+    def reach(self, number: int) -> None:
+        """Make a link to a peer that a call has long waited for, by a thread of its own; the call fails where it has ended.
 
         Args:
             number: the engine's for the peer.
-            needed: whether the call cannot be done where the peer has ended.
         """
         rank = next(i for i, member in enumerate(self.members) if self.fabric.number(member.identity) == number)
         if rank in self._reaching:
@@ -304,7 +311,7 @@ class Planner:
             try:
                 self.fabric.connect(self.group, self.members[rank], self.timeout)
             except LinkError as error:
-                if needed and isinstance(error, Gone):
+                if isinstance(error, Gone):
                     who, whom = self.ranks[self.rank], self.ranks[rank]
                     why = f"rank {who}: a call that was under way needs rank {whom}, but {error}"
                     self._give_up(why)
@@ -319,45 +326,6 @@ class Planner:
 
     def _give_up(self, why: str) -> None:
         self.fabric.core.give_up(self._key, why)
-
-    def failed(self, what: str, peer: int, sequence: int, why: str) -> str:
-        """What is said of a call of this rank's that the native library did not do, as connections of its own have ended.
-
-        Args:
-            what: collective and size.
-            peer: the other rank of the group, of a send or receive; else -1.
-            sequence: number of a collective; else 0.
-            why: in the library's words.
-        """
-        core, others = self.fabric.core, [rank for rank in range(len(self.ranks)) if rank != self.rank]
-        # A peer that has given the group up closes the library's connections: what it says of that may be on its way.
-        if told := _heard(lambda: str(core.broken(self._key))):
-            return told
-        call = f"rank {self.ranks[self.rank]}: {what}"
-        if peer >= 0:
-            call += f" {'to' if what.startswith('send') else 'from'} rank {self.ranks[peer]}"
-        if sequence:
-            call += f", call {sequence} of its group,"
-        words = why.strip().splitlines()[0].partition(". This is typically")[0]
-        gone = [f"rank {self.ranks[rank]}" for rank in others if self.fabric.gone(self.members[rank])]
-        if gone:
-            return f"{call} needs {', '.join(gone)}, which {'has' if len(gone) == 1 else 'have'} gone: {words}"
-        known = str(core.suspects(self._key))
-        if not known:
-            for rank in others:
-                with suppress(LinkError):
-                    self.fabric.connect(self.group, self.members[rank], _MOMENT)
-            core.ask_all(self._key)
-            known = _heard(lambda: str(core.broken(self._key) or core.suspects(self._key)))
-        return f"{call} failed{f' ({known})' if known else ''}: {words}"
-
-
-def _heard(news: Callable[[], str]) -> str:
-    """What is said in a moment, or ""."""
-    until = time.monotonic() + _MOMENT
-    while not (told := news()) and time.monotonic() < until:
-        time.sleep(0.01)
-    return told
 
 
 def receivers(program: Program) -> list[int]:

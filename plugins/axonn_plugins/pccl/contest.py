@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from axonn_plugins.pccl.algorithms import algorithms
-from axonn_plugins.pccl.choice import NATIVE, Choice, Measured, Times
+from axonn_plugins.pccl.choice import Choice, Measured, Times
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
@@ -18,7 +18,7 @@ BUDGET = 8.0
 _TINY, _CHUNKED, _LARGE = 2**14, 2**18, 2**20  # bytes; blocks are cut above the second
 _ROUNDS = 3  # two where calls are not quick
 _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where calls are not quick
-_FAR = 4.0  # times the best: not tried at the next size
+_FAR = 4.0  # times the best: not tried at the next size, as places seldom change from far off
 _QUICK = 0.01  # seconds of the first call
 
 
@@ -38,7 +38,7 @@ Trials = Generator[Trial, Clock, Measured]
 
 
 def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> list[Choice]:
-    """What comes into question for `size` bytes on these nodes, the likeliest first, the native library second."""
+    """What comes into question for `size` bytes on these nodes, the likeliest first."""
     ranks = sum(len(node) for node in nodes)
     chunked = (1, 2) if size > _CHUNKED else (1,)
     if len(nodes) == 1:
@@ -57,8 +57,7 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
         few_steps = [Choice("led_doubling"), Choice("tiny")][len(nodes) == 1 :]
         found = few_steps + found if size <= _TINY else found + few_steps
     known = algorithms(collective, ranks)
-    found = [choice for choice in dict.fromkeys(found) if choice.algorithm in known]
-    return [found[0], Choice(NATIVE), *found[1:]]
+    return [choice for choice in dict.fromkeys(found) if choice.algorithm in known]
 
 
 def contest(nodes: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, budget: float = BUDGET) -> Trials:
@@ -77,9 +76,7 @@ def contest(nodes: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, budget
             best, growth = min(before[smaller].values()), size / smaller
             if 2 * best * growth > left:
                 continue
-            choices = [
-                choice for choice in choices if before[smaller].get(choice, 0.0) <= _slowest(choice, growth) * best
-            ]
+            choices = [choice for choice in choices if before[smaller].get(choice, 0.0) <= min(growth, _FAR) * best]
         share = left * _weight(size) / sum(_weight(later) for _, later in cells[number:])
         now = yield from _rounds(collective, size, choices, now, now + share, times[collective].setdefault(size, {}))
     return Measured(
@@ -89,15 +86,6 @@ def contest(nodes: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, budget
 
 def _weight(size: int) -> float:
     return 1 + size / 2**21
-
-
-def _slowest(choice: Choice, growth: float) -> float:
-    """Times the best at a size, up to which a choice may be the best at one `growth` times as large.
-
-    As a call's time grows at most as fast as its bytes, what is `growth` times slower has no chance. Of the native
-    library no more is known; ours send much the same bytes by the same engine, and seldom change places from far off.
-    """
-    return growth if choice.algorithm == NATIVE else min(growth, _FAR)
 
 
 def _rounds(
@@ -114,8 +102,7 @@ def _rounds(
         for choice in choices:
             if len(found) >= 2 and now >= until:
                 return now
-            # A second call where the first makes memory and connections warm, as those of the native library are.
-            calls = 1 if not quick else 3 if round_ else 2 - (choice.algorithm == NATIVE)
+            calls = 1 if not quick else 3 if round_ else 2  # the first one makes memory and connections warm
             seconds, now = yield Trial(collective, size, choice, calls)
             quick = quick and (len(found) > 0 or seconds < _QUICK)
             found[choice] = min(seconds, found.get(choice, seconds))

@@ -37,7 +37,7 @@ class Network:
 
 
 def probe(inner: Any, rank: int, peer: int) -> Network | None:
-    """Measure between ranks 0 and `peer` of an inner backend, which both call; the other's answer is None.
+    """Measure between ranks 0 and `peer` of a backend, which both call; the other's answer is None.
 
     It takes some 40 ms, more only where one message takes so long.
     """
@@ -59,7 +59,8 @@ def _least(inner: Any, message: torch.Tensor, peer: int) -> float:
     while not message[0]:
         message[0] = len(seconds) == _TRIES - 1 or sum(seconds) > _SPENT
         began = time.perf_counter()
-        inner.send([message], peer, 0).wait()
+        sent = inner.send([message], peer, 0)  # is done only when it is known to have come
         inner.recv([answer], peer, 0).wait()
+        sent.wait()
         seconds.append(time.perf_counter() - began)
     return min(seconds)

@@ -1,8 +1,7 @@
 """Times the choices that come into question on a group, so that the fastest is taken from then on.
 
-Every rank makes the same calls; times are those of the slowest rank, so all ranks decide alike. The native library is
-always among them: where it is fastest, PCCL leaves the collective to it. Calls go to the group's backend itself, which
-works before torch knows the group.
+Every rank makes the same calls; times are those of the slowest rank, so all ranks decide alike. Calls go to the group's
+backend itself, which works before torch knows the group.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ _WORDS = 512  # bytes of an error that all are told
 _network: Network | None = None  # between the nodes of the group of all ranks
 
 
-def learn(backend: Any, inner: Any, store: Any, first: bool) -> None:
+def learn(backend: Any, store: Any, first: bool) -> None:
     """Give a new group the times of this cluster; every member calls it.
 
     Args:
         backend: the group's, to be asked for its planner.
-        inner: the backend of the native library.
         store: the group's own.
         first: whether it is the group of all ranks, which is tuned now if nothing is known and the options allow it.
 
@@ -51,7 +49,7 @@ def learn(backend: Any, inner: Any, store: Any, first: bool) -> None:
     """
     global _network
     planner: Planner = load().planner(backend)
-    measured = _known(planner, inner, store, first)
+    measured = _known(planner, backend, store, first)
     if first:
         _network = planner.network
     planner.measured = measured
@@ -120,17 +118,17 @@ def measure(backend: Any, sizes: Sequence[int] = SIZES, budget: float = BUDGET) 
             return found
 
 
-def _known(planner: Planner, inner: Any, store: Any, first: bool) -> Measured:
+def _known(planner: Planner, backend: Any, store: Any, first: bool) -> Measured:
     """What was measured of this cluster: rank 0 reads for all, who must choose alike. Sets the planner's network."""
-    rank, peer = inner.rank(), planner.nodes[1][0] if len(planner.nodes) > 1 else 0
+    rank, peer = backend.rank(), planner.nodes[1][0] if len(planner.nodes) > 1 else 0
     planner.network = _network if peer else None
-    if store.add("here", 1) == inner.size():
+    if store.add("here", 1) == backend.size():
         store.set("all here", "")
     if rank == 0:
         store.set("probe", str(int(peer > 0 and (first or _network is None))))
     if rank in (0, peer) and store.get("probe") == b"1":
         store.wait(["all here"])  # processes that still start would disturb
-        planner.network = probe(inner, rank, peer)
+        planner.network = probe(backend, rank, peer)
     if rank == 0:
         try:
             times = read(_file(planner), _key(planner), planner.network).dump()
@@ -213,7 +211,7 @@ class _Watch:
         before, self.planner.timeout = self.planner.timeout, self._patience / 2  # less than others wait
         try:
             with self._as(trial.choice):
-                self.planner(COLLECTIVES.index(trial.collective), trial.size, 0, True)
+                self.planner(COLLECTIVES.index(trial.collective), trial.size)
         except (RuntimeError, ValueError, OSError) as caught:
             error = str(caught)
         self.planner.timeout = before

@@ -13,27 +13,6 @@ struct Call {
   std::string error = "never done";
 };
 
-// Links of every pair, each way; `process`: the receiver reads large messages out of the sender's memory; `shared`: bytes go
-// through memory that both have mapped; `boards`: what goes to several is laid out once.
-void connect(std::vector<std::unique_ptr<Engine>>& engines, pid_t process, bool shared, bool boards) {
-  int size = static_cast<int>(engines.size());
-  std::vector<int> board(size, -1);
-  for (int rank = 0; boards && rank < size; ++rank) {
-    board[rank] = memory_of_link(1 << 20);
-    engines[rank]->set_board(dup(board[rank]));
-  }
-  for (int from = 0; from < size; ++from)
-    for (int to = 0; to < size; ++to) {
-      if (from == to) continue;
-      auto [out, in] = pair_of_sockets();
-      int memory = shared ? memory_of_link(16384) : -1;
-      engines[to]->add_incoming(from, in, process, shared ? dup(memory) : -1, boards ? dup(board[from]) : -1);
-      engines[from]->add_outgoing(to, out, process, memory, boards);
-    }
-  for (int each : board)
-    if (each >= 0) close(each);
-}
-
 void round(std::mt19937_64& draw) {
   int size = 1 + static_cast<int>(draw() % 6), calls = 1 + static_cast<int>(draw() % 12);
   std::vector<std::unique_ptr<Engine>> engines;

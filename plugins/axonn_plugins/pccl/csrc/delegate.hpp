@@ -34,6 +34,29 @@ inline std::optional<Type> type_of(const at::Tensor& tensor) {
   }
 }
 
+// Every type has one for what only moves bytes.
+inline Type wire_type_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kUInt16: return Type::kU16;
+    case at::kUInt32: return Type::kU32;
+    case at::kUInt64: return Type::kU64;
+    case at::kComplexDouble: return Type::kC128;
+    case at::kComplexFloat: return Type::kC64;
+    case at::kComplexHalf: return Type::kC32;
+    case at::kFloat8_e4m3fn: return Type::kF8E4M3;
+    case at::kFloat8_e4m3fnuz: return Type::kF8E4M3Z;
+    case at::kFloat8_e5m2: return Type::kF8E5M2;
+    case at::kFloat8_e5m2fnuz: return Type::kF8E5M2Z;
+    case at::kFloat8_e8m0fnu: return Type::kF8E8M0;
+    default: return type_of(tensor).value_or(Type::kOther);
+  }
+}
+
+// Elements of that type.
+inline uint64_t wire_elements(const at::Tensor& tensor) {
+  return wire_type_of(tensor) == Type::kOther ? tensor.nbytes() : static_cast<uint64_t>(tensor.numel());
+}
+
 inline std::optional<Reduction> reduction_of(const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
     case c10d::ReduceOp::SUM: return Reduction::kSum;
@@ -41,6 +64,9 @@ inline std::optional<Reduction> reduction_of(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::MAX: return Reduction::kMax;
     case c10d::ReduceOp::PRODUCT: return Reduction::kProduct;
     case c10d::ReduceOp::AVG: return Reduction::kAverage;
+    case c10d::ReduceOp::BAND: return Reduction::kAnd;
+    case c10d::ReduceOp::BOR: return Reduction::kOr;
+    case c10d::ReduceOp::BXOR: return Reduction::kXor;
     default: return std::nullopt;
   }
 }

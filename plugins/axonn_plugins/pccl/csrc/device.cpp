@@ -150,7 +150,7 @@ class Device : public Delegate, public Planned {
     bool native = true;
     for (const auto& tensor : tensors) {
       if (!knows(tensor) || tensor.device() != tensors[0].device()) return false;
-      if (op && (!reduction_of(*op) || (*op == c10d::ReduceOp::AVG && !tensor.is_floating_point()))) return false;
+      if (op && (reduction_of(*op).value_or(Reduction::kNone) > Reduction::kAverage || (*op == c10d::ReduceOp::AVG && !tensor.is_floating_point()))) return false;
       native = native && tensor.scalar_type() != at::kShort && !(op && tensor.scalar_type() == at::kBool);
       bytes += tensor.nbytes() * times;
     }
@@ -267,11 +267,14 @@ class Router : public Delegate {
     return c10::make_intrusive<Joined>(std::exchange(works_, {}));
   }
   void shutdown() override {
+    inner_->shutdown();
     if (device_) device_->shutdown();
   }
   void abort() override {
+    inner_->abort();
     if (device_) device_->abort();
   }
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
   WorkPointer send(Tensors& tensors, int to, int tag) override { return taken(tensors, Delegate::send(tensors, to, tag)); }
   WorkPointer recv(Tensors& tensors, int from, int tag) override { return taken(tensors, Delegate::recv(tensors, from, tag)); }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
@@ -320,7 +323,6 @@ void define_device(py::module_& module) {
   module.def("on_device", [](const BackendPointer& backend) -> BackendPointer {
     if (dynamic_cast<Device*>(backend.get())) return backend;
     auto* router = dynamic_cast<Router*>(backend.get());
-    if (auto* ours = dynamic_cast<Delegate*>(backend.get()); ours && !router) router = dynamic_cast<Router*>(ours->inner().get());
     TORCH_CHECK(router, "pccl: the group's backend ", backend->getBackendName(), " has nothing of pccl's for an accelerator");
     return router->device();
   });

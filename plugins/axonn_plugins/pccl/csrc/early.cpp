@@ -1,6 +1,7 @@
 // Messages that came before their operations wanted them.
 #include <sys/epoll.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "engine.hpp"
@@ -15,15 +16,12 @@ size_t weight(size_t body) { return body + 256; }
 
 void Engine::take_early(Run& run, int32_t index, Early& early) {
   const Op& op = run.program->ops[index];
-  int peer = groups_.at(run.group).peers[op.peer];
   Pieces to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
   if (early.header.elsewhere()) {
     ripe_.emplace(Order{run.sequence, run.group, index}, std::move(early));
     return;
   }
-  if (early.header.bytes != to.bytes())
-    return fail_group(run.group, describe(run) + " expects a message of " + std::to_string(to.bytes()) + " bytes from " +
-                                     rank_name(run.group, peer) + " and gets " + std::to_string(early.header.bytes), true);
+  if (early.header.bytes != to.bytes()) return unlike(run, early.peer, early.header.bytes, to.bytes());
   if (op.kind == Kind::kReceive) {
     copy(Cursor(std::move(to)), Cursor(Pieces(early.body.data(), early.body.size())));
   } else {
@@ -41,11 +39,9 @@ void Engine::take_early(Run& run, int32_t index, Early& early) {
 
 void Engine::keep_early(Link& link, const Key& key, Early early) {
   size_t bytes = weight(early.body.size());
-  Header header = early.header;
-  if (!early_.emplace(key, std::move(early)).second) return lose(link.id, "it sent one message twice");
-  early_count_ = early_.size();
+  if (std::get<1>(key) >= kPoints) unasked_[{early.header.group, early.header.tag}].push_back(std::move(early));
+  else if (!early_.emplace(key, std::move(early)).second) return lose(link.id, "it sent one message twice");
   link.held += bytes;
-  left_elsewhere(std::get<0>(key), std::get<1>(key), link.peer, header);
 }
 
 void Engine::drop_early(uint64_t group, std::optional<uint64_t> sequence) {
@@ -54,7 +50,12 @@ void Engine::drop_early(uint64_t group, std::optional<uint64_t> sequence) {
     release(at->second);
     at = early_.erase(at);
   }
-  early_count_ = early_.size();
+  if (sequence) return;
+  auto unasked = unasked_.lower_bound({group, 0});
+  while (unasked != unasked_.end() && unasked->first.first == group) {
+    for (const Early& early : unasked->second) release(early);
+    unasked = unasked_.erase(unasked);
+  }
 }
 
 void Engine::release(const Early& early) {
@@ -71,6 +72,8 @@ bool Engine::crowded(const Link& link) const {
   if (wanted || link.held + link.sink.own.size() <= most_early_ || link.hung_up) return false;
   for (auto& [key, posted] : posted_)
     if (std::get<2>(key) == link.peer) return false;
+  for (auto& [slot, runs] : wanted_)
+    if (std::ranges::any_of(runs, [&](Run* run) { return may_bring(*run, link.peer); })) return false;
   return true;
 }
 

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,7 +36,7 @@ inline constexpr std::chrono::seconds kPatience{1};  // at most, before others a
 inline constexpr size_t kMostBroken = 4096;  // groups that are heard of only by their failures
 inline constexpr char kStranger[] = "it sent to a group that it is not of";
 
-// One collective call of this rank.
+// One call of this rank: a collective, or a message between two ranks, whose number is kPoints or more.
 struct Run {
   uint64_t group, sequence;
   std::shared_ptr<const Program> program;
@@ -52,22 +53,15 @@ struct Run {
   std::chrono::duration<double> timeout;
   Clock::duration patience;
   Clock::time_point began, deadline, asks;  // when those that it waits for are asked
+  int* source = nullptr;                    // of a message from any rank: where its rank in the group is put
   Done done;
+
+  bool point() const { return sequence >= kPoints; }
+  bool receives() const { return point() && program->ops[0].kind == Kind::kReceive; }
 };
 
-// A call that was left to another library.
-struct Watch {
-  Signature signature;
-  std::atomic<bool> over = false;
-  const Clock::time_point began = Clock::now();
-  Clock::time_point asks = began + kPatience;  // for who serves
-};
-
-// What a group asks of those above. Called by who serves: they must not wait for anything.
-struct Hooks {
-  std::function<void(int peer, bool needed)> reach;  // makes a link to a peer; who cannot be reached ends a call that needs it
-  std::function<void()> broken;                      // the group is out of order
-};
+// Makes a link to a peer, without which a call cannot be done. Called by who serves: it must not wait for anything.
+using Reach = std::function<void(int peer)>;
 
 using Turn = std::unique_lock<std::mutex>;
 
@@ -99,30 +93,34 @@ class Engine {
 
   // A group: its members' peer numbers and global ranks, by group rank.
   void add_group(uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout);
-  void attend(uint64_t key, Hooks hooks);
+  void attend(uint64_t key, Reach reach);
   // Gives up what is under way in the group; `what`: this rank did; `sequence`: the last call that it began.
   void remove_group(uint64_t key, const std::string& what, uint64_t sequence);
   // The group is out of order; the others are told.
   void give_up(uint64_t key, const std::string& why);
+
+  // Why a group is out of order, or "".
+  std::string broken(uint64_t group);
 
   // Begins a collective; `done` is called once, by the thread that serves the links. The signature's elements are those of all
   // blocks. `timeout`: in seconds, the group's where it is 0. `here`: the caller, which has nothing to do until it is done,
   // serves the links itself by `lead`, if nothing else is under way.
   Begun start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature, void* input,
              void* output, double timeout, Done done, bool here = false);
+  // The same with the memory of each slot. A message between two ranks has its time from `hurry` on; where it may come from
+  // any, `source` is told.
+  Begun start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
+             std::vector<Piece> inputs, std::vector<Piece> outputs, double timeout, Done done, bool here = false,
+             int* source = nullptr);
+  // Somebody waits for a message, which may take as long as the group's timeout from now on.
+  void hurry(uint64_t group, uint64_t sequence);
   // Serves the links until a call is done, where the caller has got the turn to: no other thread need be woken, nor wake it. It
   // must hold no lock that others need meanwhile, such as the interpreter's.
   void lead(Begun begun);
 
-  // This rank leaves a call to another library: what peers send for it here does not match, and ends the group. Until it is
-  // over, who does not take part is looked for.
-  std::shared_ptr<Watch> leave(uint64_t group, uint64_t sequence, const Signature& signature);
-  // Why a group is out of order, or "".
-  std::string broken(uint64_t group);
-  // Whom the calls that were left wait for in the end, as far as it is known, in words; or "".
-  std::string suspects(uint64_t group);
-  // Asks all members that there are links to.
-  void ask_all(uint64_t group);
+  // This rank's next call of the group was refused before it began, as its arguments make no sense: peers that wait for it
+  // there are told, if it makes no other.
+  void refuse(uint64_t group, uint64_t sequence, const std::string& why);
 
  private:
   // Whom somebody waits for in the end, and how far that one is.
@@ -142,6 +140,7 @@ class Engine {
   struct Departure {
     uint64_t sequence;  // the last call
     std::string why;
+    bool sends = true, receives = true;  // what it sent before, or took, may still be on its way
   };
   struct Group {
     std::vector<int> peers, ranks;
@@ -149,8 +148,11 @@ class Engine {
     std::chrono::duration<double> timeout;
     std::string broken;
     std::map<int, Departure> left;  // peers that have left it
-    Hooks hooks;
+    Reach reach;
     std::map<int, State> states;
+    uint64_t refused = 0;  // a call of this rank's, and why
+    std::string refusal;
+    Clock::time_point refused_at;
     std::set<uint64_t> told;  // links, that it is out of order
   };
   struct Ended {
@@ -167,7 +169,9 @@ class Engine {
     Header header;
     std::vector<char> body;
     uint64_t link;
+    int peer;
   };
+  using Slot = std::pair<uint64_t, uint32_t>;  // group, tag
 
   using Order = std::tuple<uint64_t, uint64_t, int32_t>;  // sequence, group, op
 
@@ -178,6 +182,7 @@ class Engine {
   void loop();
   void serve(const epoll_event* events, int count);
   Turn take_over();
+  Begun start(const std::shared_ptr<Run>& run, bool here);
   void launch(const std::shared_ptr<Run>& run);
   bool near(const Run& run) const;
   // What is thrown on the way (there is no memory for a message) ends what is under way, never the process.
@@ -198,15 +203,15 @@ class Engine {
   int wait_milliseconds();
   void expire();
   void ask();
-  void ask(uint64_t group, uint64_t sequence, const Signature& signature, const std::set<int>& peers, bool left);
+  void ask(uint64_t group, uint64_t sequence, const Signature& signature, const std::set<int>& peers);
   std::set<int> awaited(const Run& run) const;
-  std::set<int> next(const Group& group) const;
   Suspects suspected(const Group& group, uint64_t sequence, const std::set<int>& peers, Clock::duration patience) const;
   Suspects elsewhere(uint64_t group);
   static std::string in_words(const Suspects& suspects);
   void on_ask(Link& link, const Header& header);
   void on_state(const Link& link, const Header& header, const std::vector<char>& body);
   void on_left(uint64_t group, int peer, const Departure& left);
+  bool in_vain(const Run& run, int peer, const Departure& left) const;
   void tell_left(Link& link, uint64_t group, uint64_t sequence);
   void answer(Link& link, const Header& header);
   void tell_all(Group& group, uint64_t key);
@@ -226,12 +231,15 @@ class Engine {
   void owe(const Run& run);
   void settle(int peer, std::optional<uint64_t> group);
   void receive(Run& run, int32_t op);
+  void receive_point(Run& run);
+  Run* match(const Header& header, int peer);
+  void take_point(Run& run, Early& early);
+  bool may_bring(const Run& run, int peer) const;
   void finish(Run& run, int32_t op);
   void complete(Run& run);
   void fail_group(uint64_t key, const std::string& why, bool tell);
   void tell(Link& link, Frame frame, uint64_t group, uint64_t sequence, const void* body, size_t bytes);
   void tell(Link& link, uint64_t group, const std::string& why);
-  bool left_elsewhere(uint64_t group, uint64_t sequence, int peer, const Header& header);
   void forget(Run& run);
   std::string describe(const Run& run) const;
   std::string rank_name(uint64_t group, int peer) const;
@@ -241,8 +249,10 @@ class Engine {
   void on_event(uint64_t link, uint32_t events);
   void read(Link& link);
   bool on_header(Link& link);
+  void place(Link& link, Run& run, int32_t op);
   void on_body(Link& link);
   void on_acknowledged(Link& link, const Header& header);
+  void unlike(const Run& run, int peer, size_t bytes, size_t expected);
   bool accept(Link& link, Run& run, const Header& header, size_t expected);
   void take_early(Run& run, int32_t op, Early& early);
   void keep_early(Link& link, const Key& key, Early early);
@@ -268,10 +278,7 @@ class Engine {
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
   std::set<int> linked_;  // as outgoing_, for other threads
-  std::map<uint64_t, std::map<uint64_t, std::shared_ptr<Watch>>> left_;  // calls that other libraries have, by group and sequence
-  std::map<uint64_t, std::string> reasons_;                              // as the groups' broken
-  std::map<uint64_t, std::string> suspects_;
-  std::map<std::pair<uint64_t, uint64_t>, std::shared_ptr<Watch>> watched_;  // of those the ones that may not be over
+  std::map<uint64_t, std::string> reasons_;  // as the groups' broken, likewise
   Server server_ = Server::kThread;
   std::condition_variable thread_serves_;
 
@@ -297,7 +304,8 @@ class Engine {
   std::map<uint64_t, uint64_t> newest_;  // by group: sequence numbers up to here have begun
   std::map<Key, Posted> posted_;
   std::map<Key, Early> early_;
-  std::atomic<size_t> early_count_ = 0;
+  std::map<Slot, std::list<Run*>> wanted_;   // receives of messages between two ranks, in their order
+  std::map<Slot, std::list<Early>> unasked_;  // such messages that no receive has asked for, in the order in which they came
   std::map<Order, Early> ripe_;  // messages that lie elsewhere, and are wanted by now
   size_t paused_ = 0;  // links
   std::map<Key, Posted> unread_;  // sent as kRemote or kBoard, not acknowledged yet
@@ -306,7 +314,6 @@ class Engine {
     uint64_t group;
     std::set<int> peers;
   };
-  Clock::time_point looked_;  // when what was left was looked through
   std::map<size_t, Owed> owed_;  // on it, of calls that were given up: who may still be reading
   std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them
 };

@@ -25,30 +25,41 @@ T take(const unsigned char*& from) {
 
 size_t type_bytes(Type type) {
   switch (type) {
-    case Type::kF64: case Type::kI64: return 8;
-    case Type::kF32: case Type::kI32: return 4;
-    case Type::kBF16: case Type::kF16: case Type::kI16: return 2;
+    case Type::kC128: return 16;
+    case Type::kF64: case Type::kI64: case Type::kU64: case Type::kC64: return 8;
+    case Type::kF32: case Type::kI32: case Type::kU32: case Type::kC32: return 4;
+    case Type::kBF16: case Type::kF16: case Type::kI16: case Type::kU16: return 2;
     default: return 1;
   }
 }
 
 const char* type_name(Type type) {
-  static const char* types[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "elements of another type"};
+  static const char* types[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16",
+                                "uint32", "uint64", "complex128", "complex64", "complex32", "float8_e4m3fn", "float8_e4m3fnuz",
+                                "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "bytes of another type"};
   return types[static_cast<int>(type)];
 }
 
-bool Signature::like(const Signature& other) const {
-  Signature same = other;
-  if (collective == Collective::kAllToAll) same.elements = elements;
-  return *this == same;
+std::string amount(uint64_t bytes, Type type) {
+  bool whole = bytes % type_bytes(type) == 0;
+  return whole ? std::to_string(bytes / type_bytes(type)) + " " + type_name(type) : std::to_string(bytes) + " bytes";
+}
+
+bool Signature::operator==(const Signature& other) const {
+  bool agree = collective == other.collective && type == other.type && reduction == other.reduction && schedule == other.schedule;
+  bool any = collective >= Collective::kGather && collective < Collective::kEnd;
+  return agree && (any || elements == other.elements);
 }
 
 std::string Signature::text() const {
-  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce", "gather", "scatter", "all_to_all"};
-  static const char* reductions[] = {"sum", "min", "max", "product", "average", ""};
+  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce", "gather", "scatter",
+                                      "all_to_all", "all_gather of parts", "reduce_scatter of parts", "message"};
+  static const char* reductions[] = {"sum", "min", "max", "product", "average", "and", "or", "xor", ""};
   std::string made = collectives[static_cast<int>(collective)];
   if (collective != Collective::kBarrier) made += " of " + std::to_string(elements) + " " + type_name(type);
   if (reduction != Reduction::kNone) made += std::string(" (") + reductions[static_cast<int>(reduction)] + ")";
+  if (collective == Collective::kGather || collective == Collective::kScatter)
+    made += (collective == Collective::kGather ? " to rank " : " from rank ") + std::to_string(schedule) + " of the group";
   return made;
 }
 

@@ -10,18 +10,31 @@ namespace pccl {
 enum class Frame : uint8_t {
   kData = 1,    // body: the bytes of a message
   kRemote = 2,  // body: `pieces` × (address, bytes) in the sender's memory, which the receiver reads itself
-  kAck = 3,     // no body: a kRemote message was read, its memory may be reused
+  kAck = 3,     // no body: a message that says where it lies, or that one rank sends another, was taken
   kError = 4,   // body: why the sender gave the operation up
-  kAsk = 5,     // no body: the sender has waited long in a call, which it has left to another library where the tag is 1
+  kAsk = 5,     // no body: the sender has waited long in a call
   kBoard = 6,   // body: where on the sender's board it lies; else as kRemote
   kState = 7,   // the answer to kAsk, by the last call that the sender has begun; body: rows of whom it waits for in the end
   kLeft = 8,    // the sender has left the group after this call; body: what it was told of another group shortly before, if anything
   kOver = 9,    // no body: the sender has read a kError, and from there on nothing of the group
 };
 
-enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kReduce, kGather, kScatter, kAllToAll, kEnd };
-enum class Type : uint8_t { kF64, kF32, kBF16, kF16, kI64, kI32, kI16, kI8, kU8, kBool, kOther, kEnd };
-enum class Reduction : uint8_t { kSum, kMin, kMax, kProduct, kAverage, kNone, kEnd };
+enum class Collective : uint8_t {
+  kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kReduce, kGather, kScatter, kAllToAll,
+  kAllGatherParts, kReduceScatterParts,  // of lists, whose parts may have any lengths
+  kPoint,                                // a message from one rank to another, which is no call of all
+  kEnd
+};
+enum class Type : uint8_t {
+  kF64, kF32, kBF16, kF16, kI64, kI32, kI16, kI8, kU8, kBool, kU16, kU32, kU64,
+  kC128, kC64, kC32, kF8E4M3, kF8E4M3Z, kF8E5M2, kF8E5M2Z, kF8E8M0,  // are moved, not added up
+  kOther,                                                            // counted in bytes
+  kEnd
+};
+enum class Reduction : uint8_t { kSum, kMin, kMax, kProduct, kAverage, kAnd, kOr, kXor, kNone, kEnd };
+
+// Calls that are no collectives have numbers of their own, from here on.
+inline constexpr uint64_t kPoints = uint64_t{1} << 63;
 
 // What the ranks of an operation must agree on; every message carries it.
 struct Signature {
@@ -29,11 +42,10 @@ struct Signature {
   Type type = Type::kU8;
   Reduction reduction = Reduction::kNone;
   uint64_t elements = 0;
-  uint32_t schedule = 0;  // a digest of algorithm and chunks
+  uint32_t schedule = 0;  // a digest of algorithm and chunks, or the root
 
-  bool operator==(const Signature&) const = default;
-  // Whether calls that are left to another library match: what an all-to-all sends is each rank's own affair.
-  bool like(const Signature& other) const;
+  // Each rank's own affair are its elements in calls whose messages may have any lengths: those must agree two by two.
+  bool operator==(const Signature& other) const;
   std::string text() const;
 };
 
@@ -63,5 +75,7 @@ struct Header {
 
 size_t type_bytes(Type type);
 const char* type_name(Type type);
+// So many bytes of it, in words.
+std::string amount(uint64_t bytes, Type type);
 
 }  // namespace pccl

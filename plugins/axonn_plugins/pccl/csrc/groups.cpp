@@ -29,16 +29,27 @@ void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ra
     std::set<uint64_t> strangers;
     for (auto& [at, early] : early_)
       if (std::get<0>(at) == key && !is_member(key, std::get<2>(at))) strangers.insert(early.link);
+    for (auto& [slot, unasked] : unasked_)
+      for (const Early& early : unasked)
+        if (slot.first == key && !is_member(key, early.peer)) strangers.insert(early.link);
     for (uint64_t link : strangers) lose(link, kStranger);
   });
 }
 
-void Engine::attend(uint64_t key, Hooks hooks) {
+void Engine::attend(uint64_t key, Reach reach) {
+  post([=, this] {
+    auto found = groups_.find(key);
+    if (found != groups_.end()) found->second.reach = reach;
+  });
+}
+
+void Engine::refuse(uint64_t key, uint64_t sequence, const std::string& why) {
   post([=, this] {
     auto found = groups_.find(key);
     if (found == groups_.end()) return;
-    found->second.hooks = hooks;
-    if (!found->second.broken.empty()) hooks.broken();
+    found->second.refused = sequence;
+    found->second.refusal = why;
+    found->second.refused_at = Clock::now();
   });
 }
 
@@ -47,7 +58,7 @@ void Engine::remove_group(uint64_t key, const std::string& what, uint64_t sequen
     auto found = groups_.find(key);
     if (found != groups_.end()) {
       Group& group = found->second;
-      group.hooks = {};
+      group.reach = {};
       std::string why = "rank " + std::to_string(group.ranks[group.rank]) + " " + what;
       auto first = runs_.lower_bound({key, 0});
       // Others may still be busy with what this rank has done its part of.
@@ -64,10 +75,7 @@ void Engine::remove_group(uint64_t key, const std::string& what, uint64_t sequen
     newest_.erase(key);
     {
       std::lock_guard lock(mutex_);
-      left_.erase(key);
       reasons_.erase(key);
-      suspects_.erase(key);
-      std::erase_if(watched_, [&](auto& item) { return item.first.first == key; });
     }
     broken_early_.erase(key);
     left_early_.erase(key);
@@ -84,19 +92,18 @@ void Engine::fail_group(uint64_t key, const std::string& why, bool tell) {
   auto found = groups_.find(key);
   if (found == groups_.end() || !found->second.broken.empty()) return;
   found->second.broken = why;
-  std::vector<std::shared_ptr<Run>> failed;
-  for (auto at = runs_.lower_bound({key, 0}); at != runs_.end() && at->first.first == key; ++at) failed.push_back(at->second);
-  for (auto& run : failed) forget(*run);
   {
     std::lock_guard lock(mutex_);
     reasons_[key] = why;
   }
+  std::vector<std::shared_ptr<Run>> failed;
+  for (auto at = runs_.lower_bound({key, 0}); at != runs_.end() && at->first.first == key; ++at) failed.push_back(at->second);
+  for (auto& run : failed) forget(*run);
   if (tell) {
     trouble_ = why;
     troubled_ = Clock::now();
     tell_all(found->second, key);
   }
-  if (found->second.hooks.broken) found->second.hooks.broken();
   for (auto& run : failed) run->done(why);
 }
 
@@ -144,8 +151,13 @@ std::string Engine::broken(uint64_t key) {
 
 std::string Engine::describe(const Run& run) const {
   const Group& group = groups_.at(run.group);
-  return "rank " + std::to_string(group.ranks[group.rank]) + ": " + run.signature.text() + ", call " +
-         std::to_string(run.sequence) + " of its group,";
+  std::string made = "rank " + std::to_string(group.ranks[group.rank]) + ": ";
+  if (!run.point()) return made + run.signature.text() + ", call " + std::to_string(run.sequence) + " of its group,";
+  const Op& op = run.program->ops[0];
+  std::string of = " of " + std::to_string(run.signature.elements) + " " + type_name(run.signature.type);
+  std::string peer = op.peer < 0 ? "any rank" : "rank " + std::to_string(group.ranks[op.peer]);
+  return made + (op.kind == Kind::kSend ? "send" + of + " to " : "recv" + of + " from ") + peer +
+         (op.tag ? " with tag " + std::to_string(op.tag) : "");
 }
 
 std::string Engine::rank_name(uint64_t key, int peer) const {

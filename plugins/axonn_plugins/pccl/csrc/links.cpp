@@ -148,6 +148,9 @@ void Engine::lose(uint64_t id, const std::string& why) {
     if (std::get<2>(key) == peer && !heard) note(posted.run);
   for (auto& [key, posted] : unread_)
     if (std::get<2>(key) == peer) note(posted.run);
+  for (auto& [slot, runs] : wanted_)
+    for (Run* run : runs)
+      if (!heard && may_bring(*run, peer)) note(run);
   note(link->sink.run);
   for (const Message& message : link->queue) note(message.run);
   for (auto& [group, text] : broken) fail_group(group, text, true);

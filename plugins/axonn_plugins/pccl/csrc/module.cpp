@@ -17,16 +17,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
         core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
       })
-      .def("ask_all", [](Core& core, uint64_t key) { core.engine.ask_all(key); })
-      .def("suspects", [](Core& core, uint64_t key) { return core.engine.suspects(key); })
       .def("broken", [](Core& core, uint64_t key) { return core.engine.broken(key); })
       .def("give_up", [](Core& core, uint64_t key, const std::string& why) { core.engine.give_up(key, why); });
   module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,
-                           const BackendPointer& inner, py::object plan) -> BackendPointer {
-    return make_shim(std::move(core), key, rank, size, timeout, inner, std::move(plan));
+                           py::object plan) -> BackendPointer {
+    return make_shim(std::move(core), key, rank, size, timeout, std::move(plan));
   });
-  module.def("planner", [](const BackendPointer& backend) { return dynamic_cast<Planned&>(*backend).planner(); });
-  module.def("forget", [](const BackendPointer& backend) { dynamic_cast<Planned&>(*backend).forget(); });
+  // Of a backend that hands its CPU tensors on, those of the one that has them.
+  auto planned = [](const BackendPointer& backend) -> Planned& {
+    auto* found = dynamic_cast<Planned*>(backend.get());
+    if (auto* router = dynamic_cast<Delegate*>(backend.get()); router && !found) found = dynamic_cast<Planned*>(router->inner().get());
+    TORCH_CHECK(found, "pccl: the group's backend ", backend->getBackendName(), " is none of pccl's");
+    return *found;
+  };
+  module.def("planner", [planned](const BackendPointer& backend) { return planned(backend).planner(); });
+  module.def("forget", [planned](const BackendPointer& backend) { planned(backend).forget(); });
   define_device(module);
   define_doors(module);
 }

@@ -43,21 +43,30 @@ Program Program::parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_
     bool local = row[0] == static_cast<int32_t>(Kind::kCopy);
     if (row[0] < 0 || row[0] > 3 || row[2] < 0 || row[3] < -1 || row[3] >= chunks || row[8] < 0) refuse("op");
     if (!local && (row[1] < 0 || row[1] >= size || row[1] == rank)) refuse("peer");
-    Op op{static_cast<Kind>(row[0]), row[1], row[3], static_cast<uint32_t>(row[2]), {}, {}, {}, row[8]};
+    Op op{static_cast<Kind>(row[0]), row[1], row[3], static_cast<uint32_t>(row[2]), {}, {}, {}};
     op.to = spans_of(spans, row[4], row[5], size, work_slots);
     op.from = spans_of(spans, row[6], row[7], size, work_slots);
     if (!op.to.empty() && !op.from.empty() && blocks_of(op.to) != blocks_of(op.from)) refuse("blocks");
     if (next + row[8] > after.size()) refuse("order");
+    std::vector<int32_t> waits;
     for (int32_t k = 0; k < row[8]; ++k) {
       int32_t first = after[next++];
       // An op waits for earlier ones only, so nothing can wait for itself.
       if (first < 0 || static_cast<size_t>(first) >= i) refuse("order");
-      made.ops[first].before.push_back(static_cast<int32_t>(i));
+      waits.push_back(first);
     }
-    made.ops.push_back(std::move(op));
-    made.liken(static_cast<int32_t>(i));
+    made.add(std::move(op), waits);
   }
   return made;
+}
+
+int32_t Program::add(Op op, const std::vector<int32_t>& after) {
+  int32_t index = static_cast<int32_t>(ops.size());
+  for (int32_t first : after) ops[first].before.push_back(index);
+  op.waits = static_cast<int32_t>(after.size());
+  ops.push_back(std::move(op));
+  liken(index);
+  return index;
 }
 
 // Finds the first send of what a send sends, since it was last written. Input and output may be one memory, so blocks count.
@@ -103,7 +112,13 @@ size_t Pieces::bytes() const {
 Pieces Buffers::pieces(const std::vector<Span>& spans, int32_t chunk, int32_t chunks) const {
   Pieces made;
   for (const Span& span : spans) {
+    const std::vector<Piece>& slots = span.place == Place::kInput ? inputs : outputs;
     for (int32_t i = 0; i < span.count; ++i) {
+      if (span.place != Place::kWork && !slots.empty()) {
+        const Piece& whole = slots[static_cast<size_t>(span.slot) + i];
+        made.add(whole.at, whole.bytes);
+        continue;
+      }
       size_t length = starts[span.block + i + 1] - starts[span.block + i];
       size_t from = chunk < 0 ? 0 : length * chunk / chunks;
       size_t to = chunk < 0 ? length : length * (chunk + 1) / chunks;

@@ -60,14 +60,17 @@ struct Program {
   // From the flat lists of program.py; throws std::invalid_argument where they are not a program.
   static Program parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_slots, uint32_t digest,
                        const std::vector<int32_t>& ops, const std::vector<int32_t>& spans, const std::vector<int32_t>& after);
+  // One more, which waits for earlier ones; its number.
+  int32_t add(Op op, const std::vector<int32_t>& after);
 
  private:
   void liken(int32_t op);
 };
 
-// Where the blocks of one run lie.
+// Where the blocks of one run lie: one after the other from `input` and `output` on, or slot by slot in `inputs` and `outputs`.
 struct Buffers {
   char *input = nullptr, *output = nullptr, *work = nullptr;
+  std::vector<Piece> inputs, outputs;
   bool whole_input = false, whole_output = false;  // all blocks, or the rank's own
   size_t element = 1;                              // bytes
   std::vector<size_t> starts;                      // of each block, in elements, and the end

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace pccl {
 namespace {
@@ -78,6 +79,11 @@ struct Arithmetic<int32_t> {
   static int32_t narrow(uint32_t value) { return static_cast<int32_t>(value); }
 };
 template <>
+struct Arithmetic<uint16_t> {
+  using Wide = uint32_t;
+  static uint16_t narrow(uint32_t value) { return static_cast<uint16_t>(value); }
+};
+template <>
 struct Arithmetic<int16_t> {
   using Wide = uint32_t;
   static int16_t narrow(uint32_t value) { return static_cast<int16_t>(value); }
@@ -107,6 +113,9 @@ bool is_nan(T value) {
 }
 
 template <class T>
+constexpr bool kWhole = std::is_integral_v<T>;
+
+template <class T>
 void typed(Reduction reduction, void* to, const void* mine, const void* theirs, size_t n) {
   using A = Arithmetic<T>;
   using W = typename A::Wide;
@@ -118,13 +127,23 @@ void typed(Reduction reduction, void* to, const void* mine, const void* theirs, 
     // Either operand's NaN goes on, as in torch.
     case Reduction::kMin: return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a < b ? a : b; });
     case Reduction::kMax: return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a > b ? a : b; });
-    default: return;
+    default: break;
+  }
+  if constexpr (kWhole<T>) {
+    switch (reduction) {
+      case Reduction::kAnd: return each<T>(to, mine, theirs, n, [](T a, T b) { return static_cast<T>(a & b); });
+      case Reduction::kOr: return each<T>(to, mine, theirs, n, [](T a, T b) { return static_cast<T>(a | b); });
+      case Reduction::kXor: return each<T>(to, mine, theirs, n, [](T a, T b) { return static_cast<T>(a ^ b); });
+      default: return;
+    }
   }
 }
 
 template <>
 void typed<Bool>(Reduction reduction, void* to, const void* mine, const void* theirs, size_t n) {
-  if (reduction == Reduction::kSum || reduction == Reduction::kMax)
+  if (reduction == Reduction::kXor)
+    each<Bool>(to, mine, theirs, n, [](Bool a, Bool b) { return Bool{static_cast<uint8_t>(!a.value != !b.value)}; });
+  else if (reduction == Reduction::kSum || reduction == Reduction::kMax || reduction == Reduction::kOr)
     each<Bool>(to, mine, theirs, n, [](Bool a, Bool b) { return Bool{static_cast<uint8_t>(a.value || b.value)}; });
   else
     each<Bool>(to, mine, theirs, n, [](Bool a, Bool b) { return Bool{static_cast<uint8_t>(a.value && b.value)}; });
@@ -154,7 +173,10 @@ void combine(Type type, Reduction reduction, void* to, const void* mine, const v
     case Type::kI8: return typed<int8_t>(reduction, to, mine, theirs, n);
     case Type::kU8: return typed<uint8_t>(reduction, to, mine, theirs, n);
     case Type::kBool: return typed<Bool>(reduction, to, mine, theirs, n);
-    case Type::kEnd: return;
+    case Type::kU16: return typed<uint16_t>(reduction, to, mine, theirs, n);
+    case Type::kU32: return typed<uint32_t>(reduction, to, mine, theirs, n);
+    case Type::kU64: return typed<uint64_t>(reduction, to, mine, theirs, n);
+    default: return;
   }
 }
 
@@ -169,8 +191,9 @@ void divide(Type type, void* data, size_t elements, int divisor) {
 }
 
 bool can_reduce(Type type, Reduction reduction) {
-  if (reduction == Reduction::kNone) return false;
-  return reduction != Reduction::kAverage || type <= Type::kF16;
+  if (reduction == Reduction::kNone || type > Type::kU64) return false;
+  bool floating = type <= Type::kF16, bits = reduction == Reduction::kAnd || reduction == Reduction::kOr || reduction == Reduction::kXor;
+  return reduction == Reduction::kAverage ? floating : !(bits && floating);
 }
 
 }  // namespace pccl

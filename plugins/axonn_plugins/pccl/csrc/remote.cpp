@@ -20,10 +20,9 @@ bool Engine::read_next() {
   guarded([&] {
     Run& run = *runs_.at({group, sequence});
     const Op& op = run.program->ops[index];
-    int peer = groups_.at(group).peers[op.peer];
     auto link = links_.find(early.link);
     if (link == links_.end())
-      return fail_group(group, describe(run) + " waits for " + rank_name(group, peer) + ", but " + lost_.at(peer), true);
+      return fail_group(group, describe(run) + " waits for " + rank_name(group, early.peer) + ", but " + lost_.at(early.peer), true);
     Pieces to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
     if (accept(*link->second, run, early.header, to.bytes())) read_remote(run, index, early.body, early.link, early.header);
   }, early.link);

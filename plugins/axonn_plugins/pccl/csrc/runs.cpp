@@ -13,28 +13,47 @@ constexpr size_t kRemoteBytes = 64 * 1024, kRemoteBeyondShared = 128 * 1024;
 constexpr int kAsks = 16;  // until a call's time is over, as what one hears goes from rank to rank
 constexpr std::chrono::milliseconds kLeastPatience{50};
 
-}  // namespace
-
-Begun Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
-                   void* input, void* output, double timeout, Done done, bool here) {
-  check_process();
+std::shared_ptr<Run> made(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature, double timeout,
+                          Done done) {
   auto run = std::make_shared<Run>();
   run->group = group;
   run->sequence = sequence;
   run->program = std::move(program);
   run->signature = signature;
+  run->buffers.element = type_bytes(signature.type);
   run->timeout = std::chrono::duration<double>(std::min(timeout, kMostSeconds));
   run->done = std::move(done);
+  return run;
+}
+
+}  // namespace
+
+Begun Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
+                   void* input, void* output, double timeout, Done done, bool here) {
+  auto run = made(group, sequence, std::move(program), signature, timeout, std::move(done));
   Buffers& buffers = run->buffers;
   buffers.input = static_cast<char*>(input);
   buffers.output = static_cast<char*>(output);
   buffers.whole_input = signature.collective != Collective::kAllGather;
   buffers.whole_output = signature.collective != Collective::kReduceScatter;
-  buffers.element = type_bytes(signature.type);
   size_t blocks = run->program->size, each = signature.elements / blocks, longer = signature.elements % blocks;
   buffers.starts.reserve(blocks + 1);
   for (size_t block = 0; block <= blocks; ++block) buffers.starts.push_back(block * each + std::min(block, longer));
   buffers.longest = each + (longer > 0);
+  return start(run, here);
+}
+
+Begun Engine::start(uint64_t group, uint64_t sequence, std::shared_ptr<const Program> program, Signature signature,
+                   std::vector<Piece> inputs, std::vector<Piece> outputs, double timeout, Done done, bool here, int* source) {
+  auto run = made(group, sequence, std::move(program), signature, timeout, std::move(done));
+  run->buffers.inputs = std::move(inputs);
+  run->buffers.outputs = std::move(outputs);
+  run->source = source;
+  return start(run, here);
+}
+
+Begun Engine::start(const std::shared_ptr<Run>& run, bool here) {
+  check_process();
   Turn turn = here ? take_over() : Turn();
   if (turn) {
     guarded([&] { launch(run); }, kWake);
@@ -53,10 +72,11 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
   }
   if (run->timeout.count() == 0) run->timeout = found->second.timeout;
   run->began = Clock::now();
-  run->deadline = run->began + std::chrono::duration_cast<Clock::duration>(run->timeout);
+  auto limit = std::chrono::duration_cast<Clock::duration>(run->timeout);
+  run->deadline = run->point() ? Clock::time_point::max() : run->began + limit;
   run->patience = std::clamp<Clock::duration>(std::chrono::duration_cast<Clock::duration>(run->timeout) / kAsks, kLeastPatience, kPatience);
   run->asks = run->began + run->patience;
-  newest_[run->group] = std::max(newest_[run->group], run->sequence);
+  if (!run->point()) newest_[run->group] = std::max(newest_[run->group], run->sequence);
   runs_[{run->group, run->sequence}] = run;
   for (auto& [key, early] : early_) {
     if (std::get<0>(key) != run->group || std::get<1>(key) != run->sequence) continue;
@@ -64,7 +84,7 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
       return fail_group(run->group, mismatch(*run, std::get<2>(key), early.header), true);
   }
   for (auto& [peer, left] : found->second.left)
-    if (left.sequence < run->sequence) return on_left(run->group, peer, Departure(left));
+    if (!run->receives() && in_vain(*run, peer, left)) return on_left(run->group, peer, Departure(left));
   run->work = std::make_unique_for_overwrite<char[]>(run->program->work_slots * run->buffers.longest * run->buffers.element);
   run->buffers.work = run->work.get();
   const auto& ops = run->program->ops;
@@ -85,6 +105,10 @@ void Engine::forget(Run& run) {
   owe(run);
   std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
   std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
+  if (run.point()) {
+    auto wanted = wanted_.find({run.group, run.program->ops[0].tag});
+    if (wanted != wanted_.end() && std::erase(wanted->second, &run) && wanted->second.empty()) wanted_.erase(wanted);
+  }
   std::erase_if(ripe_, [&](auto& item) { return std::get<0>(item.first) == run.sequence && std::get<1>(item.first) == run.group; });
   drop_early(run.group, run.sequence);
   for (auto& [id, link] : links_) {
@@ -148,8 +172,12 @@ void Engine::finish(Run& run, int32_t index) {
 void Engine::complete(Run& run) {
   if (run.signature.reduction == Reduction::kAverage) {
     const Buffers& buffers = run.buffers;
-    size_t rank = run.program->rank, own = buffers.starts[rank + 1] - buffers.starts[rank];
-    divide(run.signature.type, buffers.output, buffers.whole_output ? buffers.starts.back() : own, run.program->size);
+    int32_t rank = run.program->rank, size = run.program->size;
+    for (const Piece& slot : buffers.outputs) divide(run.signature.type, slot.at, slot.bytes / buffers.element, size);
+    if (buffers.outputs.empty()) {
+      size_t own = buffers.starts[rank + 1] - buffers.starts[rank];
+      divide(run.signature.type, buffers.output, buffers.whole_output ? buffers.starts.back() : own, size);
+    }
   }
   for (auto [op, at] : run.shown) board_->give_back(at);
   run.shown.clear();
@@ -191,6 +219,8 @@ void Engine::send(Run& run, int32_t index) {
     if (shown) add(*shown, header.bytes);
     else
       for (const Piece& piece : pieces) add(reinterpret_cast<uintptr_t>(piece.at), piece.bytes);
+  }
+  if (header.elsewhere() || run.point()) {
     unread_[{run.group, run.sequence, peer, op.tag}] = {&run, index};
     message.op = -1;  // done when it is acknowledged
   }
@@ -249,6 +279,7 @@ void Engine::settle(int peer, std::optional<uint64_t> group) {
 }
 
 void Engine::receive(Run& run, int32_t index) {
+  if (run.point()) return receive_point(run);
   const Op& op = run.program->ops[index];
   int peer = groups_.at(run.group).peers[op.peer];
   Key key{run.group, run.sequence, peer, op.tag};
@@ -256,7 +287,6 @@ void Engine::receive(Run& run, int32_t index) {
   if (early != early_.end()) {
     Early message = std::move(early->second);
     early_.erase(early);
-    early_count_ = early_.size();
     release(message);
     return take_early(run, index, message);
   }
@@ -266,11 +296,17 @@ void Engine::receive(Run& run, int32_t index) {
   resume(peer);
 }
 
+// A message is not as long as its op expects.
+void Engine::unlike(const Run& run, int peer, size_t bytes, size_t expected) {
+  Type type = run.signature.type;
+  fail_group(run.group, describe(run) + " expects " + amount(expected, type) + " from " + rank_name(run.group, peer) + " and gets " +
+                            amount(bytes, type) + "; what a rank sends must be as long as the other expects it", true);
+}
+
 // Whether a message is as long as its op expects; the group fails where not.
 bool Engine::accept(Link& link, Run& run, const Header& header, size_t expected) {
   if (header.bytes == expected) return true;
-  fail_group(run.group, describe(run) + " expects a message of " + std::to_string(expected) + " bytes from " +
-                            rank_name(run.group, link.peer) + " and gets " + std::to_string(header.bytes), true);
+  unlike(run, link.peer, header.bytes, expected);
   return false;
 }
 

@@ -103,12 +103,12 @@ bool Engine::on_header(Link& link) {
   }
   link.sink.kind = Sink::Kind::kOwn;
   if (header.frame != Frame::kData) return true;
+  if (header.sequence >= kPoints) {
+    if (Run* wants = match(header, link.peer)) place(link, *wants, 0);
+    return true;
+  }
   auto run = runs_.find({header.group, header.sequence});
   if (run == runs_.end()) {
-    if (left_elsewhere(header.group, header.sequence, link.peer, header)) {
-      link.sink.kind = Sink::Kind::kDiscard;
-      return true;
-    }
     auto newest = newest_.find(header.group);
     bool late = newest != newest_.end() && header.sequence <= newest->second;
     if (late) link.sink.kind = Sink::Kind::kDiscard;
@@ -123,21 +123,25 @@ bool Engine::on_header(Link& link) {
   if (found == posted_.end()) return true;
   Posted posted = found->second;
   posted_.erase(found);
-  const Op& op = posted.run->program->ops[posted.op];
-  const Program& program = *posted.run->program;
-  Pieces to = posted.run->buffers.pieces(op.to, op.chunk, program.chunks);
-  if (!accept(link, *posted.run, header, to.bytes())) {
+  place(link, *posted.run, posted.op);
+  return true;
+}
+
+// What is arriving goes where its op wants it.
+void Engine::place(Link& link, Run& run, int32_t index) {
+  const Op& op = run.program->ops[index];
+  Pieces to = run.buffers.pieces(op.to, op.chunk, run.program->chunks);
+  if (!accept(link, run, link.header, to.bytes())) {
     link.sink.kind = Sink::Kind::kDiscard;
-    return true;
+    return;
   }
   link.sink.kind = op.kind == Kind::kReduce ? Sink::Kind::kReduce : Sink::Kind::kPlace;
   link.sink.to = Cursor(std::move(to));
-  link.sink.from = Cursor(posted.run->buffers.pieces(op.from, op.chunk, program.chunks));
-  link.sink.run = posted.run;
-  link.sink.op = posted.op;
-  link.sink.type = posted.run->signature.type;
-  link.sink.reduction = posted.run->signature.reduction;
-  return true;
+  link.sink.from = Cursor(run.buffers.pieces(op.from, op.chunk, run.program->chunks));
+  link.sink.run = &run;
+  link.sink.op = index;
+  link.sink.type = run.signature.type;
+  link.sink.reduction = run.signature.reduction;
 }
 
 void Engine::on_body(Link& link) {
@@ -156,19 +160,30 @@ void Engine::on_body(Link& link) {
     std::string why(own.begin(), own.end());
     // It is shown to a person, by way of Python's strings.
     std::replace_if(why.begin(), why.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
-    if (header.frame == Frame::kLeft) return on_left(header.group, link.peer, {header.sequence, why});
+    if (header.frame == Frame::kLeft) {
+      // What the peer sent before comes by this link, what it acknowledged by the other.
+      bool sends = link.incoming || !incoming_.contains(link.peer), receives = !link.incoming || !outgoing_.contains(link.peer);
+      return on_left(header.group, link.peer, {header.sequence, why, sends, receives});
+    }
     if (groups_.contains(header.group))
       fail_group(header.group, why, true);
     else if (broken_early_.size() < kMostBroken)
       broken_early_[header.group] = why;
     return;
   }
-  if (kind != Sink::Kind::kOwn) return finish(*whose, link.sink.op);
+  if (kind != Sink::Kind::kOwn) return header.sequence >= kPoints ? acknowledge(link, *whose, 0, header) : finish(*whose, link.sink.op);
   Key key{header.group, header.sequence, link.peer, header.tag};
   auto run = runs_.find({header.group, header.sequence});
   if (run != runs_.end() && !(header.signature == run->second->signature))
     return fail_group(header.group, mismatch(*run->second, link.peer, header), true);
-  Early early{header, std::move(own), link.id};
+  Early early{header, std::move(own), link.id, link.peer};
+  if (header.sequence >= kPoints) {
+    if (!groups_.contains(header.group)) return keep_early(link, key, std::move(early));
+    if (Run* wants = match(header, link.peer)) return take_point(*wants, early);
+    // Its group may have failed as it does not match.
+    if (groups_.at(header.group).broken.empty()) keep_early(link, key, std::move(early));
+    return;
+  }
   // Its op may have come to wait for it while it arrived.
   auto found = posted_.find(key);
   if (found != posted_.end()) {

@@ -1,0 +1,289 @@
+"""Calls without a schedule: messages between two ranks, roots, all-to-all, uneven lists; and what does not fit together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonn_plugins.launch import launch
+from axonn_plugins.pccl.build import load
+from tests.pccl.stress import join, values
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Before ranks are forked, whose time is limited."""
+    load()
+
+
+MOVED = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.complex64, torch.complex128, torch.bool, torch.bfloat16, torch.int16),
+)
+"""Types that go where only bytes move."""
+
+
+def _bytes(dtype: torch.dtype, elements: int, seed: int) -> Tensor:
+    if dtype is torch.bool:
+        return values(dtype, elements, seed)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _types() -> None:
+    rank, size = join(timeout=30)
+    for number, dtype in enumerate(MOVED):
+        parts = [_bytes(dtype, 6, 10 * number + other) for other in range(size)]
+        got = [torch.empty_like(parts[0]) for _ in range(size)]
+        dist.all_gather(got, parts[rank])
+        assert all(_equal(*pair) for pair in zip(got, parts, strict=True)), dtype
+        whole = torch.empty(6 * size, dtype=dtype)
+        dist.all_gather_into_tensor(whole, parts[rank])
+        assert _equal(whole, torch.cat(parts)), dtype
+        sent = parts[rank].clone()
+        dist.broadcast(sent, 1)
+        assert _equal(sent, parts[1]), dtype
+        spread = torch.empty(2 * size, dtype=dtype)
+        dist.all_to_all_single(spread, _bytes(dtype, 2 * size, 99 + rank))
+        assert _equal(
+            spread, torch.cat([_bytes(dtype, 2 * size, 99 + other)[2 * rank : 2 * rank + 2] for other in range(size)])
+        )
+        got = [torch.empty_like(parts[0]) for _ in range(size)]
+        dist.gather(parts[rank], got if rank == 1 else None, dst=1)
+        assert rank != 1 or all(_equal(*pair) for pair in zip(got, parts, strict=True)), dtype
+        one = torch.empty_like(parts[0])
+        dist.scatter(one, parts if rank == 2 else None, src=2)
+        assert _equal(one, parts[rank]), dtype
+        received = torch.empty_like(one)
+        work = dist.isend(parts[rank], (rank + 1) % size)
+        dist.recv(received, (rank - 1) % size)
+        assert work is not None and work.wait() and _equal(received, parts[rank - 1]), dtype
+    numbers = [torch.tensor([0b1100, 7, rank], dtype=torch.int64) >> (rank == 1) for _ in range(3)]
+    alike = [torch.tensor([0b1100, 7, other]) >> (other == 1) for other in range(size)]
+    for given, op, wanted in zip(
+        numbers,
+        (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR),
+        (alike[0] & alike[1] & alike[2], alike[0] | alike[1] | alike[2], alike[0] ^ alike[1] ^ alike[2]),
+        strict=True,
+    ):
+        dist.all_reduce(given, op)
+        assert given.equal(wanted), op
+    weighted = torch.full((4,), rank + 1.0)
+    dist.all_reduce(weighted, dist._make_nccl_premul_sum(0.5))
+    assert weighted.tolist() == [3.0] * 4
+    pairs = torch.full((2, size), complex(rank, 1))
+    out = torch.empty(2, dtype=torch.complex64)
+    dist.reduce_scatter_tensor(out, pairs.flatten())
+    assert out.tolist() == [complex(3, 3)] * 2
+    unsigned = torch.tensor([40_000 + rank], dtype=torch.uint16)
+    dist.all_reduce(unsigned)
+    assert unsigned.item() == (120_003) % 2**16
+    dist.destroy_process_group()
+
+
+def test_types_travel_where_only_bytes_move() -> None:
+    launch(_types, 3, timeout=90)
+
+
+def _uneven() -> None:
+    rank, size = join(timeout=30)
+    lengths = [3 + 40_000 * (other == 1) + other for other in range(size)]
+    parts = [values(torch.float64, length, 5 + other) for other, length in enumerate(lengths)]
+    got = [torch.empty(2 * length, dtype=torch.float64)[::2] for length in lengths]
+    dist.all_gather(got, parts[rank])
+    assert all(map(torch.equal, got, parts))
+    given = [
+        [values(torch.float64, length, 50 + 7 * other + n) for n, length in enumerate(lengths)] for other in range(size)
+    ]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        out = torch.empty(lengths[rank], dtype=torch.float64)
+        dist.reduce_scatter(out, given[rank], op)
+        total = sum(theirs[rank] for theirs in given)
+        assert torch.allclose(out, total / (size if op == dist.ReduceOp.AVG else 1), rtol=1e-14)
+    out = torch.empty(lengths[rank], dtype=torch.float64)
+    dist.scatter(out, given[0] if rank == 0 else None, src=0)
+    assert out.equal(given[0][rank])
+    got = [torch.empty(length, dtype=torch.float64) for length in lengths]
+    work = dist.gather(parts[rank], got if rank == 2 else None, dst=2, async_op=True)
+    assert work is not None and work.wait() and (rank != 2 or all(map(torch.equal, got, parts)))
+    rows = torch.arange(60.0).view(-1, 5)[:, :3] + 100 * rank
+    sizes = [[1, 4, 7], [0, 12, 0], [2, 0, 10]]
+    out = torch.empty(sum(row[rank] for row in sizes), 3)
+    dist.all_to_all_single(out, rows, [row[rank] for row in sizes], sizes[rank])
+    wanted = [(torch.arange(60.0).view(-1, 5)[:, :3] + 100 * other).split(sizes[other])[rank] for other in range(size)]
+    assert out.equal(torch.cat(wanted))
+    empty = torch.empty(0)
+    dist.all_to_all_single(empty, torch.empty(0))
+    dist.all_reduce(empty)
+    reduced = torch.full((7,), rank + 1.0)
+    dist.reduce(reduced, 1)
+    assert reduced.tolist() == [6.0 if rank == 1 else rank + 1.0] * 7
+    dist.destroy_process_group()
+
+
+def test_lists_may_have_parts_of_any_length() -> None:
+    launch(_uneven, 3, timeout=60)
+
+
+def _messages() -> None:
+    """Tags in another order than they are sent, any source, large ones before they are asked for, many at a time."""
+    rank, size = join(timeout=30)
+    big = torch.arange(300_000.0)
+    if rank == 0:
+        works = [dist.isend(torch.full((3,), 10.0 * tag + n), 1, tag=tag) for n in range(2) for tag in (4, 2)]
+        works.append(dist.isend(big, 1, tag=9))
+        works.append(dist.isend(big[:2].contiguous(), 1, tag=9))
+        time.sleep(0.3)
+        for work in works:
+            assert work is not None
+            work.wait()
+    elif rank == 1:
+        time.sleep(0.2)
+        for tag, number in ((2, 0), (2, 1), (4, 0), (4, 1)):
+            got = torch.empty(3)
+            dist.recv(got, 0, tag=tag)
+            assert got.tolist() == [10.0 * tag + number] * 3
+        spread, few = torch.zeros(600_000)[::2], torch.empty(2)
+        works = [dist.irecv(spread, 0, tag=9), dist.irecv(few, 0, tag=9)]
+        assert all(work is not None and work.wait() for work in works)
+        assert spread.equal(big) and few.tolist() == [0, 1]
+    dist.barrier()
+    if rank == 0:
+        sources = []
+        for _ in range(size - 1):
+            got = torch.empty(1, dtype=torch.int64)
+            sources.append(dist.recv(got))
+            assert got.item() == sources[-1] * 7
+        assert sorted(sources) == [1, 2]
+    else:
+        dist.send(torch.tensor([rank * 7]), 0)
+    got, mine = [torch.empty(5) for _ in range(2)], torch.full((5,), float(rank))
+    operations = [dist.P2POp(dist.irecv, got[n], (rank + 1 + n) % size, tag=3) for n in range(2)]
+    operations += [dist.P2POp(dist.isend, mine, (rank + 1 + n) % size, tag=3) for n in range(2)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert [each[0].item() for each in got] == [(rank + 1) % size, (rank + 2) % size]
+    things: list[Any] = [None, None]
+    if rank == 1:
+        dist.recv_object_list(things, src=0)
+        assert things == [{"a": 1}, "b"]
+    elif rank == 0:
+        dist.send_object_list([{"a": 1}, "b"], dst=1)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, [f"for {other}" for other in range(size)] if rank == 0 else None, src=0)
+    assert scattered == [f"for {rank}"]
+    collected: list[Any] | None = [None] * size if rank == 2 else None
+    dist.gather_object(rank * 3, collected, dst=2)
+    assert collected in (None, [0, 3, 6])
+    dist.destroy_process_group()
+
+
+def test_messages_go_to_the_receive_that_asks_for_them() -> None:
+    launch(_messages, 3, timeout=60)
+
+
+def _parts(size: int, elements: int) -> list[Tensor]:
+    return [torch.zeros(elements) for _ in range(size)]
+
+
+def _calls(rank: int, size: int, group: Any) -> dict[str, Callable[[], Any]]:
+    """Rank 1 has 5 elements, or rows for each rank, where all others have 4."""
+    mine = 5 if rank == 1 else 4
+    uneven = [4 + (rank == 1 and other == 2) for other in range(size)]
+
+    def message() -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(4), group=group, group_src=1)
+        elif rank == 1:
+            dist.send(torch.zeros(5), group=group, group_dst=0)
+        else:
+            dist.recv(torch.zeros(4), group=group, group_src=0)
+
+    lists = _parts(size, 4)
+    return {
+        "gather": lambda: dist.gather(torch.zeros(mine), lists if rank == 0 else None, group=group, group_dst=0),
+        "scatter": lambda: dist.scatter(torch.zeros(mine), lists if rank == 0 else None, group=group, group_src=0),
+        "reduce": lambda: dist.reduce(torch.zeros(mine), group=group, group_dst=0),
+        "all_to_all": lambda: dist.all_to_all_single(torch.zeros(mine * size), torch.zeros(mine * size), group=group),
+        "all_to_all uneven": lambda: dist.all_to_all_single(
+            torch.zeros(4 * size), torch.zeros(sum(uneven)), [4] * size, uneven, group=group
+        ),
+        "all_to_all list": lambda: dist.all_to_all(_parts(size, 4), [torch.zeros(n) for n in uneven], group=group),
+        "all_gather": lambda: dist.all_gather(_parts(size, mine), torch.zeros(mine), group=group),
+        "all_gather uneven": lambda: dist.all_gather(
+            [torch.zeros(4 + other + (rank == other == 1)) for other in range(size)],
+            torch.zeros(4 + rank + (rank == 1)),
+            group=group,
+        ),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(mine), _parts(size, mine), group=group),
+        "all_reduce": lambda: dist.all_reduce(torch.zeros(mine), group=group),
+        "message": message,
+        "types": lambda: dist.gather(
+            torch.zeros(4, dtype=torch.float64 if rank == 1 else torch.float32),
+            lists if rank == 0 else None,
+            group=group,
+            group_dst=0,
+        ),
+        "argument": lambda: dist.all_gather_into_tensor(torch.zeros(size * 4), torch.zeros(mine), group=group),
+        "root": lambda: dist.gather(torch.zeros(4), lists if rank < 2 else None, group=group, group_dst=int(rank == 1)),
+    }
+
+
+def _unlike() -> dict[str, tuple[str, float]]:
+    rank, size = join(timeout=30)
+    found = {}
+    for name in _calls(rank, size, None):
+        group = dist.new_group()
+        began = time.monotonic()
+        try:
+            _calls(rank, size, group)[name]()
+            found[name] = ("no error", 0.0)
+        except (RuntimeError, ValueError) as error:
+            found[name] = (str(error), time.monotonic() - began)
+        dist.barrier()
+    return found
+
+
+def test_sizes_that_differ_are_named_on_every_rank() -> None:
+    for rank, found in enumerate(launch(_unlike, 3, timeout=120)):
+        for name, (text, seconds) in found.items():
+            assert text.startswith("pccl: ") and seconds < 15, (rank, name, seconds, text)
+            sizes = {
+                "types": ("4 float32", "4 float64"),
+                "root": ("to rank 0 of the group", "to rank 1 of the group"),
+                "argument": ("12 ", "3 times 5 "),
+                "all_gather uneven": ("5 float32", "6 float32"),
+            }.get(name, ("4", "5"))
+            if name in ("all_to_all", "all_gather", "reduce_scatter"):
+                sizes = ("12 float32", "15 float32") if name != "all_to_all" else ("4 float32", "5 float32")
+            assert all(size in text for size in sizes), (rank, name, text)
+
+
+def _missing() -> str:
+    rank, _ = join(timeout=60)
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank == 2:
+        time.sleep(4)
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=2))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_monitored_barrier_names_who_is_missing() -> None:
+    for text in launch(_missing, 3, timeout=60):
+        assert "rank 0: barrier, call 3 of its group, was not done within the timeout of 2 s" in text, text
+        assert "it waits for rank 2" in text and "rank 1" not in text, text
