@@ -42,7 +42,7 @@ class Found:
         wrong = (
             number for number, told in sorted(self.told.items()) if told.partition(":")[0] not in ("equal", "refused")
         )
-        return [f"{self.told[number]}\\n  {self.cases[number]}" for number in wrong]
+        return [f"{self.told[number]}\n  {self.cases[number]}" for number in wrong]
 
     def __str__(self) -> str:
         counts = Counter(told.partition(":")[0] for told in self.told.values())
