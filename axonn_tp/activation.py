@@ -83,7 +83,7 @@ class Activation(Tensor):
 
 
 class ShareNumber(Tensor):
-    """One number made of a rank's share of an activation, such as its mean; the other shares' are others, so it is no loss.
+    """One number made of a rank's share of an activation, such as its mean: the gradient of the whole's is another, so it is no loss.
 
     Attributes:
         axonn_made: what made it, in words.
@@ -125,6 +125,8 @@ def _note_number(made: Tensor, what: str) -> None:
         made.axonn_made = what  # type: ignore[attr-defined]
 
 
+_ADDING = {torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, torch.dot, Tensor.dot, torch.inner, Tensor.inner}
+"""Functions whose results for the shares add up to that for the whole: each rank's gradient is its share's of the sum."""
 _CAST = {Tensor.to, Tensor.type_as, Tensor.type}
 """Functions that may give back what they were given; of a second activation they read the type alone."""
 _NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, Tensor.new}
@@ -151,6 +153,8 @@ def _read(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ActivationSplit | N
 def _follow(
     function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, split: ActivationSplit
 ) -> None:
+    if not made.dim() and function in _ADDING:
+        return
     if not made.dim():
         name = getattr(function, "__name__", str(function)).strip("_")
         _note_number(made, f"{name} of a rank's share of an activation that is split over {' and '.join(split.over)}")
