@@ -242,6 +242,16 @@ def test_script(name: str, tmp_path: Path) -> None:
     assert seconds < 60
 
 
+def test_a_rank_without_the_block_is_not_waited_for(tmp_path: Path) -> None:
+    line = "import axonn_plugins.deepspeed.roll as roll; roll.PATIENCE = 1.0\nmore = {'axonn': None} if rank else {}"
+    text = SCRIPT.replace("CHANGE", line).replace("AFTER", "")
+    codes, errors, seconds = fork_script(tmp_path, text, ranks=2, limit=60)
+    assert codes[0] == 1 and seconds < 60
+    assert sentences(errors[0]) == [
+        "the configuration on rank 1 has no axonn block, and that of rank 0 has one; start all ranks with the same configuration"
+    ]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_fresh_interpreters(ranks: int, tmp_path: Path) -> None:
     """As a user starts them: through the installed entry point."""

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from axonn_plugins.config import ConfigError
 from axonn_plugins.deepspeed import fingerprint
 from axonn_plugins.deepspeed.fingerprint import MODEL, Facts
+from axonn_plugins.deepspeed.roll import wait_for_all
 from axonn_plugins.deepspeed.sections import needs_whole_matrices
 
 _MOST_SHOWN = 100
@@ -35,6 +36,12 @@ def agree(problem: str | None, facts: Facts, offer: Any = None, stage: int = 0) 
     Raises:
         ConfigError: the same on every rank.
     """
+    absent = wait_for_all()
+    if absent:
+        raise ConfigError(
+            f"the configuration on {on_ranks(absent)} has no axonn block, and that of rank {dist.get_rank()} has one; start all ranks with the "
+            "same configuration"
+        )
     common = {name: value for name, value in facts.items() if not name.startswith(MODEL)}
     everyone = _gather((problem, offer, stage, _digest(common), _digest(facts)))
     for rank, (trouble, *_) in enumerate(everyone):

@@ -7,6 +7,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from axonn_plugins.deepspeed import roll
+
 
 def patch(module: ModuleType) -> None:
     """Make a `deepspeed.runtime.config` module look for the block; harmless when called again."""
@@ -17,7 +19,9 @@ def patch(module: ModuleType) -> None:
 
     def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
         parsed = read(config)
-        if not isinstance(parsed, dict) or parsed.get("axonn") is None:
+        block = isinstance(parsed, dict) and parsed.get("axonn") is not None
+        roll.note(block)
+        if not block:
             hook = sys.modules.get("axonn_plugins.deepspeed.config_hook")
             if hook is not None:
                 hook.step_aside()
