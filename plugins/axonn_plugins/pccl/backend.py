@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import ipaddress
 import json
 import os
@@ -70,7 +69,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         ValueError: options that are not allowed, or not the same on all members.
     """
     rank, size = options.group_rank, options.group_size
-    store = dist.PrefixStore("pccl", options.store)
+    store = _of_this_time(dist.PrefixStore("pccl", options.store), size)
     store.set_timeout(timedelta(seconds=options.timeout.total_seconds()))
     try:
         return _create(options, store, backend_options)
@@ -81,6 +80,12 @@ def create(options: Any, backend_options: Any = None) -> Any:
             if rank == 0:
                 store.wait([f"left{other}" for other in range(size)], timedelta(seconds=5))
         raise
+
+
+def _of_this_time(store: Any, size: int) -> Any:
+    """Keys of the group's own: torch gives a group the name, and the keys, of one that was destroyed."""
+    # No member leaves here before all have come, so the first of each `size` that come begin another time.
+    return dist.PrefixStore(str((store.add("came", 1) - 1) // size), store)
 
 
 def _create(options: Any, store: Any, backend_options: Any) -> Any:
@@ -157,8 +162,7 @@ def _read(record: bytes) -> dict[str, Any]:
 def _secret(store: Any, size: int) -> bytes:
     """What proves a member to the others; the last that reads it takes it out of the store."""
     secret = bytes.fromhex(_read(store.get("secret"))["secret"])
-    # By a name of this secret's own: a store may hold what a group before this one, with the same name, has left.
-    if store.add(f"read {hashlib.sha256(b'read' + secret).hexdigest()[:16]}", 1) == size:
+    if store.add("read", 1) == size:
         with suppress(RuntimeError):  # a store of the user's own may have no such call
             store.delete_key("secret")
     return secret
