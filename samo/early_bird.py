@@ -86,7 +86,7 @@ class EarlyBird:
             Whether the ticket is found; once it is, nothing is looked at any more.
 
         Raises:
-            ValueError: a weight is NaN; the mask would keep nothing of a parameter.
+            ValueError: a weight is NaN; the ticket would keep nothing of a parameter.
         """
         if self.masks is not None:
             return True
@@ -94,12 +94,12 @@ class EarlyBird:
         with torch.no_grad():
             found = Magnitudes(self._parameters, self._shards)
             masks = smallest(found, self.sparsity, self._scope)
-            require_alive(found, masks, self.sparsity, self._scope)
         self._shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
         packed = {name: pack(mask) for name, mask in masks.items()}
         distances = self._distances(packed, sum(found.sizes.values()))
         self.distances.append(distances)
         if len(distances) == self.window and max(distances) < self.epsilon:
+            require_alive(found, masks, self.sparsity, self._scope)
             self.masks = masks
             self._recent.clear()
         else:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samo.index import BLOCK
 from samo.optimizer import TILE, Optimizer
+from samo.pruning import pruned_of
 from samo.targets import Parameters, names_of, targets
 
 ADAM, MOMENTUM, PLAIN = 8, 4, 0
@@ -130,7 +131,7 @@ def layers_of(
     parameters = names_of(model)[0]
     kept = {name: parameter.numel() for name, parameter in parameters.items()}
     if masks is None:
-        kept |= {name: kept[name] - round(sparsity * kept[name]) for name in targets(model, include, exclude)}
+        kept |= {name: kept[name] - pruned_of(kept[name], sparsity) for name in targets(model, include, exclude)}
     else:
         kept |= {name: int(mask.sum()) for name, mask in masks.items()}
     return [Layer(parameter.numel(), kept[name]) for name, parameter in parameters.items()]

@@ -76,10 +76,14 @@ def smallest(found: Magnitudes, sparsity: float, scope: str) -> dict[str, Tensor
         masks = found.keep(found.names, round(sparsity * sum(found.sizes.values())))
     else:
         for name in found.names:
-            size = found.sizes[name]
-            count = round(sparsity * size)
-            masks |= found.keep([name], min(count, size - 1) if size and sparsity < 1 else count)
+            masks |= found.keep([name], pruned_of(found.sizes[name], sparsity))
     return masks
+
+
+def pruned_of(size: int, sparsity: float) -> int:
+    """How many elements of a parameter are pruned by itself: one stays below a sparsity of 1."""
+    count = round(sparsity * size)
+    return min(count, size - 1) if size and sparsity < 1 else count
 
 
 def require_alive(found: Magnitudes, masks: Mapping[str, Tensor], sparsity: float, scope: str) -> None:

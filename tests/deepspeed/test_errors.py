@@ -33,7 +33,6 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "tokens": (tp(tokens_per_sample=0), ("axonn.tensor_parallel.tokens_per_sample", "0", "at least 1")),
     "bool": (tp(gz=True), ("axonn.tensor_parallel.gz", "true", "integer")),
     "float": (tp(gx=2.0), ("axonn.tensor_parallel.gx", "2.0", "integer")),
-    "null": (tp(gx=None), ("axonn.tensor_parallel.gx", "null", "integer")),
     "zero": (tp(gx=0.0), ("axonn.tensor_parallel.gx", "0.0", "at least 1")),
     "nought": (tp(gx=0), ("axonn.tensor_parallel.gx = 0", "at least 1", '"auto"')),
     "nought along y": (tp(gy=0), ("axonn.tensor_parallel.gy = 0", "at least 1", '"auto"')),

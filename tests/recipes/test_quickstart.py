@@ -95,7 +95,9 @@ def test_the_printed_plan_is_what_happens(grid: tuple[int, int, int], tmp_path: 
     passes, counted, sums, rest, held, planned = launch(planned_and_counted, 4, settings, tmp_path)[0]
     assert held == planned
     assert all(counted[collective] == times for collective, times in passes.items())
-    assert rest == sums
+    # Replicas compare each call's arguments and random state, in one gather.
+    compared = Counter({("all_gather", 4, 6): 1}) if gx * gy > 1 else Counter()
+    assert rest == sums + compared
 
 
 def start(run: str, folder: Path, *options: str) -> subprocess.Popen:

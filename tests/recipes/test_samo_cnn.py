@@ -19,7 +19,7 @@ from axonn_recipes.samo_cnn import images
 from samo.targets import targets
 
 TRAIN = ["train", "samo_cnn", "--steps", "4", "--batch", "8", "--every", "1", "--window", "1", "--validate-every", "4"]
-TRAIN += ["--width", "0.25", "--epsilon", "1"]
+TRAIN += ["--width", "0.25", "--epsilon", "1", "--scope", "layer"]
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@ from axonn_plugins.samo import memory_cli
 from axonn_plugins.samo.models import MODELS, gpt, maker
 from samo import memory
 from samo.memory import ADAM, MOMENTUM, PLAIN, Layer
+from samo.pruning import smallest
+from samo.selection import Magnitudes
+from samo.targets import targets
 
 
 def test_the_paper_s_equations():
@@ -52,7 +55,7 @@ FACTORIES = {
 def test_formula_and_tensors_agree(sparsity, dtype, state):
     """To the byte, but for Adam's counters."""
     model, tile = Model().to(dtype), 5000
-    masks = samo.magnitude(model, sparsity, "layer")
+    masks = smallest(Magnitudes(targets(model)), sparsity, "layer")
     optimizer = samo.Optimizer(FACTORIES[state], model, masks, tile_size=tile)
     for parameter in model.parameters():
         parameter.sum().backward()

@@ -259,6 +259,10 @@ def test_peak_memory_of_a_whole_step():
 
     step()
     one_gradient, tile, activations = 2 * 600 * 600, 4096 * 40, 20_000
-    assert one_gradient < most_allocated(step) < one_gradient + tile + activations
+    # Processors without products in bf16 copy a product's operands besides.
+    alone = nn.Linear(600, 600, bias=False, dtype=torch.bfloat16)
+    inputs = rows.clone().requires_grad_()
+    one_product = most_allocated(lambda: alone(inputs).sum().backward())
+    assert one_gradient < most_allocated(step) < one_product + tile + activations
     model(rows).sum().backward()
     assert most_allocated(optimizer.step) < tile

@@ -14,7 +14,8 @@ import samo
 from axonn_plugins.config import ConfigError
 from axonn_plugins.samo.models import MODELS, gpt, maker
 from samo import memory
-from samo.pruning import magnitude, require_sparsity
+from samo.pruning import require_sparsity, smallest
+from samo.selection import Magnitudes
 from samo.targets import names_of, targets
 
 LARGEST = 200_000_000
@@ -139,7 +140,9 @@ def measure(
         exclude: see there.
     """
     model = make().to(dtype)
-    optimizer = samo.Optimizer(factory, model, magnitude(model, sparsity, "layer", include, exclude))
+    # Of a model that is only counted everything may be pruned.
+    masks = smallest(Magnitudes(targets(model, include, exclude)), sparsity, "layer")
+    optimizer = samo.Optimizer(factory, model, masks)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.sum().backward()
