@@ -21,7 +21,7 @@ def install() -> None:
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> Any:
         member = group is not c10d.GroupMember.NON_GROUP_MEMBER and c10d.is_initialized()
-        ours = group or (c10d._get_default_group() if member else None)
+        ours: Any = group or (c10d._get_default_group() if member else None)
         if not member or not _is_pccl(ours):
             return theirs(group, timeout, wait_all_ranks)
         if isinstance(timeout, float):
