@@ -241,10 +241,13 @@ def test_memory_is_opened_where_asked_and_to_no_more_than_the_ranks_have_in_comm
 
 
 def test_a_secret_is_taken_out_of_the_store_by_the_last_that_reads_it() -> None:
-    store = dist.HashStore()
-    for _ in range(2):  # a group of the same name may be made again
-        store.set("secret", '{"secret": "' + os.urandom(32).hex() + '"}')
-        first = backend._secret(store, 3)
-        assert store.check(["secret"]) and backend._secret(store, 3) == first
-        assert store.check(["secret"]) and backend._secret(store, 3) == first
-        assert not store.check(["secret"])
+    whole = dist.HashStore()
+    members = [backend._of_this_time(whole, 3) for _ in range(3)]
+    members[0].set("secret", '{"secret": "' + os.urandom(32).hex() + '"}')
+    first = backend._secret(members[0], 3)
+    assert members[1].check(["secret"]) and backend._secret(members[1], 3) == first
+    # A group of the same name may be made again before the last member of this one is done.
+    again = backend._of_this_time(whole, 3)
+    again.set("secret", "{}")
+    assert members[2].check(["secret"]) and backend._secret(members[2], 3) == first
+    assert not members[2].check(["secret"]) and again.check(["secret"])
