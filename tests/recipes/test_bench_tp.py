@@ -37,7 +37,8 @@ def test_every_side_runs_and_is_reported(
         assert len(side["seconds"]) == 2 and side["min"] <= side["median"] <= side["max"]
         assert side["memory_bytes"] > 0
         assert (side["compute_s"] is None) == (side["exposed_communication_s"] is None) == (name == "zero3")
-        assert side["bytes_inside_nodes"] > 0 and side["bytes_between_nodes"] == 0
+        # What else the machine sends meanwhile is counted, too.
+        assert side["bytes_inside_nodes"] > 0 and side["bytes_between_nodes"] < 0.01 * side["bytes_inside_nodes"]
     assert sides["x1 y1 z2 d1"]["memory_bytes"] < sides["ddp"]["memory_bytes"]
     assert [pair["peer"] for pair in numbers["comparisons"]] == list(PEERS)
 
