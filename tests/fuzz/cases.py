@@ -92,7 +92,7 @@ def batches(case: Case) -> list[list[Batch]]:
 
 def train(model: Model, steps: list[list[Batch]], mesh: Mesh | None) -> list[Tensor]:
     """Two steps of SGD; the loss of each micro-batch, and one without gradients between forward and backward of the last."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
 
     def own(batch: Batch) -> Batch:
@@ -117,7 +117,10 @@ def make(case: Case) -> Model:
     """The serial model, in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.number[1] + 1)
-        return Model(case.drawn).double()
+        model = Model(case.drawn).double()
+    for table in model.tables:  # tables of torch's own size make the losses of deep models explode
+        table.weight.data.mul_(0.3)
+    return model
 
 
 @contextlib.contextmanager
@@ -147,8 +150,10 @@ def run(case: Case, mesh: Mesh) -> str:
         return "equal"
     expected = torch.stack(train(serial, steps, None))
     worst, where = max(((found - expected).abs().max() / (1 + expected.abs().max())).item(), 0.0), "the loss"
+    # Rounding goes with the largest gradient, also where a gradient is zero but for it, as that of a key's bias is.
+    scale = 1 + max(p.grad.abs().max().item() for p in serial.parameters() if p.grad is not None)
     for name, value in serial.state_dict().items():
-        error = ((state[name] - value).abs().max() / (1 + value.abs().max())).item()
+        error = ((state[name] - value).abs().max() / scale).item()
         if not error <= worst:
             worst, where = error, name
     return "equal" if worst <= TOLERANCE else f"wrong: {where} by {worst:.2g}"
