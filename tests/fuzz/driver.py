@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import signal
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -76,40 +78,29 @@ def run_cases(seed: int, numbers: Iterable[int], seconds: float = SECONDS) -> Fo
 def _run_chunk(cases: Sequence[Case], world: int, seconds: float, told: dict[int, str]) -> None:
     left = list(cases)
     while left:
-        fork = multiprocessing.get_context("fork")
-        reader, writer = fork.Pipe(duplex=False)
-        alive = fork.Value("d", time.monotonic())
-        limit = seconds * len(left)
-        try:
-            launch(_on_rank, world, left, writer, seconds, timeout=limit)
-            problem = ""
-        except RankFailed as error:
-            problem = "hangs" if "hangs" in str(error) else f"failed: {str(error).strip().splitlines()[-1]}"
-        except TimeoutError:
-            problem = "hangs"
-        finally:
-            writer.close()
-            del alive
-        done: dict[int, str] = {}
-        while reader.poll():
+        problem = ""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "told")
+            file.touch()
             try:
-                number, outcome = reader.recv()
-            except EOFError:
-                break
-            done[number] = outcome
-        reader.close()
-        told.update(done)
-        left = [one for one in left if one.number[1] not in done]
+                launch(_on_rank, world, left, file, seconds)
+            except RankFailed as error:
+                last = str(error).strip().splitlines()[-1]
+                problem = "hangs" if "SIGALRM" in last or "signal 14" in last else f"failed: {last}"
+            told.update(json.loads(line) for line in file.read_text().splitlines())
+        left = [one for one in left if one.number[1] not in told]
         if problem and left:
             told[left[0].number[1]] = problem
             left = left[1:]
 
 
-def _on_rank(cases: Sequence[Case], writer: Any, seconds: float) -> None:
+def _on_rank(cases: Sequence[Case], file: Path, seconds: float) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the rank wherever it waits
     dist.init_process_group("gloo")
     mesh: Mesh | None = None
     for one in cases:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         if mesh is None or mesh.grid != one.grid:
             if mesh is not None:
                 mesh.destroy()
@@ -121,7 +112,9 @@ def _on_rank(cases: Sequence[Case], writer: Any, seconds: float) -> None:
         outcomes: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(outcomes, outcome)
         if dist.get_rank() == 0:
-            writer.send((one.number[1], _together(outcomes)))
+            with file.open("a") as told:
+                told.write(json.dumps((one.number[1], _together(outcomes))) + "\n")
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _together(outcomes: Sequence[str]) -> str:

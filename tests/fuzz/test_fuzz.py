@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
-from tests.fuzz.cases import case
+import pytest
+import torch
+
+from axonn_tp import Mesh
+from tests.fuzz import driver
+from tests.fuzz.cases import Case, case, run
 from tests.fuzz.driver import WORLDS, run_cases
 
 CASES = 240
@@ -22,3 +27,14 @@ def test_random_models_equal_the_serial_model() -> None:
     equal = [number for number, told in found.told.items() if told == "equal"]
     assert len(found.told) == CASES and len(equal) > CASES // 2  # a refusal shows nothing
     assert {found.cases[number].grid.world for number in equal} == set(WORLDS)
+
+
+def test_a_case_that_hangs_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(one: Case, mesh: Mesh) -> str:
+        if one.number[1] == 3 and torch.distributed.get_rank() == 1:
+            time.sleep(1000)
+        return run(one, mesh)
+
+    monkeypatch.setattr(driver, "run", stuck)
+    found = run_cases(0, (0, 3, 6), seconds=15)
+    assert found.told[3] == "hangs" and "hangs" not in (found.told[0], found.told[6]) and len(found.bad) == 1
