@@ -3,25 +3,25 @@
 Sources: dissertation chapter 5; "Democratizing AI" (the Gordon Bell paper); "A 4D Hybrid Algorithm".
 """
 
-from axonn_tp.auto import auto_plan
 from axonn_tp.checkpoint import full_state_dict
-from axonn_tp.collectives import Collective
-from axonn_tp.embedding import Embedding
-from axonn_tp.grad_scaler import GradScaler
-from axonn_tp.gradients import clip_grad_norm_, global_square, grad_norm, sum_ranks, sync_gradients
-from axonn_tp.layout import Layout, layout_of
-from axonn_tp.linear import Linear
-from axonn_tp.linear_split import LinearSplit, linear_collectives
-from axonn_tp.loss import CrossEntropyLoss
-from axonn_tp.mesh import AXES, Grid, Mesh, factorisations
-from axonn_tp.norm import LayerNorm
+from axonn_tp.comm.collectives import Collective
+from axonn_tp.comm.grad_scaler import GradScaler
+from axonn_tp.comm.gradients import clip_grad_norm_, global_square, grad_norm, sum_ranks, sync_gradients
+from axonn_tp.comm.reducer import GradientReducer
+from axonn_tp.grid.layout import Layout, layout_of
+from axonn_tp.grid.mesh import AXES, Grid, Mesh, factorisations
+from axonn_tp.layers.cross_entropy import CrossEntropyLoss
+from axonn_tp.layers.embedding import Embedding
+from axonn_tp.layers.layer_norm import LayerNorm
+from axonn_tp.layers.linear import Linear
+from axonn_tp.layers.linear_split import LinearSplit, linear_collectives
 from axonn_tp.options import Options
 from axonn_tp.parallelize import parallelize
-from axonn_tp.placement import place
-from axonn_tp.plan import KINDS, LayerPlan, Placement
-from axonn_tp.reducer import GradientReducer
-from axonn_tp.report import Report
-from axonn_tp.verify import as_serial, first_difference
+from axonn_tp.plan.placement import place
+from axonn_tp.plan.report import Report
+from axonn_tp.plan.rules import KINDS, LayerPlan, Placement
+from axonn_tp.plan.search.auto import auto_plan
+from axonn_tp.plan.verify import as_serial, first_difference
 
 __all__ = [
     "AXES",

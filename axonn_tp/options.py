@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from axonn_tp.collectives import Collective
+from axonn_tp.comm.collectives import Collective
 
 LAYOUTS = ("scattered", "replicated")
 

@@ -15,28 +15,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from axonn_tp.accumulation import accumulate_as
-from axonn_tp.activation import leave_to_eager
-from axonn_tp.batch_norm import synchronise
-from axonn_tp.conv import Conv
-from axonn_tp.counts import count_locally
-from axonn_tp.embedding import Embedding
-from axonn_tp.entry import SharedInput
-from axonn_tp.group_norm import GroupNorm
-from axonn_tp.linear import Linear
-from axonn_tp.loss import CrossEntropyLoss
-from axonn_tp.materialise import Materialiser
-from axonn_tp.mesh import Mesh
-from axonn_tp.norm import LayerNorm
+from axonn_tp.comm.float32_accumulation import accumulate_as
+from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.unplanned_gradients import sum_unnamed
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.activation import leave_to_eager
+from axonn_tp.layers.batch_norm import synchronise
+from axonn_tp.layers.conv import Conv
+from axonn_tp.layers.cross_entropy import CrossEntropyLoss
+from axonn_tp.layers.embedding import Embedding
+from axonn_tp.layers.entry import SharedInput
+from axonn_tp.layers.group_norm import GroupNorm
+from axonn_tp.layers.layer_norm import LayerNorm
+from axonn_tp.layers.linear import Linear
+from axonn_tp.layers.materialise import Materialiser
+from axonn_tp.layers.rms_norm import RMSNorm
+from axonn_tp.layers.tuning import TunedMatmul, Tuner
+from axonn_tp.layers.tuning_cache import default_cache
+from axonn_tp.layers.weight import Split, SplitWeight
 from axonn_tp.options import Options
-from axonn_tp.overlap import Gathers
-from axonn_tp.placement import place
-from axonn_tp.plan import Placement, Plan
-from axonn_tp.rms_norm import RMSNorm
-from axonn_tp.tuning import TunedMatmul, Tuner
-from axonn_tp.tuning_cache import default_cache
-from axonn_tp.unnamed import sum_unnamed
-from axonn_tp.weight import Split, SplitWeight
+from axonn_tp.plan.counted_attributes import count_locally
+from axonn_tp.plan.placement import place
+from axonn_tp.plan.rules import Placement, Plan
 
 
 def parallelize(
@@ -50,7 +50,7 @@ def parallelize(
 
     Rank 0's weights are what is split. A model on the meta device is built layer by layer, each module by its own
     `reset_parameters()` in the order of `named_modules`, so the same seed gives the serial model's weights (HF models:
-    by their `_init_weights`, see `axonn_tp.materialise`).
+    by their `_init_weights`, see `axonn_tp.layers.materialise`).
 
     Args:
         model: the serial model; optimizers that already hold its parameters keep holding them.
@@ -69,7 +69,7 @@ def parallelize(
     leave_to_eager()
     if plan == "auto":
         # The search builds on this file's plans.
-        from axonn_tp.auto import auto_plan
+        from axonn_tp.plan.search.auto import auto_plan
 
         plan, report = auto_plan(model, mesh.grid, example_inputs, options)
         if dist.get_rank() == 0:

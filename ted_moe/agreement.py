@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_tp.collectives import Pending, start_all_reduce
+from axonn_tp.comm.collectives import Pending, start_all_reduce
 from ted_moe.topology import Groups, Topology
 
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max

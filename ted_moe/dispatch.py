@@ -1,6 +1,6 @@
 """Tokens to their experts and back, without what tensor ranks hold twice (000, section 7.3.1).
 
-The collectives that `axonn_tp.collectives` has are used from there; these are the ones that only experts need.
+The collectives that `axonn_tp.comm.collectives` has are used from there; these are the ones that only experts need.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axonn_tp.collectives import gather_from, wait
-from axonn_tp.mesh import Axes
+from axonn_tp.comm.collectives import gather_from, wait
+from axonn_tp.grid.mesh import Axes
 from ted_moe.gating import Routes
 
 _ops = torch.ops._c10d_functional

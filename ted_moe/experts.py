@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonn_tp import Grid, LayerPlan, auto_plan
-from axonn_tp.collectives import copy_to, reduce_from
-from axonn_tp.layout import become
-from axonn_tp.mesh import Axes
+from axonn_tp.comm.collectives import copy_to, reduce_from
+from axonn_tp.grid.layout import become
+from axonn_tp.grid.mesh import Axes
 
 
 class Column(nn.Linear):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from axonn_tp.gradients import sum_gradients
+from axonn_tp.comm.gradients import sum_gradients
 from ted_moe.topology import Groups
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_tp.collectives import gather_from, gather_to, scatter_from, split_to
-from axonn_tp.mesh import Axes
+from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
+from axonn_tp.grid.mesh import Axes
 from ted_moe.agreement import Agreement, same_seed, watch_outputs
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_tp import Grid, Mesh
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Shard
 from axonn_tp.checkpoint.state import Notes, Shards, check_tensors
-from axonn_tp.layout import Layout, layout_of
+from axonn_tp.grid.layout import Layout, layout_of
 
 PER_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 # How a step is computed, and how this run groups its parameters, is its own choice.

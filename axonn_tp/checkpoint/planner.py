@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from axonn_tp.layout import Layout
-from axonn_tp.mesh import Grid
-from axonn_tp.regions import Region, regions
+from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.mesh import Grid
+from axonn_tp.grid.regions import Region, regions
 
 # A reader loads a whole stored piece to take a part of it.
 _PIECE_BYTES = 64 * 2**20

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from axonn_tp.checkpoint.planner import Place
-from axonn_tp.mesh import Grid
+from axonn_tp.grid.mesh import Grid
 
 
 def random_state() -> dict[str, Any]:

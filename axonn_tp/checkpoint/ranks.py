@@ -10,7 +10,7 @@ import torch.distributed as dist
 from axonn_tp.checkpoint.background import let_saving_end
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Place
-from axonn_tp.mesh import Mesh
+from axonn_tp.grid.mesh import Mesh
 
 T = TypeVar("T")
 # A group of our own: a save in the background must not meet the training's collectives, and NCCL sends no objects.

@@ -23,8 +23,8 @@ from axonn_tp.checkpoint.state import Shards, model_state
 from axonn_tp.checkpoint.sums import flush
 from axonn_tp.checkpoint.training import Reading
 from axonn_tp.checkpoint.whole import whole_tensors
-from axonn_tp.layout import Layout
-from axonn_tp.mesh import Mesh
+from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.mesh import Mesh
 
 _NAMES = {
     torch.float64: "F64",

@@ -13,8 +13,8 @@ from torch import nn
 
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Shard
-from axonn_tp.exports import as_shards
-from axonn_tp.layout import layout_of
+from axonn_tp.grid.layout import layout_of
+from axonn_tp.layers.exports import as_shards
 
 _EXTRA = "_extra_state"
 

@@ -32,7 +32,7 @@ from axonn_tp.checkpoint.randomness import random_state, set_random_state, sourc
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
 from axonn_tp.checkpoint.sums import flush, in_words
-from axonn_tp.mesh import Grid, Mesh
+from axonn_tp.grid.mesh import Grid, Mesh
 
 
 def save(

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_tp.exports import as_shards
-from axonn_tp.layout import Layout, layout_of
-from axonn_tp.mesh import Mesh
-from axonn_tp.regions import regions
+from axonn_tp.grid.layout import Layout, layout_of
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.grid.regions import regions
+from axonn_tp.layers.exports import as_shards
 
 
 @torch.no_grad()

@@ -18,13 +18,13 @@ from typing import Any
 
 
 def _patch_deepspeed(module: ModuleType) -> None:
-    from axonn_plugins.deepspeed.patch import patch
+    from axonn_plugins.hosts.deepspeed.patch import patch
 
     patch(module)
 
 
 def _arm_megatron(module: ModuleType) -> None:
-    from axonn_plugins.megatron.patch import arm
+    from axonn_plugins.hosts.megatron.patch import arm
 
     arm(module)
 
@@ -36,13 +36,13 @@ def _register_backend(module: ModuleType) -> None:
 
 
 def _patch_accelerate(module: ModuleType) -> None:
-    from axonn_plugins.huggingface.accelerate_patch import patch
+    from axonn_plugins.hosts.transformers.accelerate_patch import patch
 
     patch(module)
 
 
 def _patch_trainer(module: ModuleType) -> None:
-    from axonn_plugins.huggingface import trainer_patch
+    from axonn_plugins.hosts.transformers import trainer_patch
 
     parts = {
         "transformers.integrations.deepspeed": trainer_patch.patch_configuration,
@@ -87,7 +87,7 @@ class _MegatronOnCpu(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname == "megatron":
             sys.meta_path.remove(self)
-            from axonn_plugins.megatron.cpu import enable
+            from axonn_plugins.hosts.megatron.cpu import enable
 
             enable()
         return None

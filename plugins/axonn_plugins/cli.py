@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from axonn_plugins import __version__
+from axonn_plugins.cluster.launch import RankFailed
 from axonn_plugins.config import ConfigError, schema
-from axonn_plugins.launch import RankFailed
 
 _BENCH = "bench_"
 _READER_GONE = 141
@@ -154,11 +154,11 @@ def _command(parsed: argparse.Namespace, rest: list[str], helped: bool) -> int:
 
         return plan(rest)
     if parsed.command == "doctor":
-        from axonn_plugins.doctor import main as doctor
+        from axonn_plugins.observe.doctor import main as doctor
 
         return doctor()
     if parsed.command == "ledger":
-        from axonn_plugins.ledger_report import main as ledger_of
+        from axonn_plugins.observe.ledger_report import main as ledger_of
 
         return ledger_of(parsed.run)
     if parsed.write is None:

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 
 PACKAGES = ("axonn_tp", "samo", "ted_moe")
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import axonn_tp
 from axonn_tp import Grid, LayerPlan, Mesh, auto_plan, factorisations
-from axonn_tp.counts import count_locally
-from axonn_tp.example import guesses
-from axonn_tp.linear_split import features
+from axonn_tp.layers.linear_split import features
+from axonn_tp.plan.counted_attributes import count_locally
+from axonn_tp.plan.example_inputs import guesses
 from tests.axonn_tp.families import FAMILIES, GROUPED, NO_TOKENS, VOCABULARY, hf, litgpt
 from tests.axonn_tp.test_grids import largest_error
 from tests.distributed import meshes, run_ranks

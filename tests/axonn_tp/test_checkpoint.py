@@ -28,7 +28,7 @@ from axonn_tp.checkpoint import (
     save,
 )
 from axonn_tp.checkpoint.whole import assemble
-from axonn_tp.exports import as_shards
+from axonn_tp.layers.exports import as_shards
 from tests.axonn_tp.test_grids import gpt_plan
 from tests.deepspeed.scripts import one_sentence
 from tests.distributed import run_ranks

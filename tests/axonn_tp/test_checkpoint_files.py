@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import axonn_tp
-from axonn_plugins.launch import RankFailed
+from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, latest, load, save
 from tests.distributed import run_ranks

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, LinearSplit, Mesh, Options, factorisations
-from axonn_tp.conv import Conv, Convolution, check_conv, conv_collectives, conv_layout, is_conv
+from axonn_tp.layers.conv import Conv, Convolution, check_conv, conv_collectives, conv_layout, is_conv
 from tests.axonn_tp.test_grids import TOLERANCE, whole
 from tests.distributed import meshes, run_ranks
 

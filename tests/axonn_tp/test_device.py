@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_tp.device import device_of_rank
+from axonn_tp.grid.device import device_of_rank
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, place
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import batch_for

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_tp import Mesh, layout_of, meeting, parallelize
-from axonn_tp.exports import as_shards
+from axonn_tp import Mesh, layout_of, parallelize
+from axonn_tp.comm import meeting
+from axonn_tp.layers.exports import as_shards
 from tests.axonn_tp.families import GROUPED, hf
 from tests.deepspeed.scripts import one_sentence
 from tests.distributed import run_ranks

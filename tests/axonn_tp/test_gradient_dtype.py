@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, place
 from tests.axonn_tp.test_grids import gpt_plan, whole

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Collective, Grid, Linear, LinearSplit, Mesh, factorisations, linear_collectives
 from tests.axonn_tp.test_grids import TOLERANCE, WORLDS, whole
 from tests.distributed import meshes, run_ranks

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import CrossEntropyLoss, Grid, Mesh
-from axonn_tp.loss import check_loss, loss_collectives
-from axonn_tp.share import share_of
+from axonn_tp.grid.share import share_of
+from axonn_tp.layers.cross_entropy import check_loss, loss_collectives
 from tests.distributed import run_ranks
 
 CLASSES = 9

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, LayerPlan, Mesh, place
-from axonn_tp.group_norm import GroupNorm, check_group_norm, group_norm_collectives
-from axonn_tp.rms_norm import RMSNorm, check_rms_norm, is_rms_norm, rms_norm_collectives
-from axonn_tp.share import Share, share_of
+from axonn_tp.grid.share import Share, share_of
+from axonn_tp.layers.group_norm import GroupNorm, check_group_norm, group_norm_collectives
+from axonn_tp.layers.rms_norm import RMSNorm, check_rms_norm, is_rms_norm, rms_norm_collectives
 from tests.axonn_tp.test_grids import train_one_step
 from tests.distributed import run_ranks
 

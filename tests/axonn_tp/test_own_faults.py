@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from axonn_tp import Grid, auto_plan
-from axonn_tp.shadow import Shadow
+from axonn_tp.plan.search.shadow import Shadow
 
 
 class Net(nn.Module):

@@ -246,7 +246,7 @@ def test_a_plan_has_the_forms_of_the_block() -> None:
     """Those that the block's JSON has, read by its own validator, become the same placements."""
     forms = {**FORMS, "*.fc2": "transposed"}
     block = TensorParallel.model_validate({"plan": json.loads(json.dumps(forms))})
-    engine = pytest.importorskip("axonn_plugins.deepspeed.engine")
+    engine = pytest.importorskip("axonn_plugins.hosts.deepspeed.engine")
     plans = (FORMS, forms, engine.layer_plans(block))
     found = [[vars(placement) for placement in place(GPT(SMALL), Grid(2, 2), plan)] for plan in plans]
     for placements in found:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options
 from tests.axonn_tp.test_grids import TOLERANCE, gpt_plan

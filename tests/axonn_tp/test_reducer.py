@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
 from tests.axonn_tp.test_grids import TOLERANCE
 from tests.distributed import meshes, run_ranks

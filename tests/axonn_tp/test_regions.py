@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from axonn_tp import Grid, Layout, factorisations
-from axonn_tp.regions import Region, regions
+from axonn_tp.grid.regions import Region, regions
 
 LAYOUTS = [
     Layout((), ()),

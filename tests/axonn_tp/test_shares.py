@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.cluster import Cluster, lacking
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, Mesh
-from axonn_tp.collectives import Collective, reduce_scatter, start_sum_of_shares
-from axonn_tp.overlap import _WHOLE_AT_ONCE
-from axonn_tp.shares import less_between_nodes
+from axonn_tp.comm.collectives import Collective, reduce_scatter, start_sum_of_shares
+from axonn_tp.comm.gloo_reduce_scatter import less_between_nodes
+from axonn_tp.comm.overlap import _WHOLE_AT_ONCE
 from tests.axonn_tp.test_grids import gpt_plan
 from tests.distributed import run_ranks
 

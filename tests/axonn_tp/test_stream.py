@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
 from tests.axonn_tp.families import FAMILIES

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_tp.product import Matmul
-from axonn_tp.tuning import MODES, Product, TunedMatmul, Tuner, matmul_as, measure, product_of
-from axonn_tp.tuning_cache import Machine, read_times, write_times
+from axonn_tp.layers.product import Matmul
+from axonn_tp.layers.tuning import MODES, Product, TunedMatmul, Tuner, matmul_as, measure, product_of
+from axonn_tp.layers.tuning_cache import Machine, read_times, write_times
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import axonn_tp
 from axonn_recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
 from axonn_recipes.models.unet_plan import unet_plan
 from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of, place
-from axonn_tp.collectives import all_reduce
+from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.options import LAYOUTS
 from tests.distributed import meshes, run_ranks
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_map  # noqa: E402
 
 import samo  # noqa: E402
-from axonn_plugins.launch import launch  # noqa: E402
+from axonn_plugins.cluster.launch import launch  # noqa: E402
 from samo.mask_file import unpack  # noqa: E402
 
 STEPS, BATCH = 6, 3

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from axonn_plugins.launch import free_port
+from axonn_plugins.cluster.launch import free_port
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

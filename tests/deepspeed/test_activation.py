@@ -16,7 +16,7 @@ from tests.deepspeed.scripts import environment, last_line, run_script, sentence
 from tests.deepspeed.training import Case, attempt, serial, start, train
 from tests.distributed import run_ranks
 
-OURS = "axonn_plugins.deepspeed.engine.AxonnEngine"
+OURS = "axonn_plugins.hosts.deepspeed.engine.AxonnEngine"
 STOCK = "deepspeed.runtime.engine.DeepSpeedEngine"
 WAYS = {
     "dict": "config=config",

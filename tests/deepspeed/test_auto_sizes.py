@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from axonn_plugins.config import ConfigError, parse
-from axonn_plugins.deepspeed import auto_sizes
-from axonn_plugins.deepspeed.tensor_config import stand_in
+from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
+from axonn_plugins.hosts.deepspeed.tensor.config import stand_in
 from axonn_plugins.planner import machine
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, Options

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from axonn_plugins.launch import RankFailed
+from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import layout_of
 from axonn_tp.checkpoint import load
 from tests.deepspeed.scripts import one_sentence

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = os.environ.get("DEEPSPEED_SOURCE")
 SKIPPED = {"test_moe_tp.py": 2, "test_moe.py": 0}
 """Tests for which tutel must be installed."""
+LEFT_OUT = "TestMoESingleton::test_all_to_all[multi]"
+"""Counts calls of stock's own all-to-all, in whose place TED has another."""
 
 
 @pytest.mark.skipif(SOURCE is None, reason="DEEPSPEED_SOURCE names no checkout of DeepSpeed, of the installed version")
@@ -37,6 +39,8 @@ def test_pass_under_ted(file: str) -> None:
         "tests.deepspeed.deepspeeds_tests",
         "-q",
         str(found.relative_to(folder)),
+        "--deselect",
+        f"{found.relative_to(folder)}::{LEFT_OUT}",
     ]
     ended = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True)
     summary = re.sub(r"\x1b\[\d*m", "", ended.stdout).strip().splitlines()[-1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import axonn_plugins
-import axonn_plugins.deepspeed.engine
+import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_tp import Grid
 from tests.deepspeed import training  # noqa: F401  ranks are forked from here
@@ -112,7 +112,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def _sentence(block: Any, raw: dict[str, Any]) -> str:
-    from axonn_plugins.deepspeed.tensor_config import check, grid_for
+    from axonn_plugins.hosts.deepspeed.tensor.config import check, grid_for
 
     with pytest.raises(ConfigError) as caught:
         parsed = parse(block).tensor_parallel
@@ -140,7 +140,7 @@ def test_sentences_differ() -> None:
 
 
 def test_good_blocks_pass() -> None:
-    from axonn_plugins.deepspeed.tensor_config import check
+    from axonn_plugins.hosts.deepspeed.tensor.config import check
 
     for block in ({}, tp(), tp(plan="auto"), tp(gx=1, gy=1, gz=1, plan={"a": "replicated"}), {"requires": "0.1"}):
         parse(block)
@@ -242,7 +242,9 @@ def test_script(name: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_without_the_block_is_not_waited_for(tmp_path: Path) -> None:
-    line = "import axonn_plugins.deepspeed.roll as roll; roll.PATIENCE = 1.0\nmore = {'axonn': None} if rank else {}"
+    line = (
+        "import axonn_plugins.hosts.deepspeed.roll as roll; roll.PATIENCE = 1.0\nmore = {'axonn': None} if rank else {}"
+    )
     text = SCRIPT.replace("CHANGE", line).replace("AFTER", "")
     codes, errors, seconds = fork_script(tmp_path, text, ranks=2, limit=60)
     assert codes[0] == 1 and seconds < 60

@@ -28,8 +28,9 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from axonn_tp import layout_of, meeting
+from axonn_tp import layout_of
 from axonn_tp.checkpoint import convert_checkpoint
+from axonn_tp.comm import meeting
 from tests import groups
 from tests.axonn_tp.families import hf
 from tests.deepspeed import ted_training, test_ted_checkpoint

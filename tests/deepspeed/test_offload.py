@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from axonn_plugins.autoload import activate  # noqa: E402
 from axonn_plugins.config import ConfigError, parse  # noqa: E402
-from axonn_plugins.deepspeed.offload_config import check  # noqa: E402
+from axonn_plugins.hosts.deepspeed.offload.config import check  # noqa: E402
 from tests.distributed import run_ranks  # noqa: E402
 from tests.ted_moe.test_tiled_optimizer import Untiled  # noqa: E402
 

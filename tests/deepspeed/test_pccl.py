@@ -17,8 +17,8 @@ import torch.distributed as dist  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
 from axonn_plugins.autoload import activate  # noqa: E402
+from axonn_plugins.cluster.launch import launch  # noqa: E402
 from axonn_plugins.config import ConfigError  # noqa: E402
-from axonn_plugins.launch import launch  # noqa: E402
 from axonn_plugins.pccl.build import load  # noqa: E402
 
 RANKS, STEPS = 3, 4
@@ -142,7 +142,7 @@ def _cases() -> dict[str, Any]:
 
 def _with_tensor_parallel() -> dict[str, Any]:
     """Every case with the block's tensor_parallel alone and then with pccl beside it, and who did the collectives."""
-    from axonn_plugins.deepspeed import engine as ours
+    from axonn_plugins.hosts.deepspeed import engine as ours
     from tests.deepspeed.training import config_of, start
     from tests.deepspeed.training import train as train_case
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonn_plugins.deepspeed import digests
+from axonn_plugins.hosts.common import digests
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import Case, attempt, start
 from tests.distributed import run_ranks

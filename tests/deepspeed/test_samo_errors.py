@@ -9,7 +9,7 @@ import deepspeed  # noqa: F401  ranks are forked from here
 import pytest
 
 import axonn_plugins
-import axonn_plugins.deepspeed.samo_engine
+import axonn_plugins.hosts.deepspeed.samo.engine
 from axonn_plugins.config import ConfigError, parse
 from tests.deepspeed.scripts import fork_script, one_sentence, sentences
 
@@ -62,7 +62,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def test_sentences() -> None:
-    from axonn_plugins.deepspeed.samo_config import check
+    from axonn_plugins.hosts.deepspeed.samo.config import check
 
     found = set()
     for name, (block, said) in BLOCKS.items():

@@ -10,7 +10,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from axonn_plugins.deepspeed.stock_plan import Flat, Group, renumbered, stock_groups
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import Flat, Group, renumbered, stock_groups
 
 EXPERTS = "moe.deepspeed_moe.experts.deepspeed_experts."
 

@@ -14,7 +14,7 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import grad_norm
 from tests.deepspeed.ted_training import CHECKPOINTS, Case, start
 from tests.deepspeed.training import attempt

@@ -18,7 +18,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 from axonn_plugins.config import ConfigError, parse
-from axonn_plugins.deepspeed.tiled import TiledZeroOptimizer
+from axonn_plugins.hosts.deepspeed.optim.tiled_zero import TiledZeroOptimizer
 from axonn_recipes.allocations import most_allocated
 from tests.deepspeed.training import attempt, two_groups
 from tests.distributed import run_ranks

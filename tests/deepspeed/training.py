@@ -136,7 +136,7 @@ def config_of(case: Case) -> dict[str, Any]:
 def start(case: Case, model: nn.Module | None = None) -> Any:
     """The engine for a case, in a rank."""
     import axonn_plugins
-    from axonn_plugins.deepspeed import engine as ours
+    from axonn_plugins.hosts.deepspeed import engine as ours
 
     # Each group of gloo keeps threads that poll: a hundred meshes would fill the machine.
     if not hasattr(ours.Mesh, "cache_info"):

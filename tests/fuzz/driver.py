@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import RankFailed, launch
+from axonn_plugins.cluster.launch import RankFailed, launch
 from axonn_tp import Mesh
 from tests.fuzz.cases import Case, case, run
 

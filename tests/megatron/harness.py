@@ -101,7 +101,7 @@ def _main(script: str, file: str) -> None:
     import torch
 
     from axonn_plugins.autoload import activate
-    from axonn_plugins.launch import RankFailed, launch
+    from axonn_plugins.cluster.launch import RankFailed, launch
 
     activate()
     out = os.dup(1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from axonn_plugins.megatron import arguments, connections, features, known, patch, rules
-from axonn_plugins.megatron.settings import Settings
+from axonn_plugins.hosts.megatron import arguments, connections, features, known, patch, rules
+from axonn_plugins.hosts.megatron.settings import Settings
 from tests.megatron import harness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -385,7 +385,7 @@ def test_the_import_of_megatrons_parser_arms_it(tmp_path):
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(
         "import axonn_plugins\naxonn_plugins.activate()\nfrom megatron.training.arguments import parse_args, validate_args\n"
-        "import sys\nassert 'axonn_plugins.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
+        "import sys\nassert 'axonn_plugins.hosts.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "WORLD_SIZE": "8"}
     run = lambda *flags: subprocess.run(  # noqa: E731
@@ -406,7 +406,7 @@ import torch
 # What validation asks of a device.
 torch.cuda.get_device_properties = lambda *_: type("Device", (), {"major": 10})
 import megatron.training.arguments as arguments
-from axonn_plugins.megatron import known, patch
+from axonn_plugins.hosts.megatron import known, patch
 installed = []
 patch.install = installed.append
 told = []

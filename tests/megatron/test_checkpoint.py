@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from axonn_plugins.megatron import checkpoint, checkpoint_optimizer, checkpoint_training, process_groups
-from axonn_plugins.megatron.settings import Settings
+from axonn_plugins.hosts.megatron import checkpoint, checkpoint_optimizer, checkpoint_training, process_groups
+from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import Grid, Layout, factorisations
 from tests.distributed import run_ranks
 from tests.megatron import harness, training

@@ -18,7 +18,7 @@ sys.modules["triton"] = None
 import torch
 from axonn_plugins.autoload import activate
 activate()
-from axonn_plugins.megatron import cpu
+from axonn_plugins.hosts.megatron import cpu
 assert cpu.enable() and cpu.enable()
 import triton, triton.language as tl
 assert triton.jit and tl.constexpr
@@ -47,12 +47,12 @@ from axonn_plugins.autoload import activate
 activate()
 import megatron.core
 assert not torch.cuda.is_available() and torch.ones(1).type() == "torch.FloatTensor"
-assert "axonn_plugins.megatron.cpu" not in sys.modules
+assert "axonn_plugins.hosts.megatron.cpu" not in sys.modules
 """
 WITH_GPU = """
 import warnings
 from unittest.mock import patch
-from axonn_plugins.megatron import cpu
+from axonn_plugins.hosts.megatron import cpu
 current = torch.cuda.current_stream
 with patch("torch.cuda.is_available", lambda: True), warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -100,7 +100,7 @@ def test_what_is_sent_is_a_copy() -> None:
     """Gloo reads it later, when the interleaved schedule has emptied it."""
     import torch
 
-    from axonn_plugins.megatron import cpu
+    from axonn_plugins.hosts.megatron import cpu
 
     communication = ModuleType("p2p_communication")
     communication._p2p_ops = lambda **given: given  # type: ignore[attr-defined]

@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core import parallel_state
 
-from axonn_plugins.megatron import cpu, process_groups
-from axonn_plugins.megatron.groups import Communicators
-from axonn_plugins.megatron.settings import Settings
-from axonn_tp.mesh import AXES, SEVERAL, Mesh
+from axonn_plugins.hosts.megatron import cpu, process_groups
+from axonn_plugins.hosts.megatron.groups import Communicators
+from axonn_plugins.hosts.megatron.settings import Settings
+from axonn_tp.grid.mesh import AXES, SEVERAL, Mesh
 from tests.distributed import run_ranks
 
 NAMES = (*AXES, *SEVERAL)

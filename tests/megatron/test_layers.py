@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from axonn_plugins.ledger import Ledger
-from axonn_plugins.megatron import process_groups
-from axonn_plugins.megatron.randomness import HeadsDropout, StreamDropout
-from axonn_plugins.megatron.settings import Settings
-from axonn_plugins.megatron.sharing import column_split, row_split
+from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout
+from axonn_plugins.hosts.megatron.settings import Settings
+from axonn_plugins.hosts.megatron.sharing import column_split, row_split
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, factorisations
-from axonn_tp.collectives import Collective
-from axonn_tp.embedding import embedding_collectives, embedding_layout
-from axonn_tp.linear_split import LinearSplit, linear_collectives
-from axonn_tp.loss import loss_collectives
-from axonn_tp.norm import norm_collectives
+from axonn_tp.comm.collectives import Collective
+from axonn_tp.layers.cross_entropy import loss_collectives
+from axonn_tp.layers.embedding import embedding_collectives, embedding_layout
+from axonn_tp.layers.layer_norm import norm_collectives
+from axonn_tp.layers.linear_split import LinearSplit, linear_collectives
 from tests.distributed import run_ranks
 from tests.megatron import training
 from tests.megatron.training import Case

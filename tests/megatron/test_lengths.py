@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from axonn_plugins.megatron.sharing import check_length  # noqa: E402
+from axonn_plugins.hosts.megatron.sharing import check_length  # noqa: E402
 from axonn_tp import Mesh  # noqa: E402
 from tests.distributed import run_ranks  # noqa: E402
 

@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
-from axonn_plugins.megatron import process_groups
-from axonn_plugins.megatron.settings import Settings
+from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import layout_of
-from axonn_tp.collectives import whole_parameter
+from axonn_tp.comm.collectives import whole_parameter
 from tests.distributed import run_ranks
 from tests.megatron import training
 from tests.megatron.training import Case

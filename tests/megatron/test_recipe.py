@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from axonn_recipes.data import load
 from axonn_recipes.megatron_gpt.recipe import main
 from axonn_recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve

@@ -11,11 +11,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.transformer import TransformerConfig
 
-from axonn_plugins.block import ConfigError
-from axonn_plugins.megatron.embedding import VocabParallelEmbedding
-from axonn_plugins.megatron.layers import ColumnParallelLinear, RowParallelLinear
-from axonn_plugins.megatron.refusals import check_config
-from axonn_plugins.megatron.settings import Settings
+from axonn_plugins.config.base import ConfigError
+from axonn_plugins.hosts.megatron.embedding import VocabParallelEmbedding
+from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
+from axonn_plugins.hosts.megatron.refusals import check_config
+from axonn_plugins.hosts.megatron.settings import Settings
 from tests.distributed import run_ranks
 from tests.megatron import training
 from tests.megatron.training import Case

@@ -23,8 +23,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from axonn_plugins.megatron import cpu, process_groups, spec
-from axonn_plugins.megatron.settings import Settings
+from axonn_plugins.hosts.megatron import cpu, process_groups, spec
+from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import layout_of
 from tests import groups
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import free_port
+from axonn_plugins.cluster.launch import free_port
 from axonn_plugins.pccl.build import load
 from tests.pccl.stress import Pending, finish, join, one
 

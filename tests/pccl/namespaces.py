@@ -34,7 +34,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def nodes(count: int) -> Iterator[Callable[[int], dict[str, str]]]:
-    """How `axonn_plugins.launch.launch` puts rank i on node i, which has the address fd77::(i + 1)."""
+    """How `axonn_plugins.cluster.launch.launch` puts rank i on node i, which has the address fd77::(i + 1)."""
     mark = f"axonn{os.getpid()}"
     names = [f"{mark}-{node}" for node in range(count)]
     switch = f"{mark}-switch"

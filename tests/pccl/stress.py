@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import register
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import forget, planner

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from axonn_plugins.launch import free_port, launch
+from axonn_plugins.cluster.launch import free_port, launch
 from axonn_plugins.pccl.backend import using
 from axonn_plugins.pccl.build import load
 from axonn_plugins.pccl.choice import Choice

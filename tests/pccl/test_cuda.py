@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import free_port
+from axonn_plugins.cluster.launch import free_port
 from axonn_plugins.pccl import register
 from axonn_plugins.pccl.backend import using
 from axonn_plugins.pccl.build import load

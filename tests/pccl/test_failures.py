@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl.build import load
 from tests.pccl import kills
 from tests.pccl.stress import join

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl.build import load
 from tests.pccl.stress import join
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl.build import load
 from axonn_plugins.pccl.links import Fabric, Gone, Group, LinkError, Member
 from tests.pccl.handshake import (

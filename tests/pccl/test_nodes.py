@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import backend, interfaces
 from axonn_plugins.pccl.build import compiler, load
 from axonn_plugins.pccl.interfaces import addresses_of
@@ -211,7 +211,7 @@ int prctl(int option, ...) {
 
 LINKS = """
 import os, torch, torch.distributed as dist
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import Options, register
 
 def ranks():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import Options, register
 from axonn_plugins.pccl.build import BuildError, load
 from tests.deepspeed.scripts import environment, one_sentence

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import free_port, launch
+from axonn_plugins.cluster.launch import free_port, launch
 from axonn_plugins.pccl.build import load
 from tests.deepspeed.scripts import environment
 from tests.pccl.stress import join

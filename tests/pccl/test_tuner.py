@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import Options, backend, register, tuner
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import planner, using

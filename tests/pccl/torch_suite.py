@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import register
 from axonn_plugins.pccl.build import load
 

@@ -1,4 +1,4 @@
-"""Ranks of which one is killed and the others are left to notice, which `axonn_plugins.launch` would not."""
+"""Ranks of which one is killed and the others are left to notice, which `axonn_plugins.cluster.launch` would not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import free_port
+from axonn_plugins.cluster.launch import free_port
 
 
 def survivors(

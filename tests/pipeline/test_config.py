@@ -10,7 +10,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from axonn_plugins.config import ConfigError, parse
-from axonn_plugins.deepspeed import config_hook, pipeline_config
+from axonn_plugins.hosts.deepspeed import config_hook
+from axonn_plugins.hosts.deepspeed.pipeline import config as pipeline_config
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "TED": ({"ted": {}}, {}, ("axonn.pipeline", "axonn.ted", "leave one")),

@@ -35,7 +35,7 @@ from tests.pipeline.training import (
 
 activate()
 
-from axonn_plugins.deepspeed.pipeline_engine import checkpoint_interval  # noqa: E402
+from axonn_plugins.hosts.deepspeed.pipeline.engine import checkpoint_interval  # noqa: E402
 
 CLOSE = 1e-10
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import samo  # noqa: E402
 from axonn_tp import layout_of  # noqa: E402
-from axonn_tp.collectives import whole_parameter  # noqa: E402
+from axonn_tp.comm.collectives import whole_parameter  # noqa: E402
 
 STEPS, MICROBATCH, WIDTH, TOKENS, WORDS = 3, 2, 8, 5, 11
 Spec = LayerSpec | Callable[[Any], Any]

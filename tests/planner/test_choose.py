@@ -6,11 +6,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.choose import Candidate, Choice, candidate, choose, seconds, sentence
 from axonn_tp import Grid
-from axonn_tp.volumes import Volume
+from axonn_tp.plan.volumes import Volume
 
 PERLMUTTER = replace(machine.load("perlmutter"), bandwidth_efficiency=1.0, fast_latency=0.0, slow_latency=0.0)
 GPT_20B = model.load("gpt-20b")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files, machine, model
 from axonn_plugins.planner.axonn import node_bandwidth
 from axonn_plugins.planner.model import Transformer, UNet

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import axonn_tp
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
 from axonn_plugins.planner.model import Transformer
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Linear, Mesh, Options, factorisations, place
-from axonn_tp.volumes import local_parameters, step_volumes
+from axonn_tp.plan.volumes import local_parameters, step_volumes
 from tests.distributed import run_ranks
 
 RANKS, BATCH, CONTEXT = 4, 8, 8

@@ -14,8 +14,8 @@ from axonn_plugins.planner.step import Setting
 from axonn_plugins.planner.unet import UNet
 from axonn_recipes.models import unet as recipe
 from axonn_tp import Grid
-from axonn_tp.conv import conv_collectives
-from axonn_tp.linear_split import LinearSplit
+from axonn_tp.layers.conv import conv_collectives
+from axonn_tp.layers.linear_split import LinearSplit
 
 PERLMUTTER = machine.load("perlmutter")
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from axonn_plugins.cli import main
 from axonn_plugins.cluster import Cluster, address, lacking, processes, units
+from axonn_plugins.cluster.launch import RankFailed
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import RankFailed
 
 needs_cluster = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 MBIT = 10**6 / 8

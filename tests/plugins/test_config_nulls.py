@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from axonn_plugins.block import Block
 from axonn_plugins.config import ConfigError, Pccl, Samo, Ted, TensorParallel, parse
-from axonn_plugins.pipeline.block import Pipeline
-from axonn_plugins.pipeline.offload_block import OffloadOptimizer
+from axonn_plugins.config.base import Block
+from axonn_plugins.config.offload_optimizer import OffloadOptimizer
+from axonn_plugins.config.pipeline import Pipeline
 
 NEEDED = {"samo": {"sparsity": 0.5}}
 BLOCKS: dict[str, type[Block]] = {

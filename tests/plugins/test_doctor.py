@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from axonn_plugins import build_locks, doctor
-from axonn_plugins.doctor import Check
+from axonn_plugins import build_locks
+from axonn_plugins.observe import doctor
+from axonn_plugins.observe.doctor import Check
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +48,7 @@ def test_a_ready_environment(installed, capsys):
 
 
 def test_it_runs_as_a_program_without_a_traceback():
-    program = [sys.executable, "-m", "axonn_plugins.doctor"]
+    program = [sys.executable, "-m", "axonn_plugins.observe.doctor"]
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT)
     # Run from a checkout, the suite need not be installed: then the exit code says so.
     installed = importlib.metadata.entry_points(group="torch.backends", name="axonn")

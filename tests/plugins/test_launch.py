@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 
 
 def _sum_in_a_later_group() -> float:

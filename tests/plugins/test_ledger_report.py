@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.cli import main
-from axonn_plugins.ledger import Ledger
-from axonn_plugins.ledger_report import read_ledger, write_ledger
-from axonn_plugins.trace import Tracer
+from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.observe.ledger_report import read_ledger, write_ledger
+from axonn_plugins.observe.trace import Tracer
 from axonn_tp import Mesh
-from axonn_tp.collectives import start_all_gather
+from axonn_tp.comm.collectives import start_all_gather
 from tests.distributed import run_ranks
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from axonn_plugins import metrics
-from axonn_plugins.metrics import MetricsLogger, flops_per_token, format_step, peak_flops, process_memory_bytes
+from axonn_plugins.observe import metrics
+from axonn_plugins.observe.metrics import MetricsLogger, flops_per_token, format_step, peak_flops, process_memory_bytes
 
 
 def logged(run_dir):
@@ -16,7 +16,9 @@ def logged(run_dir):
 
 
 def test_importing_is_light():
-    code = "import sys, axonn_plugins.metrics; print(*({'torch', 'matplotlib', 'tensorboard'} & set(sys.modules)))"
+    code = (
+        "import sys, axonn_plugins.observe.metrics; print(*({'torch', 'matplotlib', 'tensorboard'} & set(sys.modules)))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == ""
 

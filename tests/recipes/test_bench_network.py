@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from axonn_plugins.planner import machine
 from axonn_recipes.bench_network.measure import Measured, measure, pairs
 from axonn_recipes.bench_network.recipe import main as bench

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
-from axonn_plugins.metrics import format_split
+from axonn_plugins.observe.metrics import format_split
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--context", "8", "--batch", "8", "--steps", "3"]
 

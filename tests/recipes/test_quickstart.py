@@ -18,11 +18,11 @@ import torch
 
 import axonn_plugins
 from axonn_plugins.cli import main
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.deepspeed.engine import layer_plans
-from axonn_plugins.deepspeed.tensor_config import grid_for
-from axonn_plugins.launch import launch
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.hosts.deepspeed.engine import layer_plans
+from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.data import load
 from axonn_recipes.quickstart import report
 from axonn_recipes.quickstart.settings import Settings, add_arguments, find_run, resolve

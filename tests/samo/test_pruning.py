@@ -12,7 +12,7 @@ import axonn_tp
 import samo
 from axonn_plugins.samo.mesh import shards_of
 from axonn_recipes.models.gpt import GPT, GPTConfig
-from axonn_tp.layout import layout_of
+from axonn_tp.grid.layout import layout_of
 from samo import selection
 from samo.pruning import smallest
 from tests.distributed import run_ranks

@@ -6,7 +6,7 @@ import deepspeed
 import torch
 
 import ted_moe
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, groups_of
 from ted_moe import Topology
 from ted_moe.dropless import plan_receiving, plan_sending, share_out

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ted_moe
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, data_tokens, groups_of
 from ted_moe import Topology
 from tests.distributed import run_ranks

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 
 import ted_moe
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
 from ted_moe import Stashing, Topology
 from tests.distributed import run_ranks

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from axonn_plugins.cluster import processes
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.cluster.switch import INTERFACE, Switch, Traffic, lacking, read, start, traffic
 from axonn_plugins.cluster.units import bits_per_second, cluster_name, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 
 __all__ = ["Cluster", "Traffic", "address", "lacking", "place_rank", "sweep"]
 
@@ -83,7 +83,7 @@ class Cluster:
     def launch(
         self, function: Callable[..., Any], ranks_per_node: int, *arguments: Any, timeout: float | None = None
     ) -> list[Any]:
-        """Run `function(*arguments)` on every rank of every node, node-major; see `axonn_plugins.launch.launch`.
+        """Run `function(*arguments)` on every rank of every node, node-major; see `axonn_plugins.cluster.launch.launch`.
 
         Returns:
             What each rank returned, by rank.
@@ -100,7 +100,7 @@ class Cluster:
 
 
 def place_rank(switch: Switch, ranks_per_node: int) -> Callable[[int], dict[str, str]]:
-    """How `axonn_plugins.launch.launch` puts a rank into its node.
+    """How `axonn_plugins.cluster.launch.launch` puts a rank into its node.
 
     Raises:
         ConfigError: `ranks_per_node` is not a positive integer.

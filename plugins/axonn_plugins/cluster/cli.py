@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from axonn_plugins.cluster import environment, place_rank, processes, sweep, traffic
+from axonn_plugins.cluster.launch import RankFailed, launch
 from axonn_plugins.cluster.switch import Switch, lacking, start
 from axonn_plugins.cluster.units import bits_per_second, cluster_name, nanoseconds, node_count, shown
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import RankFailed, launch
 
 DEFAULT_NAME = "axonn"
 

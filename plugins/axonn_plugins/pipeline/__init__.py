@@ -1,1 +1,1 @@
-"""The message-driven pipeline (dissertation chapter 3): schedule, transport, events; DeepSpeed's engine is in `axonn_plugins.deepspeed`."""
+"""The message-driven pipeline (dissertation chapter 3): schedule, transport, events; DeepSpeed's engine is in `axonn_plugins.hosts.deepspeed`."""

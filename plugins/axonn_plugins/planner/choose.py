@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.axonn import Floats, Grids, bandwidths, ranked
 from axonn_plugins.planner.machine import Machine
 from axonn_tp import AXES, Grid
-from axonn_tp.volumes import Volume
+from axonn_tp.plan.volumes import Volume
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Choice:
 
 
 def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float) -> Candidate:
-    """A grid that sends what `axonn_tp.volumes.step_volumes` counts. What goes over several axes goes as fast as over the outermost."""
+    """A grid that sends what `axonn_tp.plan.volumes.step_volumes` counts. What goes over several axes goes as fast as over the outermost."""
     sent: dict[str, float] = defaultdict(float)
     messages: dict[str, int] = defaultdict(int)
     scattered: dict[str, float] = defaultdict(float)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files, machine, model, report
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.step import Setting

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),

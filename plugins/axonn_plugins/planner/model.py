@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
 from axonn_plugins.planner.hf import is_hf, sizes_of
 from axonn_plugins.planner.layers import Block, transformer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.answer import Answer
 from axonn_plugins.planner.report import GB, PARTS, shares
 from axonn_plugins.planner.search import AnyPlan

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from axonn_plugins.block import ConfigError
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.layers import Attention, Between, Block, Kind, Linear
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import samo
-from axonn_tp.layout import layout_of
-from axonn_tp.mesh import Mesh
+from axonn_tp.grid.layout import layout_of
+from axonn_tp.grid.mesh import Mesh
 
 
 def shards_of(mesh: Mesh) -> samo.Shards:

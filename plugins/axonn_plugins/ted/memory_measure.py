@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from ted_moe import memory
 from ted_moe.memory import Degrees, State, Transformer
 

@@ -13,8 +13,8 @@ import warnings
 from datetime import timedelta
 from typing import NoReturn
 
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 
 _DTYPES = ("float32", "float64", "bfloat16")
 _PATIENCE = timedelta(minutes=3)

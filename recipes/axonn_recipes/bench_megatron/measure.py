@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.data import Corpus
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 
@@ -82,7 +82,7 @@ def _axes(side: Training) -> dict[str, str]:
         parallel_state.get_data_parallel_group(with_context_parallel=True).group_name: "data",
     }
     if side.grid is not None:
-        from axonn_plugins.megatron import process_groups
+        from axonn_plugins.hosts.megatron import process_groups
 
         named |= process_groups.mesh().axis_names()
         named |= {parallel_state.get_expert_data_parallel_group().group_name: "data"}

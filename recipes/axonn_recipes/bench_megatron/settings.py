@@ -12,7 +12,7 @@ from axonn_recipes.cluster_run import ClusterRun
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
 from axonn_tp import Grid
-from axonn_tp.mesh import factorisations
+from axonn_tp.grid.mesh import factorisations
 
 VARIANTS: Mapping[str, Mapping[str, bool]] = {
     "": {},

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from axonn_plugins.launch import free_port
+from axonn_plugins.cluster.launch import free_port
 
 
 def absent() -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from axonn_plugins.cluster import Cluster
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_recipes.bench_pccl.settings import Places
 
 

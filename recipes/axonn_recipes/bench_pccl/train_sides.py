@@ -20,7 +20,7 @@ from torch import Tensor  # noqa: E402
 
 import axonn_plugins  # noqa: E402
 from axonn_plugins.config import ConfigError  # noqa: E402
-from axonn_plugins.ledger import Ledger  # noqa: E402
+from axonn_plugins.observe.ledger import Ledger  # noqa: E402
 from axonn_plugins.pccl import Options, world  # noqa: E402
 from axonn_plugins.pccl.tuner import tune  # noqa: E402
 from axonn_recipes.bench_pccl.train_settings import SIDES, TOLERANCE, WARM_UP, Training, apart  # noqa: E402

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.measure import Side, check_losses, first_steps, prepare, take_turns
 from axonn_recipes.bench_tp.settings import Settings, name

@@ -17,7 +17,7 @@ from axonn_recipes.bench_tp.settings import Settings
 from axonn_recipes.bench_tp.sides import plan
 from axonn_recipes.models.gpt import GPT
 from axonn_tp import AXES, Grid, Options, place
-from axonn_tp.volumes import step_volumes
+from axonn_tp.plan.volumes import step_volumes
 
 
 def formulas(machine: Machine, settings: Settings) -> Floats:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from axonn_plugins.cluster import Cluster
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from axonn_plugins.planner import machine
 from axonn_plugins.planner.choose import outermost
 from axonn_recipes.bench_network.measure import Measured

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import samo
 from axonn_plugins.cluster import Cluster
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.bench_samo_cluster.settings import Settings
 from axonn_recipes.models.gpt import GPT
 from axonn_recipes.pruned.plan import DTYPES, Plan

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from axonn_plugins.ledger import Entry, Ledger
+from axonn_plugins.observe.ledger import Entry, Ledger
 
 KINDS = ("all-to-all", "all-reduce", "all-gather", "reduce-scatter", "gradients")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.ledger import Ledger
+from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.allocations import most_allocated
 from axonn_recipes.bench_ted.blocking import KINDS, Blocking, counted
 from axonn_recipes.bench_ted.settings import Settings

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from axonn_plugins.cluster import Cluster
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from axonn_recipes.bench_ted import report
 from axonn_recipes.bench_ted.measure import Side, measure
 from axonn_recipes.bench_ted.settings import Settings, described, parser, resolve

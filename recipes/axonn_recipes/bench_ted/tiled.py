@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_recipes.allocations import most_allocated
 from ted_moe import TiledOptimizer
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from axonn_plugins.cluster import Cluster
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_recipes.bench_tp import report, sides
 from axonn_recipes.bench_tp.measure import Side, compute_only, measure
 from axonn_recipes.bench_tp.settings import Settings, described, parser, resolve, under_torchrun

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from axonn_recipes.data import Corpus, load
 from axonn_recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve
 from axonn_recipes.runs import new_folder

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.megatron.settings import LAYOUTS
-from axonn_plugins.megatron.settings import Settings as Grid
+from axonn_plugins.hosts.megatron.settings import LAYOUTS
+from axonn_plugins.hosts.megatron.settings import Settings as Grid
 from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
 
 IMPLS = ("axonn3d", "megatron")
@@ -160,7 +160,7 @@ class Settings:
                         f"{name} {size} does not divide by --tensor-model-parallel-size {self.tensor}; change one"
                     )
             return
-        from axonn_plugins.megatron.rules import indivisible
+        from axonn_plugins.hosts.megatron.rules import indivisible
 
         sizes = SimpleNamespace(
             num_attention_heads=self.heads,

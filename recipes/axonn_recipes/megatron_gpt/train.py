@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from axonn_plugins.megatron import cpu, patch
-from axonn_plugins.metrics import MetricsLogger
+from axonn_plugins.hosts.megatron import cpu, patch
+from axonn_plugins.observe.metrics import MetricsLogger
 from axonn_recipes.data import Corpus
 from axonn_recipes.megatron_gpt.model import build
 from axonn_recipes.megatron_gpt.settings import Settings

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonn_plugins.launch import launch
-from axonn_plugins.metrics import MetricsLogger, format_split
+from axonn_plugins.cluster.launch import launch
+from axonn_plugins.observe.metrics import MetricsLogger, format_split
 from axonn_recipes.data import load
 from axonn_recipes.pipeline.settings import SIDES, Settings, described, parser, resolve
 from axonn_recipes.runs import new_folder

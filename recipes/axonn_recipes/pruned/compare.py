@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_recipes.options import add_run
 from axonn_recipes.pruned import report
 from axonn_recipes.pruned.plan import Plan

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samo
-from axonn_plugins.ledger import Ledger
-from axonn_plugins.metrics import MetricsLogger
+from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.observe.metrics import MetricsLogger
 from axonn_recipes.pruned.plan import DTYPES, Plan
 from axonn_recipes.pruned.sides import Dense, Pruned, Side
 
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def train(problem: Problem, plan: Plan, prune: bool, folder: Path) -> Outcome:
-    """Train a side on one rank, started by `axonn_plugins.launch.launch`.
+    """Train a side on one rank, started by `axonn_plugins.cluster.launch.launch`.
 
     Args:
         problem: what is learned.

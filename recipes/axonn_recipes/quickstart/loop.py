@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from tqdm import tqdm
 
-from axonn_plugins.metrics import MetricsLogger, flops_per_token, format_step, peak_flops, process_memory_bytes
+from axonn_plugins.observe.metrics import MetricsLogger, flops_per_token, format_step, peak_flops, process_memory_bytes
 from axonn_recipes.quickstart.settings import Settings
 from axonn_recipes.quickstart.sides import Side
 

@@ -14,10 +14,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import axonn_plugins
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError, parse
-from axonn_plugins.deepspeed.engine import layer_plans
-from axonn_plugins.deepspeed.tensor_config import check, grid_for
-from axonn_plugins.launch import launch
+from axonn_plugins.hosts.deepspeed.engine import layer_plans
+from axonn_plugins.hosts.deepspeed.tensor.config import check, grid_for
 from axonn_recipes.data import Corpus, load
 from axonn_recipes.options import at_least_one
 from axonn_recipes.quickstart import report

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from axonn_plugins.config import TensorParallel, parse
-from axonn_plugins.deepspeed.engine import options
+from axonn_plugins.hosts.deepspeed.engine import options
 from axonn_recipes.models.gpt import GPT
 from axonn_recipes.quickstart.settings import Settings
 from axonn_tp import Collective, Grid, LayerPlan, Layout, Placement, place

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonn_plugins.ledger import Ledger
-from axonn_plugins.ledger_report import write_ledger
+from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.observe.ledger_report import write_ledger
 from axonn_recipes.data import Corpus
 from axonn_recipes.models.gpt import GPT
 from axonn_recipes.quickstart.settings import Settings

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.launch import launch
 from axonn_recipes.runs import new_folder
 from axonn_recipes.samo_gpt.problem import read
 from axonn_recipes.ted_moe import report

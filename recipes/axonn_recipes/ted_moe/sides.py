@@ -16,8 +16,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import axonn_plugins
-from axonn_plugins.ledger import Ledger
-from axonn_plugins.metrics import MetricsLogger
+from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.observe.metrics import MetricsLogger
 from axonn_recipes.allocations import most_allocated
 from axonn_recipes.data import Corpus
 from axonn_recipes.models.moe_gpt import MoEBlock, MoEGPT
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def train(side: str, settings: Settings, corpus: Corpus | Tokens, folder: Path) -> Outcome:
-    """Train a side on one rank, started by `axonn_plugins.launch.launch`.
+    """Train a side on one rank, started by `axonn_plugins.cluster.launch.launch`.
 
     Args:
         side: "deepspeed" or "ted".

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from axonn_plugins.launch import launch
+from axonn_plugins.cluster.launch import launch
 from axonn_recipes.validation import report
 from axonn_recipes.validation.problems import BATCH, Problem, problem
 from axonn_recipes.validation.report import Pair

@@ -1,0 +1,148 @@
+"""Gradient sums, the true global norm and clipping, as the parameters' layouts say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_tp.comm.collectives import all_reduce, start_all_reduce_
+from axonn_tp.grid.layout import layout_of
+from axonn_tp.grid.mesh import Axes, Mesh
+
+_BUCKET_BYTES = 2**25
+
+
+@torch.no_grad()
+def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True) -> None:
+    """Sum gradients over the ranks that read other tokens; as their layouts say.
+
+    Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
+    data, all others over z and data.
+
+    Args:
+        parameters: trained parameters, the same in the same order on every rank.
+        mesh: the mesh.
+        average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
+    """
+    sum_gradients(parameters, mesh, _sum_axis, mesh.grid.batch if average else 1)
+
+
+@torch.no_grad()
+def sum_gradients(
+    parameters: Iterable[nn.Parameter], axes: Axes, axis_of: Callable[[nn.Parameter], str], divisor: int
+) -> None:
+    """Sum gradients over an axis each, in buckets, and divide them all by a number.
+
+    Args:
+        parameters: the same in the same order on every rank; those that are not trained are left out.
+        axes: the axes.
+        axis_of: over which a parameter's gradient is summed.
+        divisor: what all are divided by.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    pending = []
+    for axis, members in buckets(trained, axes, _BUCKET_BYTES, axis_of):
+        if axes.size(axis) == 1:
+            if divisor > 1:
+                torch._foreach_div_([p.grad for p in members if p.grad is not None], divisor)
+            continue
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in members])  # type: ignore[union-attr]
+        # The gradients live in the bucket from here on, so that nothing is copied back.
+        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        pending.append(start_all_reduce_(flat, axes, axis))
+    for under_way in pending:
+        flat = under_way.wait()
+        if divisor > 1:
+            flat.div_(divisor)
+
+
+def _sum_axis(parameter: nn.Parameter) -> str:
+    return layout_of(parameter).sum_axis
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The type of a parameter's gradient (`Options.gradient_dtype`)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def buckets(
+    parameters: Iterable[nn.Parameter],
+    axes: Axes,
+    most_bytes: int,
+    axis_of: Callable[[nn.Parameter], str] = _sum_axis,
+) -> Iterator[tuple[str, list[nn.Parameter]]]:
+    """Parameters, in their order, by the group that sums their gradients; a bucket is full at `most_bytes`."""
+    filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    sizes: dict[tuple[str, torch.dtype], int] = defaultdict(int)
+    # Where some axes have size 1, two names may mean one group: one call is enough.
+    names: dict[dist.ProcessGroup | None, str] = {}
+    for parameter in parameters:
+        axis = axis_of(parameter)
+        axis = names.setdefault(axes.group(axis) if axes.size(axis) > 1 else None, axis)
+        key = (axis, gradient_dtype(parameter))
+        filling[key].append(parameter)
+        sizes[key] += parameter.numel() * key[1].itemsize
+        if sizes[key] >= most_bytes:
+            yield axis, filling.pop(key)
+            del sizes[key]
+    for (axis, _), members in filling.items():
+        yield axis, members
+
+
+def sum_ranks(parameter: nn.Parameter, mesh: Mesh) -> tuple[dist.ProcessGroup | None, int]:
+    """Who sums a parameter's gradients, and by what the sum is divided: what `sync_gradients` does, for other optimizers.
+
+    Returns:
+        The group, None where it is this rank alone, and gz·gdata.
+    """
+    axis = layout_of(parameter).sum_axis
+    return (mesh.group(axis) if mesh.size(axis) > 1 else None), mesh.grid.batch
+
+
+@torch.no_grad()
+def global_square(squares: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
+    """The whole model's sum of squares, from each rank's by parameter name; every rank calls it.
+
+    Returns:
+        A float64 scalar, the same on every rank.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for name, square in squares.items():
+        if layout_of(parameters[name]).counted_here(mesh.coordinates):
+            total += square.double()
+    return all_reduce(all_reduce(total, mesh, "model"), mesh, "z")
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    """The 2-norm of the whole model's gradient, equal to the serial model's; call after `sync_gradients`.
+
+    Returns:
+        A float64 scalar, the same on every rank.
+    """
+    named = {str(number): parameter for number, parameter in enumerate(parameters)}
+    squares = {name: p.grad.double().square().sum() for name, p in named.items() if p.grad is not None}
+    return global_square(squares, named, mesh).sqrt()
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float) -> Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Returns:
+        The norm before clipping.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, mesh)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm

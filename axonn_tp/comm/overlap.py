@@ -1,0 +1,257 @@
+"""Weights gathered over z ahead of time, and their gradients waited for at the end (dissertation §5.2: OAG, ORS).
+
+The order of gathers is learned from the last pass: when a layer asks for its weight, the gathers of the layers that
+followed it last time are started. A weight's gradient is reduce-scattered when it is there and waited for as late as
+autograd allows: by a node that was made before the model's forward began, which the engine therefore runs last.
+All ranks run the same passes, so all start the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from axonn_tp.comm.collectives import Pending, scatter_from, start_all_gather, start_sum_of_shares
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.options import Options
+
+if TYPE_CHECKING:
+    from axonn_tp.layers.weight import SplitWeight
+
+_AHEAD = 4
+"""Weights that are gathered while one is used, where they are kept until backward all the same."""
+_WHOLE_AT_ONCE = 4
+"""Reduce-scatters under way that hold more than the share they will give."""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a forward seen now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Sums:
+    """Reduce-scatters of weight gradients that are under way, by the node of the graph that will wait for each."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._started: dict[Any, Pending | Tensor] = {}
+
+    def start(self, node: Any, grad: Tensor) -> None:
+        """Begin that of a block's gradient, flat."""
+        whole = [(one, sum_) for one, sum_ in self._started.items() if isinstance(sum_, Pending) and sum_.whole]
+        if len(whole) == _WHOLE_AT_ONCE:
+            oldest, sum_ = whole[0]
+            self._started[oldest] = sum_.wait()
+        self._started[node] = start_sum_of_shares(grad, self.mesh, "z")
+
+    def share(self, node: Any) -> Tensor | None:
+        """The shard's gradient, waited for; None where no reduce-scatter was begun for the node."""
+        found = self._started.pop(node, None)
+        return found.wait() if isinstance(found, Pending) else found
+
+    def clear(self) -> None:
+        """Forget those of a backward that was broken off."""
+        for node in list(self._started):
+            self.share(node)
+
+
+class _Deferred(torch.autograd.Function):
+    """Stands for a shard in the graph, without its values; backward waits for the shard's gradient.
+
+    Its type is that in which the gradient is summed: autograd would cast, and so read, one of another type.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, layer: SplitWeight, sums: Sums) -> Tensor:
+        ctx.layer, ctx.sums = layer, sums
+        return shard.new_empty((), dtype=dtype).expand(shard.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        share = ctx.sums.share(ctx)
+        return grad if share is None else ctx.layer.receive(share), None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """A shard's block, flat; `late`: the gradient is handed on before its reduce-scatter is done, to `_Deferred`.
+
+    The shard or its stand-in receives the gradient; `values` are the shard's, gathered in the type that its layer computes in.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, values: Tensor, dtype: torch.dtype, layer: SplitWeight, late: bool) -> Tensor:
+        # The node that made a stand-in is what waits for its gradient.
+        ctx.layer, ctx.waits, ctx.shape = layer, shard.grad_fn if late else None, shard.shape
+        return layer.gathers.take(layer, values, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        mesh, gathers = ctx.layer.mesh, ctx.layer.gathers
+        gathers.release(ctx.layer)
+        grad = ctx.layer.send(grad)
+        if torch.is_grad_enabled():
+            return scatter_from(grad, mesh, "z", 0), None, None, None, None
+        if ctx.waits is None:
+            return ctx.layer.receive(start_sum_of_shares(grad, mesh, "z").wait()), None, None, None, None
+        gathers.sums.start(ctx.waits, grad)
+        return grad.new_empty(()).expand(ctx.shape), None, None, None, None
+
+
+_Key = tuple[int, int, torch.dtype]
+
+
+def _key(shard: Tensor, dtype: torch.dtype) -> _Key:
+    """Tells whether a gather is of this shard with these values in this type."""
+    return shard.data_ptr(), shard._version, dtype
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A gather under way.
+
+    Attributes:
+        key: of what.
+        values: what is sent, which must live until then.
+        pending: its result.
+    """
+
+    key: _Key
+    values: Tensor
+    pending: Pending
+
+
+class Gathers:
+    """The weight gathers of one model.
+
+    Args:
+        mesh: the mesh.
+        options: `overlap_reduce_scatter`, `overlap_all_gather` and `cache_gathers` are read.
+    """
+
+    def __init__(self, mesh: Mesh, options: Options) -> None:
+        self.mesh, self.options = mesh, options
+        self._most_layers, self._most_bytes = options.cached()
+        self._successor: dict[tuple[str, SplitWeight | None], SplitWeight] = {}
+        self._last: dict[str, SplitWeight | None] = {}
+        self._pending: dict[SplitWeight, _Gather] = {}
+        self._stand_ins: dict[SplitWeight, tuple[Tensor, torch.dtype, Tensor]] = {}
+        self._kept: dict[SplitWeight, tuple[_Key, Tensor]] = {}
+        self._sources: dict[SplitWeight, tuple[Tensor, torch.dtype]] = {}
+        self._forwards = 0
+        self.sums = Sums(mesh)
+
+    def __deepcopy__(self, memo: dict) -> Gathers:
+        """A copied model learns its own order."""
+        return Gathers(self.mesh, self.options)
+
+    def begin(self, layers: list[SplitWeight]) -> None:
+        """The model's forward begins: forget what the last step left, and make the nodes that backward runs last."""
+        for gather in self._pending.values():
+            gather.pending.wait()
+        if not in_backward():
+            self.sums.clear()
+        for store in (self._pending, self._stand_ins, self._kept, self._sources, self._last):
+            store.clear()
+        if self.mesh.size("z") == 1:
+            return
+        if self.options.overlap_reduce_scatter and torch.is_grad_enabled() and not torch.is_anomaly_enabled():
+            for layer in layers:
+                shard = layer._shard()
+                if shard.requires_grad:
+                    dtype = layer.compute_dtype(shard)
+                    stand_in = _Deferred.apply(shard, layer.summed_in(dtype), layer, self.sums)
+                    self._stand_ins[layer] = shard, dtype, stand_in
+        self._start_successors(_phase(), None)
+
+    def enter(self) -> None:
+        """The model's forward begins; forwards of models inside models nest."""
+        self._forwards += 1
+
+    def leave(self) -> None:
+        """The model's forward ends."""
+        self._forwards -= 1
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model's forward is running, and so all ranks are in the same place."""
+        return self._forwards > 0
+
+    def block(self, layer: SplitWeight) -> Tensor:
+        """The block of this (x, y), flat and padded as its shards are; differentiable, the gradient goes to the shard."""
+        shard: Tensor = layer._shard()
+        dtype = layer.compute_dtype(shard)
+        if self.mesh.size("z") == 1:
+            return shard.to(dtype)
+        if torch.is_grad_enabled() and shard.requires_grad:
+            # The shard may be another than at the model's start: code may compute with weights of its own.
+            known, known_dtype, stand_in = self._stand_ins.pop(layer, (None, dtype, shard))
+            if known is shard and known_dtype == dtype:
+                return _Gathered.apply(stand_in, shard.detach(), dtype, layer, True)
+        return _Gathered.apply(shard, shard.detach(), dtype, layer, False)
+
+    def again(self, layer: SplitWeight, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """The flat block of a shard that the forward has used, once more."""
+        return shard.to(dtype) if self.mesh.size("z") == 1 else self.take(layer, shard, dtype)
+
+    def take(self, layer: SplitWeight, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """The flat block: kept, under way or gathered now; the next layer's gather is started."""
+        phase, key = _phase(), _key(shard, dtype)
+        self._sources[layer] = shard, dtype
+        if phase == "backward":
+            kept = self._kept.pop(layer, None)
+            if kept is not None and kept[0] == key:
+                return kept[1]
+        gather = self._pending.pop(layer, None)
+        if gather is None or gather.key != key:
+            gather = self._gather(shard, dtype)
+        if self.options.overlap_all_gather and (phase == "backward" or self.in_forward):
+            self._successor[phase, self._last.get(phase)] = layer
+            self._last[phase] = layer
+            self._start_successors(phase, layer)
+        flat = gather.pending.wait()
+        if phase == "forward" and layer.training:
+            self._keep(layer, key, flat)
+        return flat
+
+    def _gather(self, shard: Tensor, dtype: torch.dtype) -> _Gather:
+        values = shard.to(dtype)
+        return _Gather(_key(shard, dtype), values, start_all_gather(values, self.mesh, "z"))
+
+    def source(self, layer: SplitWeight) -> Tensor:
+        """The shard that the layer's last block was made of."""
+        return layer._shard().detach() if self.mesh.size("z") == 1 else self._sources[layer][0]
+
+    def release(self, layer: SplitWeight) -> None:
+        """The layer's backward is done: what was kept for its recomputation may go."""
+        self._kept.pop(layer, None)
+
+    def _start_successors(self, phase: str, after: SplitWeight | None) -> None:
+        """Start the gathers of the layers that followed last time; where weights stay until backward, of several."""
+        stay = phase == "forward" and torch.is_grad_enabled() and not self.options.reshard_after_forward
+        for _ in range(_AHEAD if stay else 1):
+            after = self._successor.get((phase, after))
+            if after is None or not self._start(phase, after):
+                return
+
+    def _start(self, phase: str, layer: SplitWeight) -> bool:
+        """Start a layer's gather unless it is there; whether it could be."""
+        if layer in self._pending or layer in self._kept:
+            return True
+        shard = layer._shard().detach()
+        dtype = layer.compute_dtype(shard)
+        if phase == "backward":
+            shard, dtype = self._sources.get(layer, (shard, dtype))
+        self._pending[layer] = self._gather(shard, dtype)
+        return True
+
+    def _keep(self, layer: SplitWeight, key: _Key, flat: Tensor) -> None:
+        held = sum(kept.nbytes for _, kept in self._kept.values())
+        if len(self._kept) < self._most_layers and held + flat.nbytes <= self._most_bytes:
+            self._kept[layer] = key, flat
+
+
+def _phase() -> str:
+    return "backward" if in_backward() else "forward"

@@ -1,0 +1,204 @@
+"""Gradient sums that are under way while backward still runs, in buckets (what DistributedDataParallel does, by layout).
+
+`sync_gradients` computes the same after backward, and is the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_tp.comm.collectives import Pending, start_all_reduce_
+from axonn_tp.comm.gradients import buckets, gradient_dtype
+from axonn_tp.grid.mesh import Mesh
+
+# Fewer bytes a call waste time on latency; more delay the first call.
+_LEAST_BYTES, _MOST_BYTES, _CALLS = 2**20, 25 * 2**20, 8
+
+
+@dataclass
+class _Bucket:
+    """Gradients summed in one call.
+
+    Attributes:
+        axis: the group that sums them.
+        parameters: whose they are.
+        offsets: where each gradient begins.
+        flat: where the gradients live, from the first that comes until they are summed.
+        arrived: parameters whose gradient this backward pass has brought.
+        started: whether the sum has begun.
+        pending: the call, where more than one rank takes part.
+    """
+
+    axis: str
+    parameters: list[nn.Parameter]
+    offsets: list[int]
+    flat: Tensor | None = None
+    arrived: set[nn.Parameter] = field(default_factory=set)
+    started: bool = False
+    pending: Pending | None = None
+
+
+class GradientReducer:
+    """Sums gradients over the ranks that read other tokens while backward runs; the gradients of `sync_gradients`.
+
+    ``loss.backward(); reducer.finish()`` takes the place of ``loss.backward(); sync_gradients(...)``. Of several backward
+    passes that make one step, all but the last run in `no_sync`. A gradient that is there already, as where
+    ``zero_grad`` was not called, is added to. Parameters without a gradient count as zero.
+
+    Args:
+        parameters: trained parameters, the same in the same order on every rank. The first pass sums from the last to the
+            first of them; later ones in the order in which the first brought rank 0's gradients.
+        mesh: the mesh.
+        average: see `sync_gradients`.
+        bucket_bytes: bytes of gradients a call; an eighth of all, at least 1 MiB and at most 25, when None.
+
+    Raises:
+        ValueError: `bucket_bytes` is less than 1.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True, bucket_bytes: int | None = None
+    ) -> None:
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes = {bucket_bytes} is less than 1; give bytes, or None to have them chosen")
+        self.mesh, self._divisor = mesh, mesh.grid.batch if average else 1
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
+        total = sum(p.numel() * gradient_dtype(p).itemsize for p in self._parameters)
+        self._size = bucket_bytes or min(_MOST_BYTES, max(_LEAST_BYTES, math.ceil(total / _CALLS)))
+        self._syncing = True
+        self._summed: set[nn.Parameter] = set()
+        self._order: list[nn.Parameter] | None = []
+        self._fill(self._parameters)
+        for parameter in self._parameters:
+            parameter.register_hook(lambda grad, p=parameter: self._before(p))
+            parameter.register_post_accumulate_grad_hook(self._after)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait until all sums are there; every rank calls it after the last backward pass of a step."""
+        for bucket in self._buckets:
+            if not bucket.started:
+                self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+            if self._divisor > 1:
+                bucket.flat.div_(self._divisor)  # type: ignore[union-attr]
+            self._summed.update(bucket.parameters)
+            bucket.started, bucket.pending, bucket.flat = False, None, None
+            bucket.arrived.clear()
+        if self._order is not None:
+            self._refill()
+
+    def _fill(self, order: list[nn.Parameter]) -> None:
+        """Make the buckets."""
+        self._buckets: list[_Bucket] = []
+        self._place: dict[nn.Parameter, tuple[_Bucket, int]] = {}
+        for axis, members in buckets(order, self.mesh, self._size):
+            offsets = list(accumulate((parameter.numel() for parameter in members), initial=0))
+            self._buckets.append(bucket := _Bucket(axis, members, offsets))
+            self._place.update(
+                {parameter: (bucket, offset) for parameter, offset in zip(members, offsets, strict=False)}
+            )
+
+    def _refill(self) -> None:
+        """Make the buckets anew in the order in which rank 0's gradients came; those that did not come are last."""
+        assert self._order is not None
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        came = dict.fromkeys(numbers[parameter] for parameter in self._order)
+        order = torch.tensor([*came, *(set(numbers.values()) - came.keys())], device=self.mesh.device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(order, src=0)
+        self._order = None
+        self._fill([self._parameters[number] for number in order.tolist()])
+        for parameter in self._parameters:
+            if parameter.grad is not None:  # out of the old bucket, which a new one could be mistaken for
+                parameter.grad = parameter.grad.clone()
+
+    def _before(self, parameter: nn.Parameter) -> None:
+        """A gradient comes.
+
+        Raises:
+            RuntimeError: the sum that it belongs to is under way.
+        """
+        if self._place[parameter][0].started:
+            raise RuntimeError(
+                "a second backward pass came before GradientReducer.finish(); call finish() after the last pass of a step, "
+                "and run those before it in no_sync()"
+            )
+        self._unsum(parameter)
+
+    def _unsum(self, parameter: nn.Parameter) -> None:
+        """Scale a sum that the next one is added to, so that summing it over the group again changes nothing."""
+        factor = self._divisor / self.mesh.size(self._place[parameter][0].axis)
+        if parameter in self._summed and parameter.grad is not None and factor != 1:
+            parameter.grad.mul_(factor)
+        self._summed.discard(parameter)
+
+    @torch.no_grad()
+    def _after(self, parameter: nn.Parameter) -> None:
+        """A gradient has come: into the bucket with it, and the sums begin that can."""
+        self._adopt(parameter)
+        if not self._syncing:
+            return
+        self._place[parameter][0].arrived.add(parameter)
+        if self._order is not None:
+            self._order.append(parameter)
+        for first in self._buckets:
+            # All ranks start in one order, whatever the order in which gradients come.
+            if len(first.arrived) < len(first.parameters):
+                break
+            if not first.started:
+                self._start(first)
+
+    def _start(self, bucket: _Bucket) -> None:
+        bucket.started = True
+        for parameter in bucket.parameters:
+            if parameter not in bucket.arrived:
+                self._unsum(parameter)
+                self._adopt(parameter)
+        if self.mesh.size(bucket.axis) > 1:
+            assert bucket.flat is not None
+            bucket.pending = start_all_reduce_(bucket.flat, self.mesh, bucket.axis)
+
+    def _adopt(self, parameter: nn.Parameter) -> None:
+        """Have a parameter's gradient live in its bucket; a missing one is zero."""
+        bucket, offset = self._place[parameter]
+        if bucket.flat is None:
+            bucket.flat = _present(bucket)
+        view = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+        if parameter.requires_grad:  # not frozen meanwhile
+            parameter.grad = view
+
+
+def _present(bucket: _Bucket) -> Tensor:
+    """Where the gradients live: there still from the last step, or new where ``zero_grad`` let them go."""
+    first, size = bucket.parameters[0], bucket.offsets[-1]
+    for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=False):
+        grad = parameter.grad
+        if grad is not None and grad.is_contiguous() and grad.storage_offset() == offset:
+            whole = grad.untyped_storage()
+            if whole.nbytes() == size * grad.element_size():
+                return grad.new_empty(0).set_(whole)  # type: ignore[call-overload]
+    return torch.empty(size, dtype=gradient_dtype(first), device=first.device)

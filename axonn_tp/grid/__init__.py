@@ -1,0 +1,1 @@
+"""Who sits where, and which part of a tensor lies there."""

@@ -1,0 +1,237 @@
+"""Activations that differ among the ranks of x and y, and know it.
+
+What a split layer gives is an `Activation`: a tensor that carries over which axes it is split and how its tokens lie, to
+whatever is made of it, so that the next layer, a dropout or a recomputation need nobody's memory. Activations that are whole on
+every rank of x and y are plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import get_default_nowrap_functions
+
+from axonn_tp.grid.mesh import AXES, Mesh
+from axonn_tp.layers.dropout import drawing, forked
+from axonn_tp.layers.tokens import Tokens, followed, joined
+
+unwatched = torch._C.DisableTorchFunctionSubclass
+"""Inside, activations are treated as plain tensors, and what is made of them is plain."""
+
+
+@dataclass(frozen=True)
+class ActivationSplit:
+    """How an activation is split.
+
+    Attributes:
+        over: of x and y, the axes of more than one rank among whose ranks it differs.
+        coordinates: this rank's place on all axes.
+        tokens: how its tokens lie; None where every rank has them all, in their place.
+    """
+
+    over: tuple[str, ...]
+    coordinates: Mapping[str, int]
+    tokens: Tokens | None = None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Tells apart the ranks that hold another share, or other samples."""
+        return tuple(self.coordinates[axis] for axis in AXES if axis in (*self.over, "z", "data"))
+
+    def joined(self, other: ActivationSplit) -> ActivationSplit:
+        """Of what is made of two activations."""
+        over = self.over if set(other.over) <= set(self.over) else tuple(dict.fromkeys((*self.over, *other.over)))
+        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens))
+
+
+class Activation(Tensor):
+    """A share of an activation; what functions make of it is one, too.
+
+    Attributes:
+        axonn_split: how it is split.
+    """
+
+    axonn_split: ActivationSplit
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result, which is split as what it was given."""
+        kwargs = kwargs or {}
+        if function in _ENGINE:
+            return _differentiate(function, args, kwargs)
+        given, split = _read(args[:1] if function in _CAST else args, kwargs)
+        with unwatched():
+            if split is None or function in _APART:
+                return function(*args, **kwargs)
+            if drawing(function, args, kwargs):
+                with forked(split.place, given.device):
+                    made = function(*args, **kwargs)
+            else:
+                made = function(*args, **kwargs)
+            for one in made if isinstance(made, (tuple, list)) else (made,):
+                if type(one) is Tensor or type(one) is Activation:
+                    _follow(function, args, kwargs, given, one, split)
+        return made
+
+
+class ShareNumber(Tensor):
+    """One number made of a rank's share of an activation, such as its mean: the gradient of the whole's is another, so it is no loss.
+
+    Attributes:
+        axonn_made: what made it, in words.
+    """
+
+    axonn_made: str
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result; a differentiable number is one of a share, too.
+
+        Raises:
+            ValueError: it is differentiated.
+        """
+        if Activation in types:
+            return Activation.__torch_function__(function, types, args, kwargs)
+        found = [arg for arg in _flat((*args, *(kwargs or {}).values())) if type(arg) is cls]
+        if function in _ENGINE:
+            raise ValueError(
+                f"the loss was made by {found[0].axonn_made}, and the ranks that hold the other shares would differentiate another one; "
+                "compute the loss of what the last layer gives whole (a head, or a self_contained one), or name a head and its loss in the plan"
+            )
+        with unwatched():
+            made = function(*args, **(kwargs or {}))
+            if type(made) is Tensor:
+                _note_number(made, found[0].axonn_made if found else "a share of an activation")
+        return made
+
+
+def _flat(args: Any) -> list[Any]:
+    return [one for arg in args for one in (_flat(arg) if isinstance(arg, (tuple, list)) else (arg,))]
+
+
+def _note_number(made: Tensor, what: str) -> None:
+    if not made.dim() and made.requires_grad:
+        made.__class__ = ShareNumber
+        made.axonn_made = what  # type: ignore[attr-defined]
+
+
+_ADDING = {torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, torch.dot, Tensor.dot, torch.inner, Tensor.inner}
+"""Functions whose results for the shares add up to that for the whole: each rank's gradient is its share's of the sum."""
+_CAST = {Tensor.to, Tensor.type_as, Tensor.type}
+"""Functions that may give back what they were given; of a second activation they read the type alone."""
+_NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, Tensor.new}
+_APART = get_default_nowrap_functions()
+_ENGINE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""Functions that run backward passes, and with them recomputations, in which activations are to be followed."""
+
+
+def _read(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ActivationSplit | None]:
+    """The first activation among arguments, and how all of them together are split."""
+    given: Any = None
+    split: ActivationSplit | None = None
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        for one in arg if type(arg) in (tuple, list) else (arg,):
+            if type(one) is Activation:
+                found = one.axonn_split
+                if split is None:
+                    given, split = one, found
+                elif found is not split:
+                    split = split.joined(found)
+    return given, split
+
+
+def _follow(
+    function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, split: ActivationSplit
+) -> None:
+    if not made.dim() and function in _ADDING:
+        return
+    if not made.dim():
+        name = getattr(function, "__name__", str(function)).strip("_")
+        _note_number(made, f"{name} of a rank's share of an activation that is split over {' and '.join(split.over)}")
+        return
+    if function in _NEW and made.shape != given.shape:
+        return
+    tokens = followed(function, args, kwargs, given, made, split.tokens)
+    made.__class__ = Activation
+    made.axonn_split = split if tokens is split.tokens else replace(split, tokens=tokens)  # type: ignore[attr-defined]
+
+
+def _differentiate(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the engine on plain outputs; inputs, which an alias would cut off, are given as edges of the graph."""
+    named = dict(zip(("outputs", "inputs"), args, strict=False)) if function is torch.autograd.grad else {}
+    rest = args[len(named) :]
+    # The backward of a checkpoint, which has gradients off, comes here as well.
+    with torch.enable_grad():
+        made = {
+            name: _each(get_gradient_edge if name == "inputs" else plain, arg)
+            for name, arg in {**named, **kwargs}.items()
+        }
+        rest = tuple(_each(plain, arg) for arg in rest)
+    return function(*rest, **made)
+
+
+def _each(change: Any, arg: Any) -> Any:
+    if isinstance(arg, (tuple, list)):
+        return tuple(_each(change, one) for one in arg)
+    return change(arg) if type(arg) is Activation else arg
+
+
+def split_of(tensor: Tensor) -> ActivationSplit | None:
+    """How a tensor is split over x and y; None for a plain one."""
+    return tensor.__dict__["axonn_split"] if type(tensor) is Activation else None
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same values without knowledge of how they are split; differentiable."""
+    if type(tensor) is not Activation:
+        return tensor
+    with unwatched():
+        return tensor.as_subclass(Tensor)
+
+
+def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None) -> Tensor:
+    """Note on a tensor that was just made how it is split.
+
+    Args:
+        tensor: a plain tensor; becomes an `Activation` if it differs among ranks of x and y.
+        mesh: the mesh.
+        over: axes among whose ranks it may differ.
+        tokens: how its tokens lie.
+    """
+    axes = tuple(axis for axis in over if mesh.size(axis) > 1)
+    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens)) if axes else tensor
+
+
+def split_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """Note on a tensor that was just made that it is split as another."""
+    split = split_of(other)
+    return tensor if split is None else _noted(tensor, split)
+
+
+def _noted(tensor: Tensor, split: ActivationSplit) -> Tensor:
+    tensor.__class__ = Activation
+    tensor.axonn_split = split  # type: ignore[attr-defined]
+    return tensor
+
+
+@cache
+def leave_to_eager() -> None:
+    """Have `torch.compile` run this package, and code on activations, as they are.
+
+    It would trace the backward of a product, whose sums are shared by several, without what they share, and give wrong gradients.
+    """
+    import torch._dynamo.config
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.add("axonn_tp")
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(Activation)

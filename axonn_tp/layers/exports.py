@@ -1,0 +1,137 @@
+"""What `state_dict` gives and `load_state_dict` takes of a split layer: whole tensors, as the serial model's, never shards.
+
+`state_dict` gathers them, so that every rank calls it; each gets them all, on the CPU. `load_state_dict` communicates nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_tp.comm.collectives import whole_parameter
+from axonn_tp.comm.meeting import meet
+from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.mesh import Mesh
+
+_OTHER_WAYS = "axonn_tp.checkpoint.export_safetensors keeps the whole on rank 0 alone"
+_as_shards: ContextVar[bool] = ContextVar("axonn_as_shards", default=False)
+
+
+@contextmanager
+def as_shards() -> Iterator[None]:
+    """Inside, `state_dict` gives and `load_state_dict` takes this rank's shards: for files that a grid writes and reads itself."""
+    token = _as_shards.set(True)
+    try:
+        yield
+    finally:
+        _as_shards.reset(token)
+
+
+def in_shards() -> bool:
+    """Whether this code runs inside `as_shards`."""
+    return _as_shards.get()
+
+
+class _Call(threading.local):
+    """The `state_dict` call that this thread is in: where it collects, and what it gathered, by parameter."""
+
+    destination: Any = staticmethod(lambda: None)
+    wholes: Any = None
+
+
+_call = _Call()
+
+
+@torch.no_grad()
+def whole_tensor(shard: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """The serial tensor, in memory of its own; the ranks of x, y and z call it together."""
+    return whole_parameter(shard.detach(), layout, mesh).clone(memory_format=torch.contiguous_format)
+
+
+def give_whole(
+    module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, destination: dict[str, Any], prefix: str, keep: bool
+) -> None:
+    """Put whole tensors where `state_dict` has collected a layer's shards.
+
+    Args:
+        module: the layer.
+        layouts: of its own parameters.
+        mesh: its mesh.
+        destination: what is collected.
+        prefix: of the layer's names there.
+        keep: whether parameters themselves were asked for.
+
+    Raises:
+        ValueError: they were, or not all ranks call it.
+    """
+    wholes = None
+    for name, shard in module._parameters.items():
+        layout = layouts.get(name)
+        if shard is None or layout is None or not (layout.axes or layout.transposed):
+            continue
+        if keep:
+            raise ValueError(
+                f"state_dict(keep_vars=True) would hand out this rank's shard of {prefix}{name}; leave keep_vars out for whole tensors, or take "
+                "the shards from named_parameters()"
+            )
+        wholes = _wholes(destination, mesh) if wholes is None else wholes
+        # Layers that share a parameter share what is made of it.
+        whole = wholes.get(id(shard))
+        if whole is None:
+            whole = wholes[id(shard)] = whole_tensor(shard, layout, mesh).cpu()
+        destination[f"{prefix}{name}"] = whole
+
+
+def _wholes(destination: dict[str, Any], mesh: Mesh) -> Any:
+    """What this call of `state_dict` has gathered; the first time, once all ranks are here."""
+    if _call.destination() is not destination:
+        if not dist.is_initialized():
+            raise ValueError("state_dict() gathers weights from all ranks; call it before destroy_process_group()")
+        if mesh.size("grid") > 1:
+            meet(mesh.group("grid"), "state_dict() of a model that is split over ranks", _OTHER_WAYS)
+        _call.destination, _call.wholes = weakref.ref(destination), weakref.WeakValueDictionary()
+    return _call.wholes
+
+
+def taken_shards(
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    given: Mapping[str, Any],
+    prefix: str,
+    errors: list[str],
+) -> dict[str, Any]:
+    """What `load_state_dict` is to copy into a layer: this rank's shards of the whole tensors that it was given.
+
+    Args:
+        module: the layer.
+        layouts: of its own parameters.
+        mesh: its mesh.
+        given: whole tensors, by the serial model's names.
+        prefix: of the layer's names there.
+        errors: gets what does not fit, in torch's words.
+    """
+    taken = dict(given)
+    for name, shard in module._parameters.items():
+        key = f"{prefix}{name}"
+        layout = layouts.get(name)
+        if shard is None or layout is None or not isinstance(given.get(key), Tensor):
+            continue
+        whole, shape = given[key], torch.Size(layout.serial_shape)
+        if whole.shape == shape:
+            taken[key] = layout.shard(whole.detach(), mesh.grid, mesh.coordinates)
+        else:
+            errors.append(
+                f"size mismatch for {key}: copying a param with shape {whole.shape} from checkpoint, the shape in current model is {shape} "
+                "(load_state_dict takes whole tensors and keeps this rank's shard of each)."
+            )
+            taken[key] = shard.detach()
+    return taken

@@ -1,0 +1,113 @@
+"""What layers whose parameters are stored in shards have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonn_tp.comm.collectives import whole_parameter
+from axonn_tp.comm.overlap import Gathers
+from axonn_tp.grid.layout import Layout, distribute
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.exports import give_whole, in_shards, taken_shards
+from axonn_tp.options import Options
+
+
+class Split(nn.Module):
+    """Mixed into a torch layer: the mesh, and the layouts of the layer's own parameters."""
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    hands_out_shards = False
+    """Whether `state_dict` and `load_state_dict` are about shards, as a host's own checkpoints may want them."""
+
+    def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        self.mesh, self.layouts = mesh, layouts
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                distribute(parameter, layouts[name], mesh.grid, mesh.coordinates)
+
+    def remark(self) -> None:
+        """Put the layouts back on the parameters of a copied layer: copying drops them."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                parameter.axonn_layout = self.layouts[name]  # type: ignore[attr-defined]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not (self.hands_out_shards or in_shards()):
+            give_whole(self, self.layouts, self.mesh, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not (self.hands_out_shards or in_shards()):
+            state_dict = taken_shards(self, self.layouts, self.mesh, state_dict, prefix, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.remark()
+
+
+class SplitWeight(Split):
+    """A layer with a weight over x, y and z: holds the shard, gathers the block, answers for `weight`."""
+
+    gathers: Gathers
+
+    def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        super()._split(mesh, layouts)
+        self.gathers = Gathers(mesh, Options())
+
+    def _shard(self) -> nn.Parameter:
+        shard = self._parameters.get("weight")
+        if shard is None:
+            raise AttributeError("weight")
+        return shard
+
+    def compute_dtype(self, shard: Tensor) -> torch.dtype:
+        """The type that the layer computes in: autocast's where it is on, as torch casts."""
+        if torch.is_autocast_enabled(shard.device.type) and shard.dtype != torch.float64:
+            return torch.get_autocast_dtype(shard.device.type)
+        return shard.dtype
+
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which gradients of the weight that are computed in `dtype` are summed over z."""
+        return self.gathers.options.summed_in(dtype)
+
+    def send(self, grad: Tensor) -> Tensor:
+        """What is summed over z of a gradient of the weight's block, flat: in the type of `summed_in`."""
+        return grad.to(self.summed_in(grad.dtype))
+
+    def receive(self, grad: Tensor) -> Tensor:
+        """What autograd adds to the shard's `.grad`, given its gradient summed over z, of one backward pass."""
+        return grad
+
+    def block(self) -> Tensor:
+        """The weight's block of this (x, y), gathered over z; differentiable."""
+        return self.layouts["weight"].unflatten(self.gathers.block(self), self.mesh.grid)
+
+    def block_source(self) -> Tensor:
+        """The shard that the last `block` was made of; where several forwards are under way, each remembers its own."""
+        return self.gathers.source(self)
+
+    def block_again(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block once more in backward, not differentiable, for a layer that let it go after its forward."""
+        return self.layouts["weight"].unflatten(self.gathers.again(self, source, dtype), self.mesh.grid)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """This rank's shard; in a model's forward, where all ranks meet, the whole weight, differentiable."""
+        if "gathers" in self.__dict__ and self.gathers.in_forward:
+            return whole_parameter(self._shard(), self.layouts["weight"], self.mesh)
+        return self._shard()

@@ -1,0 +1,155 @@
+"""What a plan makes of a model, and what each layer sends, as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import nn
+
+from axonn_tp.grid.mesh import Grid
+from axonn_tp.layers.batch_norm import PLAIN
+from axonn_tp.layers.linear_split import features
+from axonn_tp.options import Options
+from axonn_tp.plan.placement import place
+from axonn_tp.plan.rules import LayerPlan, Placement
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_OWN = "statistics of each rank's own samples, as under DDP; sync_batch_norm = true takes those of all"
+_SYNCHRONISED = "statistics of all ranks' samples"
+_HEADER = ("layers", "number", "became", "with", "a step sends", "a token sends", "why")
+
+
+def collapse(name: str) -> str:
+    """A layer's name with the numbers of repeated blocks as ``*``."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers of one name pattern that became the same.
+
+    Attributes:
+        pattern: their name, numbers as ``*``.
+        number: how many there are.
+        kind: a key of `KINDS`.
+        detail: parts, heads and counts.
+        step_bytes: what they send together from one rank in a step, whatever the batch: weights over z.
+        token_bytes: what they send together from one rank for each row of its activations.
+        why: the source of the decision, or what stood against a pair.
+    """
+
+    pattern: str
+    number: int
+    kind: str
+    detail: str
+    step_bytes: Fraction
+    token_bytes: Fraction
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The table; `str` of it is what `parallelize` prints."""
+
+    grid: Grid
+    rows: tuple[Row, ...]
+    note: str
+
+    def bytes_sent(self, tokens: int) -> Fraction:
+        """Bytes that one rank sends in the forward and backward pass of the table's layers.
+
+        Args:
+            tokens: rows of activations on this rank.
+        """
+        return sum((row.step_bytes + tokens * row.token_bytes for row in self.rows), Fraction(0))
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"g{axis}={self.grid.size(axis)}" for axis in ("x", "y", "z", "data"))
+        lines = [_HEADER] + [
+            (r.pattern, str(r.number), r.kind, r.detail, _shown(r.step_bytes), _shown(r.token_bytes), r.why)
+            for r in self.rows
+        ]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+        table = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        step, token = (
+            _shown(sum((getattr(r, f"{n}_bytes") for r in self.rows), Fraction(0))) for n in ("step", "token")
+        )
+        total = f"Each rank sends {step} a step and {token} for each of its tokens, forward and backward."
+        rest = "Layers that are not in the table are whole on every rank."
+        return "\n".join([f"axonn auto plan, {sizes}", *table, total, rest, *filter(None, [self.note])])
+
+
+def make_report(
+    model: nn.Module,
+    grid: Grid,
+    plan: Mapping[str, LayerPlan],
+    why: Mapping[str, str],
+    note: str = "",
+    options: Options | None = None,
+) -> Report:
+    """The report on a plan.
+
+    Args:
+        model: the serial model.
+        grid: the grid.
+        plan: exact layer names.
+        why: a sentence by layer name, where there is one.
+        note: what else there is to say.
+        options: of the run.
+    """
+    placements = {placement.name: placement for placement in place(model, grid, plan, options)}
+    rows: dict[tuple, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PLAIN):
+            statistics = _SYNCHRONISED if options is not None and options.sync_batch_norm else _OWN
+            rows.setdefault((collapse(name), "replicated", "", statistics), []).append(name)
+        elif features(module) or isinstance(module, nn.Linear) or name in plan:
+            kind = placements[name].kind if name in placements else "replicated"
+            reason = why.get(name, "no partner" if name in placements else _untouched(module))
+            rows.setdefault((collapse(name), kind, _detail(plan.get(name)), reason), []).append(name)
+    made = []
+    for (pattern, kind, detail, reason), names in rows.items():
+        costs = [_cost(placements[name], grid) for name in names if name in placements]
+        step, token = (sum((cost[i] for cost in costs), Fraction(0)) for i in (0, 1))
+        made.append(Row(pattern, len(names), kind, detail, step, token, reason))
+    return Report(grid, tuple(made), note)
+
+
+def _cost(placement: Placement, grid: Grid) -> tuple[Fraction, Fraction]:
+    """Bytes sent by one rank: for no tokens, and for each."""
+    dtype = next(placement.module.parameters()).dtype
+    # As many tokens as divide among the ranks of x.
+    fixed, more = (
+        sum((c.sent * placement.options.itemsize(c, dtype) for c in placement.collectives(n, grid)), Fraction(0))
+        for n in (0, grid.gx)
+    )
+    return fixed, (more - fixed) / grid.gx
+
+
+def _detail(layer: LayerPlan | None) -> str:
+    if layer is None:
+        return ""
+    parts = [f"parts={layer.parts}"] if layer.parts > 1 else []
+    parts += ["whole_tokens"] if layer.whole_tokens else []
+    parts += [f"heads={layer.heads}"] if layer.heads else []
+    return " ".join([*parts, *([f"counts={','.join(layer.counts)}"] if layer.counts else [])])
+
+
+def _untouched(module: nn.Module) -> str:
+    if features(module):
+        return "its weight is shared or read by other code"
+    return f"{type(module).__name__} has a forward of its own"
+
+
+def _shown(size: Fraction) -> str:
+    value = float(size)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            return f"{value:.4g} {unit}" if value else "0"
+        value /= 1024
+    raise AssertionError

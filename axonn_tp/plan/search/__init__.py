@@ -1,0 +1,1 @@
+"""Rules found automatically: the model is run on shares, without its weights."""

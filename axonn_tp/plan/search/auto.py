@@ -1,0 +1,258 @@
+"""Find the pairs of linears that can share a split, for any model: ``parallelize(model, mesh, plan="auto")``.
+
+A pair is a set of *normal* layers whose outputs reach, without passing another linear, one *transposed* layer and
+nothing else (q, k, v → proj; gate, up → down). Pairs come from a trace of the model, not from names, and each is
+accepted only if a simulation of all shares equals the whole model (`axonn_tp.plan.search.shadow`). The simulation also finds what
+the code in between needs: how many matrices lie side by side in a fused layer (`parts`), how finely the features may
+be cut (`heads`), and which attributes must count locally (`counts`). Where a model cannot be run here, the pairs that
+its authors publish (HF transformers' ``_tp_plan``) are taken at their word. All else is self-contained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from axonn_tp.grid.mesh import Grid
+from axonn_tp.layers.linear_split import features
+from axonn_tp.options import Options
+from axonn_tp.plan.example_inputs import Arguments, as_arguments, guesses, rows
+from axonn_tp.plan.own_faults import let_out
+from axonn_tp.plan.placement import free_layers, place, readers
+from axonn_tp.plan.report import Report, collapse, make_report
+from axonn_tp.plan.rules import LayerPlan
+from axonn_tp.plan.search.pairs import Group, Judge, Traced, short
+from axonn_tp.plan.search.published_pairs import published_pairs
+from axonn_tp.plan.search.shadow import Mismatch, Run, Shadow
+from axonn_tp.plan.search.stream import Shared, split_stream
+
+
+def auto_plan(
+    model: nn.Module, grid: Grid, example_inputs: Any = None, options: Options | None = None
+) -> tuple[dict[str, LayerPlan], Report]:
+    """A plan for `model`, and what it says about every layer. Pure: no processes, nothing changes.
+
+    Args:
+        model: the serial model, on any device including meta.
+        grid: the grid that the plan is for.
+        example_inputs: arguments of the model's forward, a tuple or a mapping; small ones do. They are guessed when None.
+        options: of the run, for the bytes in the report.
+
+    Returns:
+        The plan by layer name, and a report; `print` it.
+    """
+    finder = _Finder(model, grid, example_inputs)
+    plan: dict[str, LayerPlan] = {}
+    for group in finder.accepted():
+        for name, parts in zip(group.normal, group.parts, strict=True):
+            plan[name] = LayerPlan("normal", parts, group.heads, group.counts)
+        plan[group.transposed] = LayerPlan("transposed")
+    _name_inputs(model, plan, finder.tensors)
+    stream, told = finder.stream(plan)
+    note = " ".join(filter(None, [finder.note, told]))
+    return {**plan, **stream}, make_report(model, grid, {**plan, **stream}, finder.reasons, note, options)
+
+
+def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[str, tuple]) -> None:
+    """Say which normal layers read the same tensor, where the plan's own rule would be wrong."""
+    presumed = readers(model, plan)
+    by_parent: dict[str, list[str]] = {}
+    for name in (name for name, layer in plan.items() if layer.kind == "normal" and name in tensors):
+        by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in by_parent.values():
+        together = {name: tuple(other for other in names if tensors[other] == tensors[name]) for name in names}
+        if any(set(presumed.get(name, (name,))) != set(together[name]) for name in names):
+            for name in names:
+                plan[name] = replace(plan[name], reads=together[name][0].rpartition(".")[2])
+
+
+class _Finder:
+    """The search; `reasons` says by layer what became of it."""
+
+    def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any) -> None:
+        self.model, self.grid = model, grid
+        self.reasons: dict[str, str] = {}
+        self.tensors: dict[str, tuple] = {}
+        self._paired: set[str] = set()
+        self.note = ""
+        alone = free_layers(model)
+        self.sizes = {name: size for name, m in model.named_modules() if name in alone and (size := features(m))}
+        self.free = set(self.sizes)
+        self.shadow: Shadow | None = None
+        try:
+            self.shadow = Shadow(model)
+        except Exception as error:
+            let_out(error)
+            self.note = f"The model could not be copied for a simulation ({short(error)})."
+        self.arguments = None if example_inputs is None else as_arguments(example_inputs)
+        self._trials = Judge(self.shadow, self.sizes, grid, self.reasons)
+        self._verdicts: dict[tuple, Group | str] = {}
+        self._whole: Traced | None = None
+        self._groups: list[Group] = []
+
+    def accepted(self) -> list[Group]:
+        """Groups that are right on this grid, without overlap."""
+        found: list[Group] = []
+        for traced in self._traced("") if self.shadow else []:
+            candidates = [self._judge(group, traced) for group in self._candidates(traced.run)]
+            traced.groups = [group for group in candidates if group is not None]
+            self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
+            found += self._confirmed(traced)
+            self._whole = traced if not traced.name else None
+        self._groups = list(found)
+        taken = {name for group in found for name in (*group.normal, group.transposed)}
+        for pair in published_pairs(self.model, self.free, self.sizes):
+            known = taken | self.reasons.keys()
+            group = Group(
+                pair.normal, pair.transposed, (1,) * len(pair.normal), pair.heads, source="its model's tp_plan"
+            )
+            if not known & {*pair.normal, pair.transposed} and self._trials.fits(group):
+                found.append(group)
+        self.reasons.update({name: group.source for group in found for name in (*group.normal, group.transposed)})
+        return found
+
+    def _traced(self, name: str) -> Iterator[Traced]:
+        """The whole model's run, or those of the largest modules that can be run on a guess."""
+        assert self.shadow is not None
+        if name not in self.shadow.modules:  # another name of a module
+            return
+        module = self.shadow.modules[name]
+        inside = [linear for linear in self.shadow.linears if linear.startswith(f"{name}." if name else "")]
+        if len(inside) < 2:
+            return
+        given = self.arguments if not name else None
+        tried: list[Arguments] = [given] if given else list(rows(module) if name else guesses(module))
+        problem: Exception | None = None
+        for arguments in tried:
+            try:
+                run = self.shadow.whole(name, arguments)
+            except Exception as error:
+                let_out(error)
+                problem = problem or error
+                continue
+            yield Traced(name, run)
+            return
+        if not name:
+            what = "the example inputs" if given else "guessed inputs"
+            self.note = (
+                f"The model could not be run on {what} ({short(problem)}); what it holds was looked at piece by piece. "
+                "Give example_inputs to see it whole."
+            )
+        for child, _ in module.named_children():
+            yield from self._traced(f"{name}.{child}" if name else child)
+
+    def _candidates(self, run: Run) -> Iterator[Group]:
+        """Groups that the flow allows, the largest first, each layer in one."""
+        consumers = run.consumers()
+        ending: dict[str, list[str]] = {}
+        for name, ends in consumers.items():
+            end = next(iter(ends), "")
+            if len(ends) == 1 and end and end != name and {name, end} <= self.free:
+                ending.setdefault(end, []).append(name)
+        for end, names in list(ending.items()):
+            # Forward would be right, but the gradient of a whole activation would be that of a share.
+            others = {name for name, ends in consumers.items() if end in ends} - {*names}
+            if others:
+                mixed = f"{collapse(end)} reads what {collapse(min(others))} gives, which others read too"
+                self.reasons.update(dict.fromkeys((*ending.pop(end), end), mixed))
+        order = {name: number for number, name in enumerate(run.inputs)}
+        weight = {name: math.prod(self.sizes[name]) for name in self.free}
+        for end in sorted(
+            ending, key=lambda end: (-weight[end] - sum(map(weight.__getitem__, ending[end])), order[end])
+        ):
+            yield Group(tuple(ending[end]), end)
+
+    def _judge(self, group: Group, traced: Traced) -> Group | None:
+        """The group as it can be split here; the same structure is judged once."""
+        names = (*group.normal, group.transposed)
+        if self._paired & set(names):
+            return None
+        assert self.shadow is not None
+        parent = self.shadow.modules[group.parent]
+        numbers = [(key, value) for key, value in vars(parent).items() if isinstance(value, int) and "idx" not in key]
+        key = (tuple(map(collapse, names)), tuple(self.sizes[name] for name in names), type(parent), tuple(numbers))
+        if key not in self._verdicts:
+            self._verdicts[key] = self._trials.decide(group, traced)
+        verdict = self._verdicts[key]
+        if isinstance(verdict, str):
+            for name in names:
+                self.reasons.setdefault(name, verdict)
+            return None
+        group.parts, group.heads, group.counts = verdict.parts, verdict.heads, verdict.counts
+        self._paired.update(names)
+        return group
+
+    def _confirmed(self, traced: Traced) -> list[Group]:
+        """The groups that, all together, leave the outputs of the traced module as they were."""
+        if self._together(traced, traced.groups) is None:
+            return traced.groups
+        kept: list[Group] = []
+        classes: dict[tuple, list[Group]] = {}
+        for group in traced.groups:
+            classes.setdefault(tuple(map(collapse, (*group.normal, group.transposed))), []).append(group)
+        for groups in classes.values():
+            problem = self._together(traced, kept + groups)
+            if problem is None:
+                kept += groups
+                continue
+            for name in (name for group in groups for name in (*group.normal, group.transposed)):
+                self.reasons[name] = f"split, it changes the model ({short(problem)})"
+        return kept
+
+    def _together(self, traced: Traced, groups: list[Group]) -> Exception | None:
+        """The first problem of the groups on this grid, in both layouts of activations."""
+        assert self.shadow is not None
+        for gy in dict.fromkeys((1, self.grid.gy)) if groups else ():
+            for rank in self._ranks(groups, self.grid.gx, gy):
+                try:
+                    self.shadow.share(traced.name, traced.run, rank.cuts, rank.counts, True)
+                except Exception as error:
+                    let_out(error)
+                    return error
+        return None
+
+    def _ranks(self, groups: list[Group], gx: int, gy: int, scatter: bool = True) -> list[Shared]:
+        """Groups as the ranks of one x-y plane have them, of a large plane some; none where there is one rank."""
+        places = [(x, y) for x in range(gx) for y in range(gy)] if gx * gy > 1 else []
+        made = []
+        for x, y in places if len(places) <= 8 else [*places[:3], *places[-3:]]:
+            rank = Shared(x, y, {}, [])
+            for group in groups:
+                scattered = scatter and group.divides(gx * gy) and self._wide_enough(group, gx * gy)
+                shares = gx * gy if scattered else gx
+                rank.cuts.update(group.cuts(x * gy + y if scattered else x, shares))
+                rank.counts.extend(group.local(shares))
+            made.append(rank)
+        return made
+
+    def stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
+        """What splits the residual stream besides the pairs, and a sentence on it for the report."""
+        try:
+            return self._stream(plan)
+        except Exception as error:
+            let_out(error)
+            return {}, f"The stream between pairs is whole on every rank: {collapse(short(error))}."
+
+    def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
+        grid, groups = self.grid, self._groups
+        if grid.gx * grid.gy == 1 or not plan:
+            return {}, ""
+        if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
+            raise Mismatch("the model could not be traced as a whole")
+        assert self.shadow is not None
+        widths = {self.sizes[group.transposed][1] for group in groups}
+        widths |= {self.sizes[name][0] for group in groups for name in group.normal}
+        over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
+        arguments = self._whole.run.arguments[""]
+        found = split_stream(self.model, self.shadow, arguments, grid, widths, over_x, over_both)
+        made = found.plan()
+        place(self.model, grid, {**plan, **made})
+        self.reasons.update(dict.fromkeys(made, "simulated on shares of the stream"))
+        return made, found.described(grid)
+
+    def _wide_enough(self, group: Group, shares: int) -> bool:
+        return all(self.sizes[n][1] // p % shares == 0 for n, p in zip(group.normal, group.parts, strict=True))

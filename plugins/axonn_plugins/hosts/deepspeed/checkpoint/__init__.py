@@ -1,0 +1,1 @@
+"""Checkpoints under DeepSpeed: complete or absent, and readable on another grid."""

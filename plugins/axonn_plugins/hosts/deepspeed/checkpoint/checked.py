@@ -1,0 +1,49 @@
+"""Saving and loading as every engine of ours does: complete or absent, verified on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from axonn_plugins.hosts.common.complete import begin, find, publish
+
+
+class CheckedCheckpoints(DeepSpeedEngine):
+    """The part of an engine that saves and loads; what is in a checkpoint is in `_write` and `_read`."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        **keywords: Any,
+    ) -> bool:
+        """DeepSpeed's files and ours, complete or absent; every rank calls it.
+
+        They are written aside with a checksum of every byte, then renamed; the name in ``latest`` changes last.
+
+        Raises:
+            ConfigError: ranks name different folders or tags, or it cannot be written; the same on every rank.
+        """
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        self._write(save_dir, begin(save_dir, tag), client_state or {}, **keywords)
+        publish(save_dir, tag, save_latest)
+        return True
+
+    def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
+        super().save_checkpoint(save_dir, tag, client_state, save_latest=False, **keywords)
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
+        """Load what `save_checkpoint` wrote, once its bytes are found as they were written; every rank calls it.
+
+        Raises:
+            ConfigError: there is none of that name, it is damaged, or does not fit; one sentence, the same on every rank.
+        """
+        if self.load_universal_checkpoint():  # what DeepSpeed's converter wrote, which has no sums
+            return self._read(load_dir, tag, *rest, **keywords)
+        return self._read(load_dir, find(load_dir, tag), *rest, **keywords)
+
+    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
+        return super().load_checkpoint(load_dir, tag, *rest, **keywords)

@@ -1,0 +1,254 @@
+"""A checkpoint that a stock DeepSpeed-MoE engine saved without tensor parallelism, to be read into TED's shards of any degrees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames
+from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import EXPERT, Flat, Group, renumbered, stock_groups
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import script_groups
+from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
+from axonn_tp.checkpoint import CheckpointError
+from axonn_tp.checkpoint.optimizer import options_of
+from axonn_tp.checkpoint.state import Notes, Shards, model_state
+from axonn_tp.grid.layout import layout_of
+
+STATES, OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
+_OWN = {"module", "optimizer", "lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_config"}
+_OWN |= {"dp_world_size", "mp_world_size", "num_experts", "buffer_names", "ds_version", "data_sampler"}
+_OWN |= {"random_ltd", "sparse_tensor_module_names", "param_shapes", "frozen_param_shapes", "shared_params"}
+_OWN |= {"frozen_param_fragments", "ds_autoep_layers", "universal_checkpoint_info", "checkpoint_parallel_dimensions"}
+_MASTER = "master"
+_WEIGHTS_ALONE = "pass load_optimizer_states=False for the weights alone"
+
+
+def is_stock(folder: Path) -> bool:
+    """Whether a stock engine saved a model with experts there, without tensor parallelism."""
+    return bool(list(folder.glob(f"layer_*_expert_*_{STATES}"))) and not list(folder.glob("mp_rank_01_*"))
+
+
+_File = Callable[[int], dict[str, Any]]
+# By key, shapes and types of what there is for each element, and the rest.
+_State = tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]
+
+
+@dataclass
+class _Group:
+    """Stock's group of parameters.
+
+    Attributes:
+        names: of its parameters, as every rank numbers its own experts.
+        ranks: that have different experts, where the group has experts.
+        options: as learning rates.
+        state: of the parameter at a place, of an expert rank.
+        whole: a state's tensor.
+    """
+
+    names: list[str]
+    ranks: int
+    options: Notes
+    state: Callable[[int, int], _State]
+    whole: Callable[[int, int, str], Tensor]
+
+
+class StockReading:
+    """What `axonn_tp.checkpoint.training.Reading` is of our own files; knows of the experts of this rank alone.
+
+    Args:
+        engine: a `TedEngine`.
+        state: its.
+        folder: the checkpoint.
+        states: with the optimizer's states.
+
+    Raises:
+        CheckpointError: a file, or a tensor in it, is missing or of another kind; the same on every rank.
+    """
+
+    def __init__(self, engine: Any, state: PortableState, folder: Path, states: bool) -> None:
+        assert isinstance(state.names, ExpertNames)
+        self.engine, self.state, self.folder, self.names = engine, state, folder, state.names
+        # On disk until a part is looked at, and not all files at once.
+        self._load = lru_cache(maxsize=8)(partial(torch.load, map_location="cpu", weights_only=False, mmap=True))
+        self._wholes: dict[str, Callable[[], Tensor]] = {}
+        self.notes: Notes = state.ranks.together(lambda: self._notes(states))
+
+    def read(self, shards: Shards) -> None:
+        """Fill the tensors of shards."""
+        with torch.no_grad():
+            for name, shard in shards.items():
+                shard.fill(self._wholes[name](), self.state.ranks.place)
+
+    def _file(self, name: str) -> dict[str, Any]:
+        try:
+            return self._load(self.folder / name)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {str(error).splitlines()[0]}") from None
+
+    def _notes(self, states: bool) -> Notes:
+        saved = self._file(STATES)
+        whole: dict[str, Tensor] = dict(saved["module"])
+        for file in self._expert_files():
+            whole |= self._file(file)
+        shards, _ = model_state(self.engine.module)
+        tensors = {}
+        for local, shard in shards.items():
+            name = self.names.outward(local)
+            if (tensor := whole.get(name.removeprefix("model."))) is not None:
+                # Weights alone may be of another type.
+                tensors[name] = tuple(tensor.shape), tensor.dtype if states else shard.tensor.dtype
+                self._wholes[name] = partial(whole.__getitem__, name.removeprefix("model."))
+        notes = {"model": {"aliases": {}, "modules": {}}, "tensors": tensors}
+        notes["extra"] = {key: value for key, value in saved.items() if key not in _OWN}
+        notes["counters"] = {key: saved[key] for key in ("global_steps", "global_samples", "skipped_steps")}
+        if saved["lr_scheduler"] is not None:
+            notes["scheduler"] = saved["lr_scheduler"]
+        if states and self.state.optimizer is not None:
+            notes |= self._optimizer(saved, tensors)
+        return notes
+
+    def _expert_files(self) -> list[str]:
+        """Those with this rank's experts."""
+        layers = [layer for layer in self.engine.module.modules() if isinstance(layer, TedMoE)]
+        files = []
+        for number, layer in enumerate(layers):
+            first = layer.groups.rank("expert") * len(layer.local)
+            # A layer whose experts have no weights has no files.
+            if any(True for _ in layer.local.parameters()):
+                files += [f"layer_{number}_expert_{first + place}_{STATES}" for place in range(len(layer.local))]
+        return files
+
+    def _optimizer(self, saved: dict[str, Any], tensors: dict[str, Any]) -> Notes:
+        zero = list(self.folder.glob(f"*zero_pp_rank_0_{OPTIMIZER}"))
+        groups = self._partitioned(saved, zero[0].name) if zero else self._plain()
+        own = {self.names.outward(name) for name in self.state.parameters}
+        counted: dict[str, set[str]] = {}
+        for found in (EXPERT.fullmatch(name) for group in groups for name in group.names):
+            if found is not None:
+                counted.setdefault(found[1], set()).add(found[2])
+        notes: Notes = {"class": type(self.state.optimizer).__name__, "groups": [], "tensors": {}, "others": {}}
+        for group in groups:
+            members = []
+            for place, name in enumerate(group.names):
+                expert, ranks = EXPERT.fullmatch(name), [(0, name)]
+                if expert is not None:
+                    before, number, after = expert.groups()
+                    every = [(r, int(number) + r * len(counted[before])) for r in range(group.ranks)]
+                    ranks = [(r, full) for r, n in every if (full := f"{before}{n}{after}") in own]
+                for rank, full in ranks:
+                    members.append(full)
+                    elements, notes["others"][full] = group.state(place, rank)
+                    for key, (shape, dtype) in elements.items():
+                        tensors[f"optimizer.{full}.{key}"] = shape, dtype
+                        self._wholes[f"optimizer.{full}.{key}"] = partial(group.whole, place, rank, key)
+                    notes["tensors"][full] = [key for key in elements if key != _MASTER]
+            notes["groups"].append({"params": members, "options": group.options})
+        made: Notes = {"optimizer": notes}
+        if zero:
+            made["loss_scaler"] = dict(vars(self._file(zero[0].name)["optimizer_state_dict"]["loss_scaler"]))
+        return made
+
+    def _partitioned(self, saved: dict[str, Any], first: str) -> list[_Group]:
+        """Groups of ZeRO-1 and 2."""
+
+        def file(rank: int) -> dict[str, Any]:
+            return self._file(first.replace("_rank_0_", f"_rank_{rank}_", 1))["optimizer_state_dict"]
+
+        known = file(0)
+        if not isinstance(known.get("base_optimizer_state"), dict) or "partition_count" not in known:
+            raise CheckpointError(
+                f"{self.folder} holds an optimizer's states as zero_optimization.elastic_checkpoint or data_types.grad_accum_dtype make "
+                f"DeepSpeed keep them, which cannot be split anew; {_WEIGHTS_ALONE}"
+            )
+        return [
+            self._partitioned_group(file, number, shapes, saved["dp_world_size"])
+            for number, shapes in enumerate(saved["param_shapes"])
+        ]
+
+    def _partitioned_group(self, file: _File, number: int, shapes: dict[str, Any], world: int) -> _Group:
+        known, names = file(0), list(shapes)
+        gaps = known.get("param_alignment_paddings", {}) or [[0] * len(names)] * (number + 1)
+        flat = Flat(tuple(math.prod(shapes[n]) for n in names), tuple(gaps[number]), known["partition_count"][number])
+        ranks = world // flat.count
+        options = known["base_optimizer_state"]["param_groups"][number]
+
+        def kept(rank: int) -> dict[str, Any]:
+            saved = file(rank)
+            state = saved["base_optimizer_state"]["state"].get(options["params"][0], {})
+            return {**state, _MASTER: saved["single_partition_of_fp32_groups"][number]}
+
+        def state(place: int, rank: int) -> _State:
+            elements, numbers = {}, {}
+            for key, value in kept(rank).items():
+                if key == _MASTER or isinstance(value, Tensor) and value.shape == (flat.size,):
+                    elements[key] = tuple(shapes[names[place]]), value.dtype
+                else:
+                    numbers[key] = value
+            return elements, numbers
+
+        def whole(place: int, rank: int, key: str) -> Tensor:
+            parts = [kept(partition * ranks + rank)[key].narrow(0, at, n) for partition, at, n in flat.places(place)]
+            return torch.cat(parts).view(shapes[names[place]])
+
+        return _Group(names, ranks, options_of(options), state, whole)
+
+    def _plain(self) -> list[_Group]:
+        """Groups of a torch optimizer, as with ZeRO-0 in float32."""
+        ranks = len(list(self.folder.glob(f"expp_rank_*_{OPTIMIZER}")))
+        if not ranks:
+            raise CheckpointError(f"{self.folder} has no states of an optimizer; {_WEIGHTS_ALONE}")
+
+        def file(rank: int) -> dict[str, Any]:
+            return self._file(f"expp_rank_{rank}_{OPTIMIZER}")["optimizer"]
+
+        known = file(0)
+        if not isinstance(known, dict) or "param_groups" not in known:
+            raise CheckpointError(
+                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0, which cannot be split anew; {_WEIGHTS_ALONE}"
+            )
+        groups, sizes = self._groups(ranks), [len(group["params"]) for group in known["param_groups"]]
+        if sizes != [len(group.names) for group in groups]:
+            raise CheckpointError(
+                f"the optimizer in {self.folder} has groups of {sizes} parameters, and the one here makes {[len(g.names) for g in groups]} of "
+                "its own; give it the same parameters"
+            )
+        return [
+            self._plain_group(file, group.names, ranks, saved)
+            for group, saved in zip(groups, known["param_groups"], strict=True)
+        ]
+
+    def _groups(self, ranks: int) -> list[Group]:
+        """This run's groups on so many expert ranks."""
+        layers = {name: layer for name, layer in self.engine.module.named_modules() if isinstance(layer, TedMoE)}
+        local = {
+            f"{name}.deepspeed_moe.experts.deepspeed_experts.".removeprefix("."): layer.num_experts // ranks
+            for name, layer in layers.items()
+        }
+        sources = [renumbered(names, local) for names in script_groups(self.engine, self.state.pieces)]
+        numel = {name: layout_of(p).serial_shape for name, p in self.state.parameters.items()}
+        return stock_groups(
+            sources, {name: math.prod(numel[EXPERT.sub(r"\g<1>0\3", name)]) for names in sources for name in names}
+        )
+
+    def _plain_group(self, file: _File, names: Sequence[str], ranks: int, saved: dict[str, Any]) -> _Group:
+        def kept(place: int, rank: int) -> dict[str, Any]:
+            return file(rank)["state"].get(saved["params"][place], {})
+
+        def state(place: int, rank: int) -> _State:
+            elements, numbers = {}, {}
+            for key, value in kept(place, rank).items():
+                if isinstance(value, Tensor) and value.dim():
+                    elements[key] = tuple(value.shape), value.dtype
+                else:
+                    numbers[key] = value
+            return elements, numbers
+
+        return _Group(list(names), ranks, options_of(saved), state, lambda place, rank, key: kept(place, rank)[key])

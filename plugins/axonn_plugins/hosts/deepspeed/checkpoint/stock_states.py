@@ -1,0 +1,177 @@
+"""The optimizer's state as a stock DeepSpeed-MoE engine on as many ranks would have saved it, read from TED's own files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames
+from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import Flat, Group, stock_groups
+from axonn_tp.checkpoint.optimizer import Pieces, options_of
+from axonn_tp.checkpoint.planner import Place, Shard
+from axonn_tp.checkpoint.training import Reading
+from axonn_tp.grid.layout import Layout
+
+
+def script_groups(engine: Any, pieces: Pieces) -> list[list[str]]:
+    """Names of the optimizer's parameters by group, as the script makes the groups.
+
+    Args:
+        engine: a `TedEngine`.
+        pieces: where its optimizer keeps the states.
+    """
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    # Under ZeRO the order in which parameters are flattened may depend on the number of ranks.
+    given = getattr(engine.optimizer, "bit16_groups", None)
+    members = [[piece.name for piece in group] for group in pieces]
+    if given is not None:
+        members = [[names[id(parameter)] for parameter in group] for group in given]
+    made: dict[int, list[str]] = {}
+    for number, (group, inside) in enumerate(zip(engine.optimizer.param_groups, members, strict=True)):
+        made.setdefault(group.get("axonn_source", number), []).extend(inside)
+    return [made[source] for source in sorted(made)]
+
+
+@dataclass
+class StockStates:
+    """What stock DeepSpeed's files hold.
+
+    Args:
+        engine: a `TedEngine`, each of whose ranks becomes a data rank.
+        state: its.
+        reading: what it saved.
+    """
+
+    engine: Any
+    state: PortableState
+    reading: Reading
+
+    def __post_init__(self) -> None:
+        self.shapes = {
+            piece.name: piece.layout.serial_shape for group in self.state.pieces for piece in group if piece.name
+        }
+        numel = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        self.experts = self.engine.groups.topology.expert
+        self.groups: list[Group] = []
+        for group in stock_groups(script_groups(self.engine, self.state.pieces), numel):
+            dealt = self.engine.zero_optimization() and self.engine.optimizer.round_robin_gradients
+            self.groups.append(group.dealt(self._count(group)) if dealt else group)
+
+    def _count(self, group: Group) -> int:
+        world = dist.get_world_size()
+        return world // self.experts if group.experts else world
+
+    @property
+    def param_shapes(self) -> list[dict[str, torch.Size]]:
+        """The parameters that are in the files, by group."""
+        return [{name: torch.Size(self.shapes[name]) for name in group.names} for group in self.groups]
+
+    def plain(self, rank: int) -> dict[str, Any]:
+        """The state_dict of torch's optimizer on an expert rank (ZeRO-0)."""
+        states: dict[int, dict[str, Any]] = {}
+        shards: dict[str, Shard] = {}
+        for number, name in enumerate(chain.from_iterable(group.names for group in self.groups)):
+            layout, outward = Layout(self.shapes[name]), self._outward(name, rank)
+            state = self._numbers(outward)
+            for key in self._keys(outward):
+                state[key] = self._empty(f"optimizer.{outward}.{key}", math.prod(layout.shape)).view(layout.shape)
+                shards[f"optimizer.{outward}.{key}"] = Shard(state[key], layout)
+            if state:
+                states[number] = state
+        self.reading.read(shards, Place())
+        return {"state": states, "param_groups": self._param_groups([len(group.names) for group in self.groups])}
+
+    def partitions(self, rank: int) -> dict[str, Any]:
+        """What the ZeRO-1 or 2 optimizer of a rank saves."""
+        optimizer = self.engine.optimizer
+        alignment = getattr(optimizer, "parameter_alignment", False)
+        flats, masters, states, shards = [], [], {}, {}
+        for number, group in enumerate(self.groups):
+            sizes = [math.prod(self.shapes[name]) for name in group.names]
+            width = self.state.parameters[group.names[0]].element_size()
+            flat = Flat.aligned(sizes, self._count(group), 16 // math.gcd(16, width) if alignment else 1)
+            outward = [self._outward(name, rank) for name in group.names]
+            partition = rank // self.experts if group.experts else rank
+            made = {"master": self._empty(self._master(outward[0]), flat.size)}
+            made |= {key: self._empty(f"optimizer.{outward[0]}.{key}", flat.size) for key in self._keys(outward[0])}
+            for place, start, length, at in flat.pieces(partition):
+                layout = Layout(self.shapes[group.names[place]])
+                for key, tensor in made.items():
+                    full = self._master(outward[place]) if key == "master" else f"optimizer.{outward[place]}.{key}"
+                    shards[full] = Shard(tensor.narrow(0, at, length), layout, start)
+            masters.append(made.pop("master")[: flat.size - flat.padding(partition)])
+            if state := self._numbers(outward[0]) | made:
+                states[number] = state
+            flats.append((flat, partition))
+        self.reading.read(shards, Place())
+        saved = {key: value for key, value in optimizer.state_dict().items() if key != "param_slice_mappings"}
+        if "param_alignment_paddings" in saved:
+            saved["param_alignment_paddings"] = [list(flat.gaps) for flat, _ in flats]
+        return saved | {
+            "base_optimizer_state": {"state": states, "param_groups": self._param_groups([1] * len(self.groups))},
+            "single_partition_of_fp32_groups": masters,
+            "group_paddings": [flat.padding(partition) for flat, partition in flats],
+            "partition_count": [flat.count for flat, _ in flats],
+        }
+
+    def _outward(self, name: str, rank: int) -> str:
+        names = self.state.names
+        assert isinstance(names, ExpertNames)
+        return names.outward(name, rank % self.experts)
+
+    def _master(self, name: str) -> str:
+        """Where the master is: it was stored where it is wider than the weight."""
+        wide = f"optimizer.{name}.master"
+        return wide if wide in self.reading.notes["tensors"] else f"model.{name}"
+
+    def _keys(self, name: str) -> Sequence[str]:
+        return self.reading.notes["optimizer"]["tensors"].get(name, [])
+
+    def _numbers(self, name: str) -> dict[str, Any]:
+        return dict(self.reading.notes["optimizer"]["others"].get(name, {}))
+
+    def _empty(self, full: str, size: int) -> Tensor:
+        return torch.zeros(size, dtype=self.reading.notes["tensors"][full][1])
+
+    def _param_groups(self, lengths: list[int]) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        known = {g.get("axonn_source", n): g for n, g in reversed(list(enumerate(self.engine.optimizer.param_groups)))}
+        for group, length in zip(self.groups, lengths, strict=True):
+            first = sum(len(g["params"]) for g in made)
+            kind = {"moe": True, "name": f"ep_size_{self.experts}"} if group.experts else {"moe": False}
+            made.append({**options_of(known[group.source]), **kind, "params": list(range(first, first + length))})
+        return made
+
+
+def save_states(engine: Any, folder: Path, portable: Path, state: PortableState) -> list[dict[str, torch.Size]] | None:
+    """Write stock's files of optimizer states; every rank calls it.
+
+    Args:
+        engine: a `TedEngine` under ZeRO-1 or 2, or with a torch optimizer.
+        folder: where they go.
+        portable: what was saved.
+        state: of the engine.
+
+    Returns:
+        Shapes of the parameters by group where ZeRO has partitions.
+    """
+    stock, rank = StockStates(engine, state, Reading(portable, state.ranks, verified=True)), dist.get_rank()
+    if engine.zero_optimization():
+        saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine.config}
+        saved["ds_version"] = saved["optimizer_state_dict"]["ds_version"]
+        torch.save(
+            saved, engine._get_rank_zero_ckpt_name(folder.parent, folder.name, 0, rank, engine.bfloat16_enabled())
+        )
+        return stock.param_shapes
+    if rank < stock.experts:
+        torch.save({"optimizer": stock.plain(rank)}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return None

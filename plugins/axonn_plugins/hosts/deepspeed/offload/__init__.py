@@ -1,0 +1,1 @@
+"""``axonn.offload_optimizer`` under DeepSpeed."""

@@ -1,0 +1,1 @@
+"""Optimizers as DeepSpeed's engine wants them."""

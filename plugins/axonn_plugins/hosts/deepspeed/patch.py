@@ -1,0 +1,52 @@
+"""Wrap `DeepSpeedConfig.__init__`, through which every configuration passes; nothing heavy is imported without a block."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from axonn_plugins.hosts.deepspeed import roll
+
+
+def patch(module: ModuleType) -> None:
+    """Make a `deepspeed.runtime.config` module look for the block; harmless when called again."""
+    config_class = module.DeepSpeedConfig
+    original = config_class.__init__
+    if getattr(original, "axonn", False):
+        return
+
+    def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
+        parsed = read(config)
+        block = isinstance(parsed, dict) and parsed.get("axonn") is not None
+        roll.note(block)
+        if not block:
+            hook = sys.modules.get("axonn_plugins.hosts.deepspeed.config_hook")
+            if hook is not None:
+                hook.step_aside()
+            original(self, config, mpu, *args, **kwargs)
+            return
+        from axonn_plugins.hosts.deepspeed import config_hook
+
+        original(self, config, config_hook.configure(self, parsed, mpu), *args, **kwargs)
+
+    __init__.axonn = True  # type: ignore[attr-defined]
+    config_class.__init__ = __init__
+
+
+def read(config: Any) -> Any:
+    """The configuration as a dict where it can be read; what cannot be is left to DeepSpeed to refuse."""
+    if isinstance(config, dict):
+        return config
+    try:
+        import hjson
+
+        if os.path.exists(config):
+            with open(config) as file:
+                return hjson.load(file)
+        import base64
+
+        return hjson.loads(base64.urlsafe_b64decode(config).decode("utf-8"))
+    except Exception:
+        return None

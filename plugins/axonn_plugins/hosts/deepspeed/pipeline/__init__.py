@@ -1,0 +1,1 @@
+"""``axonn.pipeline`` under DeepSpeed."""

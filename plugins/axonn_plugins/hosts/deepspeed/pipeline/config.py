@@ -1,0 +1,121 @@
+"""What the rest of a configuration may be beside ``axonn.pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.hosts.deepspeed.offload import config as offload_config
+from axonn_plugins.hosts.deepspeed.samo import config as samo_config
+from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
+from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_batch
+from axonn_tp import Grid
+
+
+def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
+    """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
+    if block.offload_optimizer is not None:
+        offload_config.check(block, raw, mpu)
+    refuse([*_refusals(block, raw), *of_background(raw)])
+    if block.samo is not None:
+        samo_config.check(raw, None)
+    if isinstance(mpu, PipelineParallelGrid) and block.tensor_parallel is not None:
+        from axonn_plugins.hosts.deepspeed.pipeline.stage_split import stage_grid
+
+        grid = stage_grid(block.tensor_parallel, mpu)
+        check(raw, grid)
+        mpu = BatchRanks(grid)
+    elif isinstance(mpu, PipelineParallelGrid):
+        check_batch(raw, Grid(gdata=mpu.get_data_parallel_world_size()))
+    deepspeed.PipelineEngine = _engine(block)
+    # A configuration may be parsed before the model is known.
+    deepspeed.DeepSpeedEngine = _PlainModule
+    deepspeed.DualPipeVEngine = _DualPipe
+    return mpu
+
+
+def _engine(block: Axonn) -> type[PipelineEngine]:
+    if block.samo is not None:
+        from axonn_plugins.hosts.deepspeed.samo.pipeline import SamoPipelineEngine
+
+        return SamoPipelineEngine
+    if block.tensor_parallel is not None:
+        from axonn_plugins.hosts.deepspeed.pipeline.tensor import TensorPipelineEngine
+
+        return TensorPipelineEngine
+    from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
+
+    if block.offload_optimizer is not None:
+        from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
+
+        return type("OffloadPipelineEngine", (OffloadEngine, MessageDrivenEngine), {})
+    return MessageDrivenEngine
+
+
+class _PlainModule:
+    def __init__(self, *rest: Any, **keywords: Any) -> None:
+        raise ConfigError(
+            "axonn.pipeline is for a deepspeed.pipe.PipelineModule, and deepspeed.initialize was given another model; leave the key out, or "
+            "make the model a PipelineModule"
+        )
+
+
+class _DualPipe:
+    def __init__(self, *rest: Any, **keywords: Any) -> None:
+        raise ConfigError(
+            "axonn.pipeline has schedules of its own, and the model is a DualPipeVModule; leave the key out, or make the model a "
+            "PipelineModule"
+        )
+
+
+def _refusals(block: Axonn, raw: Mapping[str, Any]) -> list[Refusal]:
+    stage = section(raw, "zero_optimization").get("stage", 0)
+    return [
+        (
+            block.ted is not None,
+            "axonn.pipeline does not go with axonn.ted under DeepSpeed yet; leave one of them out",
+        ),
+        *_of_tensor_parallel(block, stage),
+        (
+            stage in (2, 3),
+            f"zero_optimization.stage = {stage} does not go with a PipelineModule, which reduces gradients once a batch; use stage 0 or 1",
+        ),
+        *of_halves(raw),
+        (
+            enabled(raw, "torch_autocast")
+            and section(raw, "torch_autocast").get("dtype") in ("float16", "fp16", "half"),
+            "torch_autocast.dtype = float16 has a loss scale on each stage of a pipeline, which would skip steps apart from the others; use "
+            "bfloat16, or the fp16 section",
+        ),
+        (enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or axonn.pipeline"),
+    ]
+
+
+def _of_tensor_parallel(block: Axonn, stage: Any) -> list[Refusal]:
+    settings = block.tensor_parallel
+    if settings is None:
+        return []
+    return [
+        (
+            len(settings.given) < 3,
+            'axonn.tensor_parallel has sizes that are "auto", which do not go with axonn.pipeline yet; give gx, gy and gz as numbers',
+        ),
+        (
+            stage == 1,
+            "zero_optimization.stage = 1 does not go with axonn.tensor_parallel inside the stages of a pipeline yet; use stage 0 and a larger "
+            "gz, which splits optimizer state, too",
+        ),
+        (
+            settings.tune_matmuls,
+            "axonn.tensor_parallel.tune_matmuls does not go with axonn.pipeline yet, whose stages have different matmuls; turn it off",
+        ),
+        (
+            settings.trace_steps is not None,
+            "axonn.tensor_parallel.trace_steps does not go with axonn.pipeline, whose engine has record_events(); leave it out",
+        ),
+    ]

@@ -1,0 +1,188 @@
+"""How the layers of one pipeline stage are split over its tensor-parallel ranks, and where their checkpoints are.
+
+The activation between two layers that no pair spans is whole on every rank of x and y, and so is what goes to the next stage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from torch import nn
+
+from axonn_plugins.config import ConfigError, TensorParallel
+from axonn_plugins.hosts.deepspeed.agreement import agree, check_shapes, refuse_experts
+from axonn_plugins.hosts.deepspeed.engine import layer_plans, options
+from axonn_tp import Grid, LayerPlan, Mesh, Placement, auto_plan, place
+
+KEY = "axonn.tensor_parallel"
+_AXES = (["pipe", "data"], ["pipe", "data", "model"])
+_WITHIN = ("normal", "transposed", "head", "self_contained", "group_norm", "replicated")
+
+
+def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid) -> Grid:
+    """The grid of one stage.
+
+    Args:
+        settings: the block's.
+        unit: of the PipelineModule.
+
+    Raises:
+        ConfigError: the sizes do not divide a stage's ranks, or the module's topology is another.
+    """
+    topology, world = unit.topology(), unit.world_size
+    stages, sizes = unit.get_pipe_parallel_world_size(), settings.given
+    ranks, plane = world // stages, sizes["gx"] * sizes["gy"]
+    if topology.get_axis_names() not in _AXES:
+        raise ConfigError(
+            f"the PipelineModule's topology has the axes {', '.join(topology.get_axis_names())}, and {KEY} needs pipe, data or pipe, data, "
+            "model; give num_stages in its place"
+        )
+    if unit.get_slice_parallel_world_size() not in (1, plane):
+        raise ConfigError(
+            f"the PipelineModule's topology has a model axis of {unit.get_slice_parallel_world_size()}, and {KEY} has gx*gy = {plane}; make "
+            "them equal, or give num_stages in place of the topology"
+        )
+    try:
+        return Grid.for_world(ranks, **sizes)
+    except ValueError:
+        words = "*".join(str(size) for size in sizes.values())
+        raise ConfigError(
+            f"{KEY}: gx*gy*gz = {words} does not divide the {ranks} ranks of a stage ({world} ranks, {stages} stages); choose sizes whose "
+            f"product divides {ranks}"
+        ) from None
+
+
+def regroup(module: PipelineModule, mesh: Mesh) -> None:
+    """Give a PipelineModule the groups of the mesh: ranks of one x-y plane are DeepSpeed's model axis, those of z and data its data."""
+    grid = mesh.grid
+    topology = PipeModelDataParallelTopology(
+        num_pp=module.num_stages, num_mp=mesh.size("model"), num_dp=mesh.size("batch")
+    )
+    module._topo = topology
+    module._grid = PipelineParallelGrid(topology=topology)
+    for parameter in module.parameters():
+        parameter.ds_pipe_replicated = False
+    module.tied_comms = module._index_tied_modules()
+    if not isinstance(module, StageFiles):
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (StageFiles, kind), {})
+    module.axonn_place = mesh.coordinates["x"] + grid.gx * (mesh.coordinates["y"] + grid.gy * mesh.coordinates["z"])
+    module.axonn_writes = mesh.coordinates["data"] == 0
+
+
+class StageFiles(PipelineModule):
+    """A PipelineModule that keeps a file of every layer for each (x, y, z), in DeepSpeed's layout.
+
+    Attributes:
+        axonn_place: this rank's number among the tensor-parallel ranks of its stage.
+        axonn_writes: whether it is the one of its data-parallel replicas that writes.
+    """
+
+    axonn_place: int
+    axonn_writes: bool
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of one layer."""
+        layer = local_layer_idx + self._local_start
+        return os.path.join(ckpt_dir, f"layer_{layer:02d}-model_{self.axonn_place:02d}-model_states.pt")
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """This rank's file, as often as DeepSpeed expects files."""
+        return [self.ckpt_layer_path(ckpt_dir, local_layer_idx)] * self._grid.get_slice_parallel_world_size()
+
+    def save_state_dict(self, *rest: Any, **keywords: Any) -> None:
+        """Write this rank's files of all layers; DeepSpeed takes ranks along z for replicas."""
+        if not self.axonn_writes:
+            return
+        grid = self._grid
+        before = grid.data_parallel_id, grid.data_parallel_size
+        grid.data_parallel_id, grid.data_parallel_size = 0, 1
+        try:
+            super().save_state_dict(*rest, **keywords)
+        finally:
+            grid.data_parallel_id, grid.data_parallel_size = before
+
+
+def stage_plan(module: PipelineModule, settings: TensorParallel, grid: Grid) -> dict[str, LayerPlan]:
+    """The plan of this rank's stage; every rank calls it.
+
+    Raises:
+        ConfigError: on all ranks, the plan does not fit the model.
+    """
+    given = layer_plans(settings)
+    names = [name for name, _ in module.named_modules()]
+    mine = [pattern for pattern in given if any(fnmatchcase(name, pattern) for name in names)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    problem, plan = None, {pattern: given[pattern] for pattern in mine}
+    try:
+        check_shapes(module)
+        refuse_experts(module)
+        _check_patterns(given, {pattern for found in everyone for pattern in found})
+        if settings.plan == "auto":
+            plan = _found(module, grid)
+        _check_pairs(place(module, grid, plan, options(settings)), module)
+    except ValueError as error:
+        problem = f"{KEY}.plan: {str(error).removeprefix('plan: ')}"
+    agree(problem, {})
+    return plan
+
+
+def _check_patterns(given: Mapping[str, LayerPlan], found: set[str]) -> None:
+    for pattern, layer in given.items():
+        if layer.kind not in _WITHIN:
+            raise ValueError(
+                f"{pattern!r} is {layer.kind}, which splits what goes from layer to layer, and between the stages of a pipeline that is whole; "
+                f"use {', '.join(_WITHIN)}"
+            )
+        if pattern not in found:
+            raise ValueError(f"{pattern!r} matches no layer of any stage; correct it")
+
+
+def _check_pairs(placements: Sequence[Placement], module: PipelineModule) -> None:
+    """Refuse a pair of which a stage has one half, whose partner would be given a share."""
+    alone: str | None = None
+    for placement in placements:
+        if placement.kind == "normal":
+            alone = placement.name
+        elif placement.kind == "transposed":
+            if alone is None:
+                alone = placement.name
+                break
+            alone = None
+    if alone is not None:
+        raise ValueError(
+            f"layer {alone} and its partner are on different stages, stage {module.stage_id} being one; move the boundary, or name both "
+            "self_contained"
+        )
+
+
+class _Bare(nn.Module):
+    """A stage's layers without its groups, which cannot be copied."""
+
+    def __init__(self, module: PipelineModule) -> None:
+        super().__init__()
+        for name, child in module.named_children():
+            if child is not module.loss_fn:
+                self.add_module(name, child)
+        self.functions = list(module.forward_funcs)
+
+    def forward(self, x: Any) -> Any:
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+def _found(module: PipelineModule, grid: Grid) -> dict[str, LayerPlan]:
+    """The pairs within this stage."""
+    plan, report = auto_plan(_Bare(module), grid)
+    if module._grid.data_parallel_id == 0 and module._grid.get_slice_parallel_rank() == 0:
+        print(f"axonn: stage {module.stage_id}: {report}", file=sys.stderr, flush=True)
+    return {name: layer for name, layer in plan.items() if layer.kind in ("normal", "transposed", "group_norm")}

@@ -1,0 +1,131 @@
+"""Sums over ranks that PipelineEngine makes, in the type of what is summed, float64 included, and over the whole pipeline."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor, nn
+
+from axonn_plugins.hosts.deepspeed.optim.double_zero import DoubleZero
+from axonn_plugins.hosts.deepspeed.pipeline.ties import gradient_of, tie
+
+
+class PipelineSums(DoubleZero, PipelineEngine):
+    """The part of the engine that sums gradients, norms and losses."""
+
+    _expected: tuple[Tensor, Any] | None = None
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        tie(self.module)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Sum the gradients of tied weights over their stages; DeepSpeed looks for them in `.grad` alone, and does not where there are none."""
+        for weight, group in self.module.get_tied_weights_and_groups():
+            if weight.requires_grad:
+                dist.all_reduce(gradient_of(weight, self.optimizer), group=group)
+
+    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        """DeepSpeed's gradient sum, which knows no float64; that we sum ourselves."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if grads is not None or not any(p.dtype == torch.float64 for p in trained):
+            super().buffered_allreduce_fallback(grads, elements_per_buffer)
+            return
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
+        dist.all_reduce(flat, group=self.grid.get_data_parallel_group())
+        flat /= self.dp_world_size
+        for parameter, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm of all stages; DeepSpeed takes that of the first."""
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        self._global_grad_norm = self._gradient_norm(trained).item()
+        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
+        if factor < 1:
+            for parameter in trained:
+                parameter.grad.mul_(factor)
+
+    def _gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The 2-norm of the whole model's gradient, a float64 scalar; from this rank's parameters."""
+        counted = [p.grad.double().square().sum() for p in parameters if p.grad is not None and self._counts(p)]
+        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        return total.sqrt()
+
+    def _counts(self, parameter: Tensor) -> bool:
+        # A tied weight counts on its first stage, and one that every slice has whole on the first slice.
+        whole = self.grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
+        return whole and not getattr(parameter, "ds_pipe_replicated", False)
+
+    def _expect_loss(self) -> None:
+        """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.
+
+        On an accelerator a collective that waits would hold a part of it.
+        """
+        if self.is_pipe_parallel and not self.is_last_stage() and self.device.type == "cpu":
+            numbers = self._loss_numbers()
+            group = self.grid.get_pipe_parallel_group()
+            work = dist.broadcast(numbers, src=self._loss_stage_global_rank(), group=group, async_op=True)
+            self._expected = numbers, work
+
+    def _loss_numbers(self) -> Tensor:
+        names = self.module.get_additional_losses() or ()
+        return torch.empty(3 + len(names), dtype=torch.float64, device=self.device)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """The batch's loss, averaged over microbatches and data-parallel ranks, on every stage."""
+        names = list(self.module.get_additional_losses() or ()) if not self.is_last_stage() else []
+        if self.is_last_stage():
+            names = list(self.total_additional_losses or ())
+            more = [self.total_additional_losses[name] for name in names]
+            own = [self._scale_loss_by_gas(total) for total in (self.total_loss, *more)]
+            sums = torch.stack([loss.detach().double().reshape(()) for loss in own])
+            averages = sums.clone()
+            if self.is_data_parallel:
+                dist.all_reduce(averages, group=self.grid.get_data_parallel_group())
+                averages /= self.dp_world_size
+            wide = torch.tensor([float(own[0].dtype == torch.float64)], dtype=torch.float64, device=self.device)
+            numbers = torch.cat([wide, sums[:1], averages])
+        else:
+            numbers = self._loss_numbers()
+        expected, self._expected = self._expected, None
+        if expected is None:
+            wide, self.dp_group_loss, loss, *others = self._from_last_stage(numbers)
+        else:
+            expected[1].wait()
+            wide, self.dp_group_loss, loss, *others = _typed(expected[0])
+        self.agg_additional_losses = OrderedDict(zip(names, others, strict=True)) if names else None
+        return loss
+
+    def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A number of one rank, by default of the last stage, on every stage; where it is not from, of shape (1,) as DeepSpeed's."""
+        source = self._loss_stage_global_rank() if src_rank is None else src_rank
+        numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.global_rank == source:
+            numbers[0], numbers[1] = float(data.dtype == torch.float64), data.detach().reshape(())
+        found = self._from_last_stage(numbers, source, dtype)[1]
+        return found if self.global_rank == source else found.reshape(1)
+
+    def _from_last_stage(
+        self, numbers: Tensor, source: int | None = None, dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        source = self._loss_stage_global_rank() if source is None else source
+        if self.is_pipe_parallel:
+            dist.broadcast(numbers, src=source, group=self.grid.get_pipe_parallel_group())
+        return _typed(numbers, dtype)
+
+
+def _typed(numbers: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Numbers of which the first says whether they were float64."""
+    kind = dtype or (torch.float64 if numbers[0] else torch.float32)
+    return [number.to(kind) for number in numbers]

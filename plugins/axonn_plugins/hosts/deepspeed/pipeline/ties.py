@@ -1,0 +1,99 @@
+"""Tied layers of a PipelineModule: copies on several stages that are one layer of the model, all of their parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from axonn_plugins.hosts.deepspeed.agreement import agree
+from axonn_tp import layout_of
+
+_Copy = dict[str, tuple[tuple[int, ...], bool, str]]
+"""Of each of a copy's tensors: its shape, whether it is trained, and how it is split."""
+
+
+def tie(module: PipelineModule) -> None:
+    """Make the copies of each tied layer one: give all that its stages have alike the values of the first.
+
+    DeepSpeed ties what `tied_weight_attr` names, "weight" by default: on several stages a bias would be trained apart, which on
+    one stage is the same tensor.
+
+    Raises:
+        ConfigError: on all ranks, copies differ in what is trained or how it is split.
+    """
+    if not any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
+        return
+    mine = {key: _describe(module, key) for key in module.tied_comms}
+    everyone: list[dict[str, _Copy]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    problem: str | None = None
+    for key, tied in module.tied_comms.items():
+        copies = [everyone[rank][key] for rank in tied["ranks"]]
+        names = [name for name in mine[key] if name in tied["weight_attr"] or _shared(name, copies)]
+        different = [name for name in names if any(copy.get(name) != mine[key][name] for copy in copies)]
+        if different:
+            problem = (
+                f"the tied layer {key!r} has a {different[0]!r} on several stages which differs there in its shape, in requires_grad or in "
+                "how it is split; make it the same on all, or no TiedLayerSpec"
+            )
+        # The order of every stage.
+        tied["weight_attr"] = sorted(names)
+    agree(problem, {})
+    for key, tied in module.tied_comms.items():
+        copy = [_tensor(module, key, name) for name in tied["weight_attr"]]
+        for parameter in module.tied_modules[key].parameters():
+            counted = dist.get_rank() == tied["ranks"][0] or not any(parameter is tensor for tensor in copy)
+            setattr(parameter, PIPE_REPLICATED, not counted)
+    with torch.no_grad():
+        module._synchronize_tied_weights()
+
+
+def _describe(module: PipelineModule, key: str) -> _Copy:
+    named = [(name, _tensor(module, key, name)) for name in module.tied_comms[key]["weight_attr"]]
+    known = {id(tensor) for _, tensor in named}
+    named += [(name, p) for name, p in module.tied_modules[key].named_parameters() if id(p) not in known]
+    return {name: (tuple(t.shape), t.requires_grad, str(layout_of(t))) for name, t in named}
+
+
+def _tensor(module: PipelineModule, key: str, name: str) -> Tensor:
+    return module._recursive_getattr(module.tied_modules[key], name)
+
+
+def _shared(name: str, copies: Sequence[_Copy]) -> bool:
+    """Whether copies, which may be of different classes, have a parameter of one name and shape."""
+    shapes = {copy[name][0] if name in copy else None for copy in copies}
+    return len(shapes) == 1 and None not in shapes
+
+
+def gradient_of(weight: Tensor, optimizer: Any) -> Tensor:
+    """What has been summed of a weight's gradient where its optimizer will look for it; zeros are put there where there is none.
+
+    Args:
+        weight: of this stage.
+        optimizer: the engine's.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        group, place = next(
+            (i, j) for i, weights in enumerate(optimizer.bf16_groups) for j, w in enumerate(weights) if w is weight
+        )
+        optimizer.fp32_groups_has_gradients[group][place] = True
+        return optimizer.fp32_groups_gradients[group][place]
+    name, dtype = "grad", weight.dtype
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
+        name, dtype = "grad_accum", optimizer.gradient_accumulation_dtype
+    if getattr(weight, name) is None:
+        setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
+    gradient = getattr(weight, name)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        # It takes the norm of gradients, not of weights, and asks them whether they count.
+        setattr(gradient, PIPE_REPLICATED, getattr(weight, PIPE_REPLICATED))
+    return gradient

@@ -1,0 +1,1 @@
+"""``axonn.samo`` under DeepSpeed."""

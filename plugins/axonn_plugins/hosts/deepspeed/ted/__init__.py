@@ -1,0 +1,1 @@
+"""``axonn.ted`` under DeepSpeed."""

@@ -1,0 +1,1 @@
+"""``axonn.tensor_parallel`` under DeepSpeed."""

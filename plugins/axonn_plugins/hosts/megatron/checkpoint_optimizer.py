@@ -1,0 +1,226 @@
+"""Optimizer state in the form that Megatron itself gives it on any number of ranks, though z makes two optimizers of one.
+
+Megatron keeps parameters whose gradients are summed over other ranks in an optimizer of their own, as it does experts'. Saved, the two
+are one again; loaded, each takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
+
+from axonn_plugins.config.base import ConfigError
+from axonn_plugins.hosts.megatron.arguments import fail
+from axonn_plugins.hosts.megatron.originals import Originals
+
+_SAME_ANYWHERE = "fully_reshardable"
+_JOINED = "axonn_joined"
+_NOBODY = "axonn_nobody"
+Groups = list[dict[str, Any]]
+
+
+def install(originals: Originals) -> None:
+    """Wrap Megatron's optimizers."""
+    originals.wrap(ChainedOptimizer, "sharded_state_dict", _saved_as_one)
+    originals.wrap(ChainedOptimizer, "load_state_dict", _loaded_from_one)
+    originals.wrap(distrib_optimizer.DistributedOptimizer, "sharded_state_dict", _on_any_ranks)
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        # With torch's Adam, Megatron cannot load what it saves: a state has a step of its own, which was not counted with.
+        originals.wrap(
+            distrib_optimizer.DistributedOptimizer, "_set_main_param_and_optimizer_states", _but_for_the_step
+        )
+        originals.wrap(distrib_optimizer.DistributedOptimizer, "load_state_dict", _with_a_step_each)
+        originals.wrap(distrib_optimizer.DistributedOptimizer, "state_dict", _without_a_shard)
+
+
+def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sharded state dicts of several optimizers as that of one, which marks itself by what is not stored.
+
+    Args:
+        parts: of `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or `DistributedOptimizer`.
+    """
+    nested = "optimizer" in parts[0]
+    inner = [part["optimizer"] if nested else part for part in parts]
+    one: dict[str, Any] = {**inner[0], "param_groups": _union(inner)}
+    if "state" in one:
+        one["state"] = _interleaved([part["state"] for part in inner])
+    joined = {**parts[0], "optimizer": one} if nested else one
+    if "fp32_from_fp16_params" in joined:
+        joined["fp32_from_fp16_params"] = [group for part in parts for group in part["fp32_from_fp16_params"]]
+    if "param_state" in joined:
+        # Only data-parallel rank 0 has it where it was gathered by gloo.
+        joined["param_state"] = _interleaved([part["param_state"] or {} for part in parts])
+    joined[_JOINED] = LocalNonpersistentObject(True)
+    return joined
+
+
+def separate(joined: dict[str, Any], groups: Sequence[Groups]) -> list[dict[str, Any]]:
+    """What each optimizer loads of a state dict as `join` makes them; inverse of that.
+
+    Args:
+        joined: loaded.
+        groups: the parameter groups of each optimizer now.
+    """
+    nested, count, parts, begin = "optimizer" in joined, len(groups), [], 0
+    for number, own in enumerate(groups):
+        inner = joined["optimizer"] if nested else joined
+        one = {**inner, "param_groups": [_loaded(group, inner["param_groups"]) for group in own]}
+        if "state" in one:
+            one["state"] = _every(one["state"], number, count)
+        part = {**joined, "optimizer": one} if nested else one
+        if "fp32_from_fp16_params" in part:
+            part["fp32_from_fp16_params"] = joined["fp32_from_fp16_params"][begin : begin + len(own)]
+            begin += len(own)
+        if "param_state" in part:
+            part["param_state"] = _every(part["param_state"], number, count)
+        part.pop(_JOINED, None)
+        parts.append(part)
+    return parts
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What Megatron tells groups apart by, but for whose gradients are summed elsewhere."""
+    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+
+
+def _union(inner: Sequence[dict[str, Any]]) -> Groups:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part in inner:
+        for group in part["param_groups"]:
+            kept = {key: value for key, value in group.items() if key != "params"}
+            found.setdefault(_identity(group), {**kept, "is_expert_parallel": False})
+    return list(found.values())
+
+
+def _loaded(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """A group of ours with what was saved of its like."""
+    saved = next(group for group in groups if _identity(group) == _identity(own))
+    return {**saved, "is_expert_parallel": own["is_expert_parallel"], "params": own["params"]}
+
+
+def _interleaved(states: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """By parameter's number; what is not a parameter's is common to all."""
+    found: dict[Any, Any] = {}
+    for number, state in enumerate(states):
+        for key, value in state.items():
+            found[key * len(states) + number if isinstance(key, int) else key] = value
+    return found
+
+
+def _every(state: dict[Any, Any], number: int, count: int) -> dict[Any, Any]:
+    found = {key // count: one for key, one in state.items() if isinstance(key, int) and key % count == number}
+    return found | {key: value for key, value in state.items() if not isinstance(key, int)}
+
+
+def _saved_as_one(original: Any) -> Any:
+    @wraps(original)
+    def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
+        chain = self.chained_optimizers
+        if len(chain) == 1:
+            return original(self, model, is_loading, **named)
+        self._synchronize_steps()
+        return join([one.sharded_state_dict(model, is_loading, **named) for one in chain])
+
+    return sharded_state_dict
+
+
+def _loaded_from_one(original: Any) -> Any:
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        chain = self.chained_optimizers
+        if len(chain) > 1 and _JOINED in state_dict:
+            state_dict = separate(state_dict, [one.optimizer.state_dict()["param_groups"] for one in chain])
+        original(self, state_dict)
+
+    return load_state_dict
+
+
+def _on_any_ranks(original: Any) -> Any:
+    @wraps(original)
+    def sharded_state_dict(self: Any, model: Any = None, is_loading: bool = False, *args: Any, **named: Any) -> Any:
+        kind = (named.get("metadata") or {}).get("distrib_optim_sharding_type")
+        if kind is None:
+            fail(
+                ConfigError(
+                    "--load: it was saved without --use-distributed-optimizer, and its optimizer's state is of another form; load it "
+                    "without that, or with --no-load-optim"
+                )
+            )
+        if kind != _SAME_ANYWHERE:
+            fail(
+                ConfigError(
+                    f"--load: its distributed optimizer's state is of type {kind}, which only the ranks that saved it can read; save it with "
+                    "--dist-ckpt-optim-fully-reshardable, or load it with --no-load-optim"
+                )
+            )
+        if not distrib_optimizer.HAVE_APEX_OR_TE:
+            if not is_loading:
+                _agree_on_step(self)
+            elif not self.optimizer.state:
+                # Torch's Adam has no step yet, for which Megatron asks it.
+                self._init_optimizer_states_with_dummy_values()
+        return original(self, model or {}, is_loading, *args, **named)
+
+    return sharded_state_dict
+
+
+def _but_for_the_step(original: Any) -> Any:
+    @wraps(original)
+    @torch.no_grad()  # which Megatron forgets where it loads files of format torch
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        original(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    return set_states
+
+
+def _with_a_step_each(original: Any) -> Any:
+    """One tensor for all would be raised once for each parameter."""
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _agree_on_step(optimizer: Any) -> None:
+    """Tell it the ranks that have no parameter, since what is common to all ranks should not differ."""
+    group = optimizer.data_parallel_group
+    if group.size() == 1:
+        return
+    inner = optimizer.optimizer
+    own = max((float(state["step"]) for state in inner.state.values()), default=0.0)
+    step = torch.tensor([own], device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(step, dist.ReduceOp.MAX, group)
+    if not inner.state:
+        inner.param_groups[0]["step"] = step.item()
+
+
+def _without_a_shard(original: Any) -> Any:
+    """Megatron reads the step off a parameter's state, and a rank behind the last parameter's end has none."""
+
+    @wraps(original)
+    def state_dict(self: Any) -> Any:
+        inner = self.optimizer
+        if inner.state or any(group["params"] for group in inner.param_groups):
+            return original(self)
+        inner.state[_NOBODY] = {"step": torch.tensor(float(inner.param_groups[0].get("step", 0)))}
+        try:
+            return original(self)
+        finally:
+            del inner.state[_NOBODY]
+
+    return state_dict

@@ -1,0 +1,35 @@
+"""What is changed of Megatron, and when: its parser at import, everything else once the flags have asked for it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from axonn_plugins.hosts.megatron.settings import Settings
+
+
+def arm(module: ModuleType) -> None:
+    """Give a `megatron.training.arguments` module our flags; harmless when called again, and nothing heavy is imported."""
+    from axonn_plugins.hosts.megatron import arguments
+
+    arguments.add_flags(module)
+
+
+def install(settings: Settings) -> None:
+    """Replace Megatron's tensor parallelism by ours in this process, before it makes its process groups.
+
+    Scripts on megatron.core alone call this themselves. Called again, the last settings count for models made after it.
+    """
+    from axonn_plugins.hosts.megatron import checkpoint, process_groups, spec
+
+    process_groups.install(settings)
+    spec.install(settings)
+    checkpoint.install()
+
+
+def uninstall() -> None:
+    """Leave Megatron as it was before `install`; models and groups that were made stay."""
+    from axonn_plugins.hosts.megatron import checkpoint, process_groups, spec
+
+    checkpoint.uninstall()
+    spec.uninstall()
+    process_groups.uninstall()

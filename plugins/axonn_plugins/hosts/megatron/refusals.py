@@ -1,0 +1,100 @@
+"""The table of `features` held against a script's arguments and a model's config, and what neither knows named in a warning."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from axonn_plugins.config.base import ConfigError
+from axonn_plugins.hosts.megatron.features import FEATURES, Feature
+from axonn_plugins.hosts.megatron.known import KNOWN
+from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
+
+IMPL = "--tensor-model-parallel-impl axonn3d"
+TESTED = f"megatron-core>={'.'.join(map(str, MEGATRON_FROM))},<{'.'.join(map(str, MEGATRON_BELOW))}"
+_DERIVED = ("expert_tensor_parallel_size",)
+"""Fields that a config without experts sets by itself."""
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse the first argument that does not go with a grid.
+
+    Args:
+        args: Megatron's.
+
+    Raises:
+        ConfigError: says which, why and what to do.
+    """
+    for feature in FEATURES:
+        value = getattr(args, feature.name, None)
+        if refused(feature, value):
+            words = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
+            shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {words}"
+            raise ConfigError(f"{shown} does not go with {IMPL}: {feature.why}; {feature.remedy}")
+    _check_start(args)
+
+
+def check_config(config: Any) -> None:
+    """The same of a `TransformerConfig`: a script on megatron.core alone has no arguments.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    for feature in FEATURES:
+        value = getattr(config, feature.name, None)
+        if feature.name not in _DERIVED and refused(feature, value):
+            shown = getattr(value, "name", None) or repr(value)
+            raise ConfigError(f"{feature.name} = {shown} does not go with axonn3d: {feature.why}; {feature.remedy}")
+
+
+def _check_start(args: Any) -> None:
+    """What draws initial weights may read of them, and what must come out the same each time."""
+    if getattr(args, "init_method_xavier_uniform", False) and not args.use_cpu_initialization:
+        raise ConfigError(
+            f"--init-method-xavier-uniform does not go with {IMPL}: it reads the size of a matrix, and a rank draws a block of one; "
+            "add --use-cpu-initialization, where it draws the whole"
+        )
+    if getattr(args, "deterministic_mode", False) and args.axonn_tune_matmuls:
+        raise ConfigError(
+            "--axonn-tune-matmuls does not go with --deterministic-mode, as time decides which products are kept; leave one of them out"
+        )
+
+
+def refused(feature: Feature, value: Any) -> bool:
+    """Whether a value is none that goes with a grid; by type, too: True is not the size 1."""
+    return value is not None and not any(value == one and type(value) is type(one) for one in feature.allowed)
+
+
+def unknown(
+    parser: argparse.ArgumentParser, actions: Iterable[argparse.Action], found: argparse.Namespace
+) -> list[str]:
+    """Arguments that are not in `known` and have another value than their default, as they are written.
+
+    Args:
+        parser: Megatron's.
+        actions: its own, without what a script adds.
+        found: what was parsed.
+    """
+    given = {}
+    for action in actions:
+        if action.dest in KNOWN or not hasattr(found, action.dest):
+            continue
+        value, default = getattr(found, action.dest), parser.get_default(action.dest)
+        if isinstance(default, str):
+            default = parser._get_value(action, default)
+        if value != default:
+            flag = action.option_strings[0]
+            given[action.dest] = flag if isinstance(value, bool) else f"{flag} {value}"
+    return list(given.values())
+
+
+def warn_of_unknown(args: Any) -> None:
+    """Name in one warning, on rank 0, what nobody has looked at."""
+    if args.axonn_unknown and args.rank == 0:
+        warnings.warn(
+            f"axonn: {', '.join(args.axonn_unknown)}: not known when axonn3d was tested with {TESTED}, so that it may change nothing, "
+            "or something wrong; leave it out, or compare the losses with those of --tensor-model-parallel-impl megatron",
+            stacklevel=2,
+        )

@@ -1,0 +1,191 @@
+"""Accelerate counts readers, not ranks, where it deals out samples and steps; without the block nothing is different.
+
+``Accelerator.num_processes`` and ``process_index`` are the readers' there. Its `state` still counts ranks, for the main
+process, for files of each rank and for collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.hosts.transformers.readers import Readers, replicas
+
+
+def patch(module: ModuleType) -> None:
+    """Add to ``accelerate.accelerator``; harmless when called again."""
+    accelerator = module.Accelerator
+    if getattr(accelerator, "axonn", False):
+        return
+    accelerator.axonn = True
+    from accelerate import data_loader, scheduler
+    from accelerate.state import PartialState
+    from accelerate.utils.dataclasses import DeepSpeedPlugin
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    for name in ("num_processes", "process_index"):
+        setattr(accelerator, name, _of_readers(name))
+    accelerator.is_last_process = property(lambda self: self.state.is_last_process)
+    accelerator.gather = _gather(accelerator.gather)
+    accelerator.reduce = _reduce(accelerator.reduce)
+    accelerator.split_between_processes = _split_between_processes
+    module.gather_object = _gather_object(module.gather_object)  # type: ignore[attr-defined]
+    dispatcher = data_loader.DataLoaderDispatcher
+    dispatcher.__init__ = _dispatching(dispatcher.__init__)
+    scheduler.AcceleratorState = _counting(scheduler.AcceleratorState)
+    PartialState._prepare_backend = _on_cpu(PartialState._prepare_backend)
+    HfDeepSpeedConfig.__init__ = _noticing(HfDeepSpeedConfig.__init__)
+    DeepSpeedPlugin.deepspeed_config_process = _leaving_ours(DeepSpeedPlugin.deepspeed_config_process)
+
+
+def same() -> int:
+    """Ranks in a row that are one reader, by the DeepSpeed configuration that Accelerate now uses."""
+    from accelerate.state import AcceleratorState
+
+    if not AcceleratorState._shared_state:
+        return 1
+    state = AcceleratorState()
+    plugin = state.deepspeed_plugin
+    return 1 if plugin is None else replicas(plugin.deepspeed_config, state.num_processes)
+
+
+_noticed = False
+
+
+def notice(raw: Any) -> None:
+    """Remember a DeepSpeed configuration with the block before Accelerate has looked for a backend."""
+    global _noticed
+    _noticed |= isinstance(raw, Mapping) and "axonn" in raw
+
+
+def _noticing(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
+        notice(self.config)
+
+    return __init__
+
+
+def _on_cpu(original: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Accelerate knows no backend for DeepSpeed on CPUs, where every rank would take itself to be alone: gloo is it."""
+
+    @wraps(original)
+    def prepare(self: Any, cpu: bool = False, *rest: Any, **keywords: Any) -> tuple:
+        backend, kind = original(self, cpu, *rest, **keywords)
+        distributed = not cpu and int(os.environ.get("LOCAL_RANK", -1)) != -1
+        asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        return ("gloo" if backend is None and _noticed and distributed and asked else backend), kind
+
+    return prepare
+
+
+def _replica() -> bool:
+    """Whether another rank before this one reads the same."""
+    found = same()
+    return found > 1 and dist.get_rank() % found > 0
+
+
+def _of_readers(name: str) -> property:
+    return property(lambda self: getattr(self.state, name) // same())
+
+
+def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def gather(self: Any, tensor: Any) -> Any:
+        """Of every reader once."""
+        from accelerate.utils.operations import recursively_apply
+
+        gathered, each = original(self, tensor), same()
+
+        def first(whole: torch.Tensor) -> torch.Tensor:
+            ranks = dist.get_world_size()
+            rows = whole.reshape(ranks, whole.shape[0] // ranks, *whole.shape[1:])
+            return rows[::each].flatten(0, 1)
+
+        return gathered if each == 1 else recursively_apply(first, gathered)
+
+    return gather
+
+
+def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def gather_object(objects: Any) -> Any:
+        return original([] if _replica() else objects)
+
+    return gather_object
+
+
+def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """A sum has every reader once."""
+        from accelerate.utils.operations import recursively_apply
+
+        if reduction == "sum" and _replica():
+            tensor = recursively_apply(torch.zeros_like, tensor)
+        return original(self, tensor, reduction, scale)
+
+    return reduce
+
+
+def _split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:
+    """Split over readers; see Accelerate's."""
+    from accelerate.state import PartialState
+
+    state, each = PartialState(), same()
+    counted = state if each == 1 else Readers(state, each)
+    return PartialState.split_between_processes(counted, inputs, apply_padding=apply_padding)
+
+
+def _dispatching(original: Callable[..., None]) -> Callable[..., None]:
+    """The loader of which rank 0 reads all: it reads a batch for each reader, and a rank takes its reader's."""
+
+    @wraps(original)
+    def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
+        each = same()
+        if each > 1:
+            self.state, self.slice_fn = _Dispatched(self.state, each), _slice_of_reader(self.slice_fn, each)
+
+    return __init__
+
+
+class _Dispatched(Readers):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._counted, name) if name == "process_index" else super().__getattr__(name)
+
+
+def _slice_of_reader(original: Callable[..., Any], each: int) -> Callable[..., Any]:
+    def of_reader(data: Any, part: slice, process_index: int, num_processes: int) -> Any:
+        size, reader = part.stop - part.start, process_index // each
+        if part.start == process_index * size:  # not the beginning of the first batch, which every rank keeps
+            part = slice(reader * size, (reader + 1) * size)
+        return original(data, part, process_index=reader, num_processes=num_processes)
+
+    return of_reader
+
+
+def _counting(original: Any) -> Callable[..., Any]:
+    """The state that a scheduler asks how many steps of one process a step of all is."""
+
+    def state() -> Any:
+        return Readers(original(), same())
+
+    return state
+
+
+def _leaving_ours(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def deepspeed_config_process(self: Any, prefix: str = "", *rest: Any, **keywords: Any) -> None:
+        """Accelerate's, which takes every "auto" for one of its own: not those of our block."""
+        if prefix.partition(".")[0] != "axonn":
+            original(self, prefix, *rest, **keywords)
+
+    return deepspeed_config_process

@@ -1,0 +1,71 @@
+"""Which ranks read different data, asked before there is an engine.
+
+Accelerate and the Trainer deal out samples, batch sizes and steps over the number of processes. Under the block several
+ranks in a row compute on the same samples: gx·gy of them are one reader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from axonn_plugins import config
+from axonn_plugins.config import ConfigError
+
+
+def replicas(raw: Any, processes: int) -> int:
+    """How many ranks in a row read the same data under a DeepSpeed configuration; 1 without the block.
+
+    Args:
+        raw: the configuration.
+        processes: how many Accelerate counts.
+
+    Raises:
+        ConfigError: the block is wrong, or leaves its sizes to the planner, or Accelerate does not see all ranks.
+    """
+    if not isinstance(raw, Mapping) or "axonn" not in raw:
+        return 1
+    return _replicas(json.dumps(raw["axonn"], sort_keys=True, default=repr), processes)
+
+
+@lru_cache(maxsize=8)
+def _replicas(block: str, processes: int) -> int:
+    from axonn_plugins.hosts.deepspeed.config_hook import one_sentence_for_mistakes
+    from axonn_plugins.hosts.deepspeed.tensor.config import grid_for, world_size
+
+    one_sentence_for_mistakes()
+    if processes != world_size():
+        raise ConfigError(
+            f"Accelerate counts {processes} of the {world_size()} ranks of this run, so that each would read all data; make its state after the "
+            "DeepSpeed configuration is known, or by accelerate.PartialState(backend=...)"
+        )
+    parsed = config.parse(json.loads(block))
+    settings = parsed.tensor_parallel
+    if settings is None:
+        return 1 if parsed.ted is None else parsed.ted.tensor
+    for axis in ("gx", "gy", "gz"):
+        if axis not in settings.given:
+            raise ConfigError(
+                f'axonn.tensor_parallel.{axis} = "auto", but HF Trainer and Accelerate deal out the data before the planner can choose; '
+                "write gx, gy and gz as numbers, such as those that axonn plan gives"
+            )
+    grid = grid_for(settings, world_size())
+    return grid.gx * grid.gy
+
+
+class Readers:
+    """An object of theirs that counts processes, as one that counts readers.
+
+    Args:
+        counted: has ``num_processes`` and ``process_index``, or ``world_size``.
+        same: ranks in a row that are one reader.
+    """
+
+    def __init__(self, counted: Any, same: int) -> None:
+        self._counted, self._same = counted, same
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._counted, name)
+        return value // self._same if name in ("num_processes", "process_index", "world_size") else value

@@ -1,0 +1,97 @@
+"""The HF Trainer counts readers, not ranks, where it deals out samples; without the block nothing is different."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from axonn_plugins.hosts.deepspeed.patch import read
+from axonn_plugins.hosts.transformers.accelerate_patch import notice, same
+from axonn_plugins.hosts.transformers.readers import Readers, replicas
+
+_SIZE, _BOTH = ("world_size",), ("world_size", "process_index")
+# The Trainer's methods, and what of its arguments counts readers while they run. Elsewhere they count ranks, each of
+# which writes a file of its own.
+_METHODS = {
+    "_get_dataloader": _BOTH,
+    "_get_train_sampler": _BOTH,
+    "get_total_train_batch_size": _SIZE,
+    "evaluate": _SIZE,
+    "predict": _SIZE,
+}
+_counting: Counter[str] = Counter()
+
+
+def patch_configuration(module: ModuleType) -> None:
+    """Add to ``transformers.integrations.deepspeed``; harmless when called again."""
+    kind = module.HfTrainerDeepSpeedConfig
+    original = kind.trainer_config_process
+    if getattr(original, "axonn", False):
+        return
+
+    @wraps(original)
+    def trainer_config_process(self: Any, args: Any, *rest: Any, **keywords: Any) -> None:
+        original(self, Readers(args, replicas(self.config, args.world_size)), *rest, **keywords)
+
+    trainer_config_process.axonn = True  # type: ignore[attr-defined]
+    kind.trainer_config_process = trainer_config_process
+
+
+def patch_arguments(module: ModuleType) -> None:
+    """Add to ``transformers.training_args``; harmless when called again."""
+    kind = module.TrainingArguments
+    if getattr(kind, "axonn", False):
+        return
+    kind.axonn = True
+    for name in _BOTH:
+        setattr(kind, name, _counted(name, getattr(kind, name)))
+    original = kind.__post_init__
+
+    @wraps(original)
+    def __post_init__(self: Any) -> None:
+        if self.deepspeed:
+            notice(read(self.deepspeed))
+        original(self)
+
+    kind.__post_init__ = __post_init__
+
+
+def patch_trainer(module: ModuleType) -> None:
+    """Add to ``transformers.trainer``; harmless when called again."""
+    trainer = module.Trainer
+    if getattr(trainer, "axonn", False):
+        return
+    trainer.axonn = True
+    for name, what in _METHODS.items():
+        setattr(trainer, name, _within(getattr(trainer, name), what))
+
+
+def _counted(name: str, original: property) -> property:
+    def get(self: Any) -> int:
+        assert original.fget is not None
+        found: int = original.fget(self)
+        return found // same() if _counting[name] else found
+
+    return property(get, doc=original.__doc__)
+
+
+def _within(method: Callable[..., Any], what: tuple[str, ...]) -> Callable[..., Any]:
+    @wraps(method)
+    def counting(self: Any, *inputs: Any, **keywords: Any) -> Any:
+        with _readers(what):
+            return method(self, *inputs, **keywords)
+
+    return counting
+
+
+@contextmanager
+def _readers(what: tuple[str, ...]) -> Iterator[None]:
+    _counting.update(what)
+    try:
+        yield
+    finally:
+        _counting.subtract(what)
