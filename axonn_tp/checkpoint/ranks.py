@@ -22,10 +22,12 @@ class Ranks:
 
     Args:
         mesh: None for a serial run.
+        apart: whether other ranks hold tensors of other names, as the stages of a pipeline do.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
+    def __init__(self, mesh: Mesh | None, apart: bool = False) -> None:
         let_saving_end()
+        self.apart = apart
         self.group: dist.ProcessGroup | None = None
         self.place, self.rank, self.world = Place(), 0, 1
         if mesh is not None:

@@ -137,7 +137,7 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
         raise CheckpointError(f"checkpoint {folder} was not written, for rank {rank} had {cause!r}") from None
     # torch notes shapes and dtypes too, but not of tensors without elements.
     tensors = {name: (shard.layout.serial_shape, shard.tensor.dtype) for name, shard in shards.items()}
-    own = {name: tensors[name] for name, shard in shards.items() if shard.layout.home}
+    own = {name: tensors[name] for name, shard in shards.items() if ranks.apart or shard.layout.home}
     gathered = ranks.collect((writer.sums, notes["random"], own))
 
     def complete() -> None:

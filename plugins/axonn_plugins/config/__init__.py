@@ -337,11 +337,6 @@ def parse(block: Any) -> Axonn:
         raise ConfigError(_sentence(error.errors(include_url=False)[0])) from None
     if found.samo is not None:
         found.samo.require_whole()
-        if found.tensor_parallel is not None:
-            raise ConfigError(
-                "axonn.samo and axonn.tensor_parallel do not go together under DeepSpeed yet, whose sums for weights split over z "
-                "SAMO's compressed ones would replace; remove one of them, or use samo.Optimizer on the split model in plain PyTorch"
-            )
     return found
 
 

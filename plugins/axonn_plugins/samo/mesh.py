@@ -12,6 +12,17 @@ from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 
 
+def positions_of(parameter: Tensor, mesh: Mesh) -> Tensor:
+    """Where each element of this rank's part of a parameter is in the whole, flattened; −1 for padding.
+
+    Returns:
+        int64, of the part's shape.
+    """
+    layout = layout_of(parameter)
+    numbers = torch.arange(1, math.prod(layout.serial_shape) + 1, device=parameter.device).view(layout.serial_shape)
+    return layout.shard(numbers, mesh.grid, mesh.coordinates) - 1
+
+
 def shards_of(mesh: Mesh) -> samo.Shards:
     """How parameters lie on a mesh, for `samo.magnitude(..., shards=...)` and `samo.EarlyBird`; masks are those of the serial model.
 
@@ -23,13 +34,7 @@ def shards_of(mesh: Mesh) -> samo.Shards:
 
     def find(name: str, parameter: Tensor) -> samo.Shard:
         layout = layout_of(parameter)
-        shape = layout.serial_shape
         copies = math.prod(mesh.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
-
-        def positions() -> Tensor:
-            numbers = torch.arange(1, math.prod(shape) + 1, device=parameter.device).view(shape)
-            return layout.shard(numbers, mesh.grid, mesh.coordinates) - 1
-
-        return samo.Shard(shape, copies, positions)
+        return samo.Shard(layout.serial_shape, copies, lambda: positions_of(parameter, mesh))
 
     return samo.Shards(whole_world, find)

@@ -162,7 +162,7 @@ def refuse_experts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             raise ValueError(
-                f"layer {name} is a DeepSpeed MoE, which does not go with tensor_parallel; use axonn.ted in its place"
+                f"layer {name} is a DeepSpeed MoE, whose experts differ between ranks; give axonn the key ted, which knows them"
             )
 
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import deepspeed
@@ -22,19 +21,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 
 from axonn_plugins import build_locks, config, names
-from axonn_plugins.hosts.deepspeed.sections import of_old_forms, refuse
+from axonn_plugins.config import compose
+from axonn_plugins.hosts.deepspeed import engines
+from axonn_plugins.hosts.deepspeed.sections import of_old_forms, refuse, section
 
 # Not in older versions of DeepSpeed.
 _DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
 _MISTAKES, _OTHERS_SECONDS = "axonn/mistakes", 5.0
-# Keys that have an engine, the first that is given decides; each has a module whose `use` leads to it.
-_ENGINES = {
-    "pipeline": "pipeline.config",
-    "offload_optimizer": "offload.config",
-    "samo": "samo.config",
-    "tensor_parallel": "tensor.config",
-    "ted": "ted.config",
-}
+_SYSTEMS = ("pipeline", "offload_optimizer", "samo", "tensor_parallel", "ted")
 # The packages of ours that each key imports.
 _PACKAGES = {
     "offload_optimizer": ("axonn_tp", "samo", "ted_moe"),
@@ -44,7 +38,7 @@ _PACKAGES = {
 }
 
 
-def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
+def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, dict[str, Any]]:
     """Check the block of `raw` and get ready for the engine that obeys it.
 
     Args:
@@ -53,7 +47,8 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
         mpu: the user's model parallel unit.
 
     Returns:
-        The mpu with which DeepSpeed should do its batch arithmetic.
+        The mpu with which DeepSpeed should do its batch arithmetic, and the configuration that it should obey: stage 0 of ZeRO where the
+        optimizer's states are ours.
 
     Raises:
         ConfigError: the first mistake.
@@ -64,24 +59,33 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> Any:
     for key, packages in _PACKAGES.items():
         if getattr(block, key) is not None:
             names.require(f"axonn.{key}", *packages)
-    if block.ted is not None and block.samo is not None:
-        raise config.ConfigError("axonn.ted does not go with axonn.samo yet; leave one of them out")
-    _tile(block, raw)
-    deciding = next((key for key in _ENGINES if getattr(block, key) is not None), None)
-    if deciding is None:
+    if not any(getattr(block, key) is not None for key in _SYSTEMS):
+        _tile(block, raw)
         _stock_engine()
         if block.pccl is None:
             _say_that_nothing_is_on()
-    else:
-        refuse(of_old_forms(raw))
-        _stock_pipelines()
-        if deciding != "tensor_parallel":  # whose engine puts its own in that place
-            _forget_unit()
-        _forget_experts()
-        mpu = import_module(f"axonn_plugins.hosts.deepspeed.{_ENGINES[deciding]}").use(block, raw, mpu)
-        parsed_config.axonn, parsed_config.axonn_raw = block, raw
+        _communicate(block)
+        return mpu, raw
+    refuse(of_old_forms(raw))
+    compose.check(block)
+    stage = section(raw, "zero_optimization").get("stage", 0)
+    own = owns_states(block, stage)
+    _tile(config.parse({}) if own else block, raw)
+    _stock_pipelines()
+    if block.tensor_parallel is None or block.pipeline is not None:  # whose engine puts its own in that place
+        _forget_unit()
+    _forget_experts()
+    mpu = engines.use(block, raw, mpu)
+    parsed_config.axonn, parsed_config.axonn_raw, parsed_config.axonn_stage = block, raw, stage
     _communicate(block)
-    return mpu
+    return mpu, {**raw, "zero_optimization": {**section(raw, "zero_optimization"), "stage": 0}} if own else raw
+
+
+def owns_states(block: config.Axonn, stage: int) -> bool:
+    """Whether gradients and optimizer states are ours under a block, at a stage of ZeRO."""
+    split = block.tensor_parallel is not None or block.ted is not None
+    ours = block.samo is not None or block.offload_optimizer is not None
+    return ours or (block.pipeline is not None and split and stage > 0)
 
 
 def step_aside() -> None:

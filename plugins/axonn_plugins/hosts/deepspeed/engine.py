@@ -26,6 +26,7 @@ from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, M
 from axonn_plugins.hosts.deepspeed.optim.param_groups import extend_scheduler, schedulers_of, split_groups
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
+from axonn_plugins.hosts.deepspeed.states import OwnStates, States, check_has_optimizer
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.hosts.deepspeed.tracing import TracedEngine
@@ -105,7 +106,7 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(TracedEngine):
+class AxonnEngine(OwnStates, TracedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     client_lr_scheduler: Any
@@ -119,6 +120,8 @@ class AxonnEngine(TracedEngine):
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             keywords["config"] = _choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
+        self._states = States.asked(block, config_class.axonn_stage, apart=False)
+        check_has_optimizer(self._states, optimizer, config_class)
         self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
@@ -141,18 +144,19 @@ class AxonnEngine(TracedEngine):
         self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
         self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None
         self._names: set[str] = set()
-        self._apart = self._mark_apart(model)
+        self._apart = self._states is None and self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
             print(f"axonn {__version__}: {self._described(split)}", file=sys.stderr, flush=True)
             if split.report is not None:
                 print(split.report, file=sys.stderr, flush=True)
-        keywords["mpu"] = GridUnit(self.mesh)
+        if self._splits:
+            keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 
     def _settings(self, block: Axonn) -> TensorParallel:
-        assert block.tensor_parallel is not None
-        return block.tensor_parallel
+        self._splits = block.tensor_parallel is not None
+        return block.tensor_parallel or TensorParallel()
 
     def _find_split(self, model: nn.Module) -> Split:
         """What becomes of the model; communicates nothing and changes nothing.
@@ -162,7 +166,7 @@ class AxonnEngine(TracedEngine):
         """
         try:
             refuse_experts(model)
-            return self._dense_split(model)
+            return self._dense_split(model) if self._splits else Split({})
         except ValueError as error:
             raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None
 
@@ -175,13 +179,16 @@ class AxonnEngine(TracedEngine):
     def _apply_split(self, model: nn.Module, split: Split) -> None:
         """Make the mesh, and the model parallel."""
         self.mesh = self._make_mesh(grid_for(self._axonn, dist.get_world_size()))
-        replicas.align_random_state(self.mesh)
-        parallelize(model, self.mesh, split.plan, options(self._axonn))
+        if self._splits:
+            replicas.align_random_state(self.mesh)
+            parallelize(model, self.mesh, split.plan, options(self._axonn))
 
     def _make_mesh(self, grid: Grid) -> Mesh:
         return Mesh(grid, get_accelerator().device_name().split(":")[0])
 
     def _described(self, split: Split) -> str:
+        if not self._splits:
+            return f"data parallel on {self.mesh.grid.world} ranks"
         grid, counted = self.mesh.grid, Counter(placement.kind for placement in split.placements)
         kinds = ", ".join(f"{counted[kind]} {kind}" for kind in sorted(counted))
         sizes = f"gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
@@ -217,17 +224,21 @@ class AxonnEngine(TracedEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         self.has_moe_layers = self.has_moe_layers or self._apart
+        if not self._splits:
+            return
         # One checkpoint file for each (x, y, z); the replicas along data need none.
         at, grid = self.mesh.coordinates, self.mesh.grid
         self.checkpoint_mp_rank = at["x"] + grid.gx * (at["y"] + grid.gy * at["z"])
         self.mp_world_size = grid.gx * grid.gy * grid.gz
 
     def _broadcast_model(self) -> None:
-        """Nothing to do: `parallelize` split rank 0's weights."""
+        """Nothing to do where `parallelize` split rank 0's weights."""
+        if not self._splits:
+            super()._broadcast_model()
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """DeepSpeed's gradient sum at stage 0, which knows no float64; that we sum ourselves."""
-        if self._double and grads is None:
+        if self._states is None and self._double and grads is None:
             sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
         else:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)
@@ -288,7 +299,9 @@ class AxonnEngine(TracedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the whole model's norm."""
-        self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.mesh, self.gradient_clipping()).item()
+        if self._states is None:
+            norm = clip_grad_norm_(self.module.parameters(), self.mesh, self.gradient_clipping())
+            self._global_grad_norm = norm.item()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         plain = isinstance(self.optimizer, torch.optim.Optimizer)

@@ -29,7 +29,8 @@ def patch(module: ModuleType) -> None:
             return
         from axonn_plugins.hosts.deepspeed import config_hook
 
-        original(self, config, config_hook.configure(self, parsed, mpu), *args, **kwargs)
+        unit, obeyed = config_hook.configure(self, parsed, mpu)
+        original(self, obeyed, unit, *args, **kwargs)
 
     __init__.axonn = True  # type: ignore[attr-defined]
     config_class.__init__ = __init__

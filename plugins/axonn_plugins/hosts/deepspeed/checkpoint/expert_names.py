@@ -70,6 +70,30 @@ class ExpertNames:
         return made
 
 
+class LayerNames(ExpertNames):
+    """Translates the names of one stage's tensors: other stages have the other layers.
+
+    Args:
+        model: the stage.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        self._modules = {name for name, _ in model.named_modules()}
+
+    def inward(self, name: str) -> str | None:
+        """This rank's name; None for other stages' and other ranks' experts."""
+        found = super().inward(name)
+        if found is None:
+            return None
+        kind, _, rest = found.partition(".")
+        plain = rest if kind in ("model", "optimizer") else found
+        whole = {plain, plain.rpartition(".")[0]} if kind == "optimizer" else {plain}
+        module = plain.removesuffix("_extra_state").rstrip(".")
+        return found if whole & self._own or (plain.endswith("_extra_state") and module in self._modules) else None
+
+
 def merged(everyone: list[Notes]) -> Notes:
     """One rank's notes with what the others have besides."""
     first = everyone[0]

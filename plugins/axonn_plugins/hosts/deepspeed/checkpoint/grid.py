@@ -33,6 +33,8 @@ class GridCheckpoints(CheckedCheckpoints):
     """The part of `AxonnEngine` that saves and loads."""
 
     mesh: Mesh
+    _splits: bool
+    _states: Any
     has_moe_layers: bool
     _without_portable = "resumes on the same grid only"
 
@@ -61,8 +63,9 @@ class GridCheckpoints(CheckedCheckpoints):
             self.has_moe_layers = before
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
-        with self._without_experts(), as_shards():
-            super()._write(save_dir, tag, client_state, **keywords)
+        if self._states is None:
+            with self._without_experts(), as_shards():
+                super()._write(save_dir, tag, client_state, **keywords)
         self._save_portable(Path(save_dir) / tag / _PORTABLE, client_state)
         if dist.get_rank() == 0:
             (Path(save_dir) / tag / _LAYOUTS).write_text(json.dumps(self._layouts()))
@@ -76,6 +79,8 @@ class GridCheckpoints(CheckedCheckpoints):
         try:
             collected = state.collect(client_state)
         except CheckpointError as error:
+            if self._states is not None:
+                raise ConfigError(str(error)) from None
             if dist.get_rank() == 0:
                 print(f"axonn: this checkpoint {self._without_portable}: {error}", file=sys.stderr, flush=True)
             return None
@@ -94,6 +99,10 @@ class GridCheckpoints(CheckedCheckpoints):
             ConfigError: they are not, and there are no portable ones.
         """
         note = folder / _LAYOUTS
+        if self._states is not None and (folder / _PORTABLE).is_dir():
+            return False
+        if self._states is not None and not self._splits:
+            return True
         if not note.is_file():
             raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")
         saved, present = json.loads(note.read_text()), self._layouts()

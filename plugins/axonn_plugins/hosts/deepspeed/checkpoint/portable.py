@@ -17,7 +17,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames, merged
+from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
 from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
+from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer
 from axonn_tp import layout_of
 from axonn_tp.checkpoint.optimizer import (
     Piece,
@@ -40,16 +42,21 @@ class PortableState:
     """What is saved of an engine, besides DeepSpeed's own files.
 
     Args:
-        engine: an `AxonnEngine`.
-        names: of experts, where ranks have different ones.
+        engine: one of ours.
+        names: of experts and layers, where ranks have different ones.
+        apart: whether the ranks of other stages have other parameters.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, names: ExpertNames | None = None) -> None:
+    def __init__(self, engine: DeepSpeedEngine, names: ExpertNames | None = None, apart: bool = False) -> None:
         self.engine, self.names = engine, names
         self.module: nn.Module = engine.module
-        self.ranks = Ranks(engine.mesh)
+        self.ranks = Ranks(engine.mesh, apart)
         self.parameters = dict(self.module.named_parameters())
-        self.optimizer, self.pieces = _pieces(engine.optimizer, self.module)
+        self.own = OwnState(engine) if isinstance(engine.optimizer, StateOptimizer) else None
+        if self.own is not None:
+            self.optimizer, self.pieces = self.own.view, whole_pieces(self.module, self.own.view)
+        else:
+            self.optimizer, self.pieces = _pieces(engine.optimizer, self.module)
 
     def _masters(self, wider: bool) -> Iterable[Piece]:
         """Pieces of masters, those that are wider than the weights or those that are equal to them."""
@@ -59,6 +66,8 @@ class PortableState:
                 yield piece
 
     def _wide_masters(self) -> Shards:
+        if self.own is not None:
+            return {f"optimizer.{name}.master": shard for name, shard in self.own.masters.items()}
         return {f"optimizer.{piece.name}.master": piece.shard(piece.holder.detach()) for piece in self._masters(True)}
 
     def collect(self, client_state: dict[str, Any]) -> tuple[Shards, Notes]:
@@ -67,10 +76,16 @@ class PortableState:
         Raises:
             CheckpointError: the optimizer's states cannot be split anew; the same on every rank.
         """
+        if self.own is not None:
+            self.own.collect()
         shards, notes = self.ranks.together(lambda: self._collect(client_state))
         if self.names is not None:
             notes = merged(self.ranks.gather(self.names.notes(notes, self.names.outward)))
-        return self._outward(shards), notes
+        shards = self._outward(shards)
+        if self.own is not None:
+            masks, notes["samo"] = self.own.masks()
+            shards |= masks
+        return shards, notes
 
     def _outward(self, shards: Shards) -> Shards:
         return shards if self.names is None else {self.names.outward(name): shard for name, shard in shards.items()}
@@ -110,11 +125,16 @@ class PortableState:
         notes, states = reading.notes, states and self.optimizer is not None
         if self.names is not None:
             notes = self.names.notes(notes, self.names.inward)
+        if self.own is not None:
+            self.own.take_masks(reading)
         shards, hand_over = self.ranks.together(lambda: self._targets(notes, states))
         self.ranks.together(lambda: reading.read(self._outward(shards)))
         hand_over()
         restore_modules(self.module, notes["model"])
-        if states:
+        if states and self.own is not None:
+            self.own.hand_over()
+            self._restore_scale(notes.get("loss_scaler", {}))
+        elif states:
             self._copy_equal_masters()
             self._restore_scale(notes.get("loss_scaler", {}))
         elif hasattr(self.engine.optimizer, "refresh_fp32_params"):
@@ -131,6 +151,8 @@ class PortableState:
         if not states:
             return shards, lambda: None
         assert self.optimizer is not None
+        if self.own is not None:
+            self.own.make_masters(notes)
         moments, hand_over = optimizer_targets(self.optimizer, self.pieces, notes)
         masters = self._wide_masters()
         check_tensors(masters, notes["tensors"])

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.offload.config import KEY
-from axonn_plugins.hosts.deepspeed.optim.samo import Scale, factory_of, torch_adam
+from axonn_plugins.hosts.deepspeed.optim.states import Scale, factory_of, torch_adam
 from axonn_plugins.hosts.deepspeed.optim.wrapped import WrappedOptimizer, loss_scaler
 from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
+
+KEY = "axonn.offload_optimizer"
 
 
 class OffloadedOptimizer(WrappedOptimizer):
@@ -115,7 +116,7 @@ class OffloadEngine(CheckedCheckpoints):
         for name, module in model.named_modules():
             if isinstance(module, MoE):
                 raise ConfigError(
-                    f"layer {name} is a DeepSpeed MoE, whose experts differ between ranks and do not go with {KEY} yet; leave the key out"
+                    f"layer {name} is a DeepSpeed MoE, whose experts differ between ranks; give axonn the key ted, which knows them"
                 )
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
 

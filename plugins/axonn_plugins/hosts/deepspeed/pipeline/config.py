@@ -10,8 +10,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
-from axonn_plugins.hosts.deepspeed.offload import config as offload_config
-from axonn_plugins.hosts.deepspeed.samo import config as samo_config
 from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
 from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_batch
 from axonn_tp import Grid
@@ -19,11 +17,7 @@ from axonn_tp import Grid
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
-    if block.offload_optimizer is not None:
-        offload_config.check(block, raw, mpu)
     refuse([*_refusals(block, raw), *of_background(raw)])
-    if block.samo is not None:
-        samo_config.check(raw, None)
     if isinstance(mpu, PipelineParallelGrid) and block.tensor_parallel is not None:
         from axonn_plugins.hosts.deepspeed.pipeline.stage_split import stage_grid
 
@@ -32,28 +26,30 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
         check_batch(raw, Grid(gdata=mpu.get_data_parallel_world_size()))
-    deepspeed.PipelineEngine = _engine(block)
+    deepspeed.PipelineEngine = _engine(block, section(raw, "zero_optimization").get("stage", 0))
     # A configuration may be parsed before the model is known.
     deepspeed.DeepSpeedEngine = _PlainModule
     deepspeed.DualPipeVEngine = _DualPipe
     return mpu
 
 
-def _engine(block: Axonn) -> type[PipelineEngine]:
-    if block.samo is not None:
-        from axonn_plugins.hosts.deepspeed.samo.pipeline import SamoPipelineEngine
-
-        return SamoPipelineEngine
-    if block.tensor_parallel is not None:
-        from axonn_plugins.hosts.deepspeed.pipeline.tensor import TensorPipelineEngine
-
-        return TensorPipelineEngine
-    from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
-
-    if block.offload_optimizer is not None:
+def _engine(block: Axonn, stage: int) -> type[PipelineEngine]:
+    if block.offload_optimizer is not None and (block.samo, block.tensor_parallel, block.ted, stage) == (
+        None,
+        None,
+        None,
+        0,
+    ):
         from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
+        from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
 
         return type("OffloadPipelineEngine", (OffloadEngine, MessageDrivenEngine), {})
+    if any(key is not None for key in (block.samo, block.tensor_parallel, block.ted, block.offload_optimizer)):
+        from axonn_plugins.hosts.deepspeed.pipeline.composed import ComposedPipelineEngine
+
+        return ComposedPipelineEngine
+    from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
+
     return MessageDrivenEngine
 
 
@@ -104,11 +100,6 @@ def _of_tensor_parallel(block: Axonn, stage: Any) -> list[Refusal]:
         (
             len(settings.given) < 3,
             'axonn.tensor_parallel has sizes that are "auto", which do not go with axonn.pipeline yet; give gx, gy and gz as numbers',
-        ),
-        (
-            stage == 1,
-            "zero_optimization.stage = 1 does not go with axonn.tensor_parallel inside the stages of a pipeline yet; use stage 0 and a larger "
-            "gz, which splits optimizer state, too",
         ),
         (
             settings.tune_matmuls,

@@ -1,14 +1,14 @@
-"""`samo.Optimizer` as DeepSpeed's engine wants an optimizer, made from the one that the configuration or the script names."""
+"""Our optimizer as DeepSpeed's engine wants one, made from that which the configuration or the script names."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import samo
@@ -113,22 +113,20 @@ class Scale(samo.LossScale):
             self.scale = self.scaler.loss_scale
 
 
-class SamoOptimizer(WrappedOptimizer):
-    """What the engine holds as its optimizer.
+class StateOptimizer(WrappedOptimizer):
+    """What the engine holds as its optimizer where the states are ours: compressed, shared out over ranks, or in host memory.
 
     Args:
         basic: the optimizer that the configuration or the script named; its parameter groups become `samo.Optimizer`'s, so
             that a scheduler made for it goes on working, and its state is taken over.
         names: of the model's parameters.
-        masks: by these names; None: nothing is pruned yet.
-        group: the data-parallel ranks.
-        shard: whether they share the state.
-        scaler: DeepSpeed's loss scaler; None in float32.
+        key: of the block, for messages.
+        scaler: DeepSpeed's loss scaler; None where the loss is not scaled.
         clip_grad: largest norm of the gradient, 0 for no clipping.
-        norm: of `samo.Optimizer`.
+        settings: of `samo.Optimizer`.
 
     Attributes:
-        samo: does the work.
+        states: does the work.
 
     Raises:
         ConfigError: the optimizer is not element-wise.
@@ -138,53 +136,48 @@ class SamoOptimizer(WrappedOptimizer):
         self,
         basic: torch.optim.Optimizer,
         names: Mapping[torch.nn.Parameter, str],
-        masks: Mapping[str, Tensor] | None,
-        group: dist.ProcessGroup,
-        shard: bool,
+        key: str,
         scaler: Any,
         clip_grad: float,
-        norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(scaler)
-        self._ranks = dist.get_world_size(group)
-        factory, number = factory_of(basic), count()
+        self.key = key
+        factory, number = factory_of(basic, key), count()
         groups = [
             {key: value for key, value in given.items() if key != "param_names"}
             | {"params": [(names.get(p) or f"outside.{next(number)}", p) for p in given["params"]]}
             for given in basic.param_groups
         ]
+        scale = None if scaler is None else Scale(scaler)
+        with self._in_words():
+            self.states = samo.Optimizer(factory, groups, max_norm=clip_grad or None, loss_scale=scale, **settings)
+        self._take_over(basic, self.states)
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
         try:
-            self.samo = samo.Optimizer(
-                factory,
-                groups,
-                masks,
-                max_norm=clip_grad or None,
-                loss_scale=None if scaler is None else Scale(scaler),
-                group=group if self._ranks > 1 or shard else None,
-                shard=shard,
-                norm=norm,
-            )
+            yield
         except ValueError as error:
-            raise ConfigError(f"axonn.samo: {error}") from None
-        self._take_over(basic, self.samo)
+            raise ConfigError(f"{self.key}: {error}") from None
 
     def reduce_in_backward(self, active: bool) -> None:
         """Whether the backward passes that follow reduce gradients, or accumulate them only."""
-        self.samo.reducer.active = active
+        self.states.reducer.active = active
 
     def step(self, closure: Any = None) -> None:
         """Reduce what is left, unscale, clip, and update kept elements; skip the step when a gradient is not finite."""
-        self.samo.step()
-        norm = self.samo.total_norm
+        self.states.step()
+        norm = self.states.total_norm
         self._global_grad_norm = None if norm is None else float("inf") if self.overflow else norm.item()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, **keywords: Any) -> None:
         """Backward of the scaled loss; older engines of DeepSpeed call this, newer ones scale the loss themselves."""
-        self.samo.scale(loss).backward(retain_graph=retain_graph)
+        self.states.scale(loss).backward(retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has consumed."""
-        self.samo.zero_grad()
+        self.states.zero_grad()
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on; state of what is kept stays.
@@ -192,22 +185,20 @@ class SamoOptimizer(WrappedOptimizer):
         Raises:
             ConfigError: masks of other parameters.
         """
-        try:
-            self.samo.prune(masks)
-        except ValueError as error:
-            raise ConfigError(f"axonn.samo: {error}") from None
+        with self._in_words():
+            self.states.prune(masks)
 
     def destroy(self) -> None:
         """Leave the model's parameters alone."""
-        self.samo.release()
+        self.states.release()
 
     def refresh_fp32_params(self) -> None:
         """Set the float32 weights from the parameters."""
-        self.samo._load_masters()
+        self.states._load_masters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Compressed; with `shard` every rank calls it."""
-        return self.samo.state_dict()
+        """Of all this rank's parameters; every rank calls it."""
+        return self.states.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """What `state_dict` returned on any ranks, or a torch optimizer's of the dense model.
@@ -217,10 +208,8 @@ class SamoOptimizer(WrappedOptimizer):
         """
         if "param_groups" not in state_dict:
             raise ConfigError(
-                "this checkpoint's optimizer state is of another wrapper of DeepSpeed's, which SAMO cannot read; load it with "
+                f"this checkpoint's optimizer state is of another wrapper of DeepSpeed's, which {self.key} cannot read; load it with "
                 "load_optimizer_states=False"
             )
-        try:
-            self.samo.load_state_dict(state_dict)
-        except ValueError as error:
-            raise ConfigError(f"axonn.samo: {error}") from None
+        with self._in_words():
+            self.states.load_state_dict(state_dict)

@@ -1,0 +1,121 @@
+"""What `PortableState` keeps of an optimizer whose states are ours: dense states by parameter, and masks of what is pruned.
+
+So a checkpoint tells neither how many ranks shared the states nor whether they were compressed: it is read pruned or dense.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import samo
+from axonn_plugins.samo.pruning import Masks, Pruning
+from axonn_tp import layout_of
+from axonn_tp.checkpoint.planner import Shard
+from axonn_tp.checkpoint.state import Notes, Shards
+
+
+class OwnState:
+    """The optimizer as any torch optimizer of the dense model, for a while.
+
+    Args:
+        engine: its optimizer is a `StateOptimizer`.
+
+    Attributes:
+        view: has the parameter groups, and while a checkpoint is written or read the dense states.
+        masters: float32 weights of 16-bit parameters, by name.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._states = engine, engine.optimizer.states
+        self._pruning: Pruning | None = engine._pruning
+        self._names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        self.view: torch.optim.Optimizer = object.__new__(type(self._states.inner))
+        self.view.param_groups, self.view.state = self._states.param_groups, {}  # type: ignore[assignment]
+        self.masters: dict[str, Shard] = {}
+
+    @property
+    def _numbered(self) -> list[tuple[int, nn.Parameter]]:
+        numbers = count()
+        return [(next(numbers), parameter) for group in self.view.param_groups for parameter in group["params"]]
+
+    def collect(self) -> None:
+        """Fill `view` and `masters` from the optimizer; every rank calls it."""
+        found = samo.dense_state_dict(self._states)["state"]
+        for number, parameter in self._numbered:
+            state = dict(found.get(number, {}))
+            master = state.pop("master", None)
+            if master is not None:
+                self.masters[self._names[parameter]] = Shard(master, layout_of(parameter))
+            if state:
+                self.view.state[parameter] = state
+
+    def masks(self) -> tuple[Shards, Notes]:
+        """Masks by the serial model's names, with what a search for a ticket has seen; every rank calls it."""
+        pruning = self._pruning
+        if pruning is None:
+            return {}, {"pruned": False, "search": None}
+        parts = pruning.masks(self._states) if pruning.pruned else {}
+        seen, search = pruning.search_state()
+        shards = {f"samo.{name}.{key}": mask for name, key, mask in [*_named(parts, "mask"), *seen]}
+        made = {
+            key: Shard(
+                mask.to(torch.uint8), layout_of(pruning.parameters[key.removeprefix("samo.").rpartition(".")[0]])
+            )
+            for key, mask in shards.items()
+        }
+        return made, {"pruned": pruning.pruned, "search": search}
+
+    def take_masks(self, reading: Any) -> None:
+        """Prune as the checkpoint is, which may be dense; every rank calls it."""
+        pruning, saved = self._pruning, reading.notes.get("samo") or {"pruned": False, "search": None}
+        if pruning is None:
+            return
+        kept = {name for name in reading.notes["tensors"] if name.startswith("samo.")}
+
+        def read(key: str) -> Masks:
+            parts = {
+                name: torch.zeros_like(parameter, dtype=torch.uint8)
+                for name, parameter in pruning.parameters.items()
+                if f"samo.{name}.{key}" in kept
+            }
+            reading.read(
+                {f"samo.{name}.{key}": Shard(t, layout_of(pruning.parameters[name])) for name, t in parts.items()}
+            )
+            return {name: part.bool() for name, part in parts.items()}
+
+        masks = pruning.forget()
+        if saved["pruned"]:
+            own = read("mask")
+            pruning.take(own)
+            masks |= own
+        else:
+            pruning.resume_search(saved["search"], read)
+        self._engine.optimizer.prune(masks)
+
+    def make_masters(self, notes: Notes) -> None:
+        """Room for the float32 weights in the checkpoint."""
+        for name, parameter in ((self._names[p], p) for _, p in self._numbered):
+            if f"optimizer.{name}.master" in notes["tensors"] and parameter.dtype in (torch.float16, torch.bfloat16):
+                self.masters[name] = Shard(torch.zeros_like(parameter, dtype=torch.float32), layout_of(parameter))
+
+    def hand_over(self) -> None:
+        """Have the optimizer go on with what was read into `view` and `masters`; every rank calls it."""
+        state: dict[int, dict[str, Any]] = {}
+        groups, numbers = [], count()
+        for number, parameter in self._numbered:
+            found = dict(self.view.state.get(parameter, {}))
+            name = self._names[parameter]
+            if name in self.masters:
+                found["master"] = self.masters[name].tensor
+            state[number] = found
+        for group in self.view.param_groups:
+            groups.append({**group, "params": [next(numbers) for _ in group["params"]]})
+        self._states.load_state_dict({"state": state, "param_groups": groups, "loss_scale": None})
+
+
+def _named(parts: Masks, key: str) -> list[tuple[str, str, Tensor]]:
+    return [(name, key, mask) for name, mask in parts.items()]

@@ -1,0 +1,53 @@
+"""Which engine `deepspeed.initialize` makes under a block, after the rest of the configuration was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+
+from axonn_plugins.config import Axonn
+from axonn_plugins.hosts.deepspeed import states_config
+from axonn_plugins.hosts.deepspeed.sections import section
+
+
+def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
+    """Check a configuration, and lead `deepspeed.initialize` to the engine that obeys the block.
+
+    Args:
+        block: has a key of a system.
+        raw: the whole configuration.
+        mpu: the user's model parallel unit, or the pipeline's.
+
+    Returns:
+        The mpu with which DeepSpeed should do its batch arithmetic.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    states_config.check(block, raw, mpu)
+    if block.pipeline is not None:
+        from axonn_plugins.hosts.deepspeed.pipeline import config as of_pipeline
+
+        return of_pipeline.use(block, raw, mpu)
+    if block.ted is not None:
+        from axonn_plugins.hosts.deepspeed.ted import config as of_experts
+
+        return of_experts.use(block, raw, mpu)
+    if block.tensor_parallel is not None:
+        from axonn_plugins.hosts.deepspeed.tensor import config as of_tensors
+
+        return of_tensors.use(block, raw, mpu)
+    deepspeed.DeepSpeedEngine = _engine_of_states(block, raw)
+    return mpu
+
+
+def _engine_of_states(block: Axonn, raw: Mapping[str, Any]) -> Any:
+    if block.samo is None and not section(raw, "zero_optimization").get("stage", 0):
+        from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
+
+        return OffloadEngine
+    from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
+
+    return AxonnEngine

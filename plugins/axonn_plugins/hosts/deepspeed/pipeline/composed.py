@@ -1,0 +1,179 @@
+"""Other systems inside the stages of a pipeline: stages × data × (gx, gy, gz), pruned, with states in host memory (000, 3 to 5)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.hosts.deepspeed import replicas
+from axonn_plugins.hosts.deepspeed.agreement import check_optimizer, compare, refuse_experts
+from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
+from axonn_plugins.hosts.deepspeed.engine import options
+from axonn_plugins.hosts.deepspeed.optim.by_layout import MixedPrecisionOptimizer
+from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
+from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import KEY, regroup, stage_grid, stage_plan
+from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
+from axonn_plugins.hosts.deepspeed.states import OwnStates, States, check_has_optimizer
+from axonn_tp import Grid, Mesh, first_difference, parallelize, sync_gradients
+
+
+class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
+    """What `deepspeed.initialize` returns for a PipelineModule under ``axonn.pipeline`` and another key.
+
+    A rank is x + gx·(y + gy·(z + gz·(data + gdata·stage))). Ranks of one (x, y, z, data) are a pipeline; those of one stage
+    and data run the same passes in the same order.
+
+    Attributes:
+        mesh: of this stage.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: PipelineModule,
+        optimizer: Any = None,
+        *rest: Any,
+        config_class: Any = None,
+        **keywords: Any,
+    ) -> None:
+        # DeepSpeed sets the device later, but our first collectives need it.
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        block: Axonn = config_class.axonn
+        self._split = block.tensor_parallel
+        self._states = States.asked(block, config_class.axonn_stage, apart=self._split is not None)
+        grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
+        compare(model, config_class, optimizer, keywords, _problem_with(model, optimizer, self._split is not None))
+        check_has_optimizer(self._states, optimizer, config_class)
+        plan = {} if self._split is None else stage_plan(model, self._split, grid)
+        self._verify = self._split is not None and self._split.verify_plan and bool(plan)
+        self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            # A function that sorts parameters by their shapes must see them before they are split.
+            given = keywords.pop("model_parameters", None)
+            keywords["model_parameters"] = list(model.parameters() if given is None else given)
+            optimizer = optimizer(keywords["model_parameters"])
+        if self._split is not None:
+            regroup(model, self.mesh)
+            replicas.align_random_state(self.mesh)
+            parallelize(model, self.mesh, plan, options(self._split))
+            every, broadcast = self._split.check_every, self._split.broadcast_inputs
+            self._replicas = ReplicaWatch(self.mesh, model, every, broadcast, stage=True)
+        keywords["mpu"] = model.mpu()
+        super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+
+    # The batch
+
+    def _computing_together(self) -> list[list[int]]:
+        if self._split is None:
+            return super()._computing_together()
+        grid = self.mesh.grid
+        ranks, size = range(self.num_stages * grid.world), grid.gx * grid.gy * grid.gz
+        return [list(ranks[first : first + size]) for first in ranks[::size]]
+
+    def _next_batch(self) -> Any:
+        """A batch on which ranks of one x-y plane agree."""
+        batch = super()._next_batch()
+        if self._split is None or self.mesh.size("model") == 1:
+            return batch
+        return self._replicas.call(("batch",), (batch,), {})[0][0]
+
+    def _take_model_step(self, *rest: Any, **keywords: Any) -> None:
+        super()._take_model_step(*rest, **keywords)
+        if self._split is not None:
+            self._replicas.stepped(self.global_steps)
+
+    def _outputs(self, inputs: Any) -> Any:
+        if self._verify and self.module.training and self.mesh.size("model") > 1:
+            self._verify = False
+            self._verify_plan(inputs)
+        return super()._outputs(inputs)
+
+    def _verify_plan(self, inputs: Any) -> None:
+        half = self.fp16_enabled() or self.bfloat16_enabled()
+
+        def run() -> Any:
+            # Layers may change their input in place.
+            return self.module(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs))
+
+        found = first_difference(self.module, run, self.mesh, 0.1 if half else 1e-3)
+        if found is not None:
+            raise ConfigError(
+                f"{KEY}.plan: the output of layer {found[0]} differs from the serial model's by {found[1]:.1%}; code before it looks across "
+                "features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
+            )
+
+    # Sums
+
+    def _broadcast_model(self) -> None:
+        """Nothing to do where `parallelize` split the weights of each stage's first rank."""
+        if self._split is None:
+            super()._broadcast_model()
+
+    def buffered_allreduce_fallback(self, *rest: Any, **keywords: Any) -> None:
+        """The sum that each weight's layout asks for, in place of DeepSpeed's."""
+        if self._states is None and self._split is not None:
+            sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
+        else:
+            super().buffered_allreduce_fallback(*rest, **keywords)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        if self._states is None:
+            super()._exec_reduce_tied_grads()
+            return
+        for weight, group in self.module.get_tied_weights_and_groups():
+            if weight.requires_grad:
+                dist.all_reduce(self.optimizer.states.gradient_of(weight), group=group)
+
+    def _counts(self, parameter: Tensor) -> bool:
+        # A tied weight counts on its first stage, and what a script has split itself on every slice.
+        here = OwnStates._counts(self, parameter) or (
+            self._split is None and is_model_parallel_parameter(parameter) and self.mesh.rank("batch") == 0
+        )
+        return here and not getattr(parameter, "ds_pipe_replicated", False)
+
+    def _gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        counted = [p.grad.double().square().sum() for p in parameters if p.grad is not None and self._counts(p)]
+        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def _copies(self, name: str) -> int:
+        tied = self.module.tied_comms.items()
+        return next((len(tie["ranks"]) for key, tie in tied if name.startswith(f"tied_modules.{key}.")), 1)
+
+    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
+        if self._split is None:
+            return super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
+        scaler = loss_scaler(self, low_precision_dtype)
+        return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping(), self._gradient_norm)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
+
+
+def _own_grid(model: PipelineModule) -> Grid:
+    """The ranks of a stage whose layers are the script's own: along x those that it has split a layer over."""
+    unit = model.mpu()
+    slices = unit.get_slice_parallel_world_size()
+    return Grid(gx=slices, gdata=unit.get_data_parallel_world_size())
+
+
+def _problem_with(model: PipelineModule, optimizer: Any, split: bool) -> str | None:
+    try:
+        refuse_experts(model)
+        if split:
+            check_optimizer(optimizer)
+    except ValueError as error:
+        return str(error)
+    return None

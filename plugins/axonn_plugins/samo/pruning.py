@@ -1,0 +1,265 @@
+"""When a model is pruned during training, and by which masks: the same on any mesh, stage of a pipeline and number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import samo
+from axonn_plugins.config.base import ConfigError
+from axonn_plugins.config.samo import EarlyBird, Samo
+from axonn_plugins.samo.mesh import positions_of
+from axonn_tp import Mesh, layout_of
+from samo.mask_file import pack, unpack
+from samo.targets import targets
+
+Masks = dict[str, Tensor]
+_TOLERANCE = 0.01
+
+
+def serial_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Names of parameters as the model's own, where no other rank has another parameter of the same name."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+class Pruning:
+    """The block's pruner at work; every rank calls each method.
+
+    Args:
+        block: the ``"samo"`` key.
+        model: this rank's part of the model.
+        trained: the parameters that the optimizer has; others are not pruned.
+        mesh: how the model is split, or the mesh of this rank's stage.
+        names: of parameters, as the serial model has them.
+        copies: how many stages hold a parameter of this name; 1 where it is not tied.
+
+    Attributes:
+        pruned: whether the model is.
+        names: of the parameters that are.
+
+    Raises:
+        ConfigError: the same on every rank: the masks' file or the patterns do not fit the model.
+    """
+
+    def __init__(
+        self,
+        block: Samo,
+        model: nn.Module,
+        trained: set[nn.Parameter],
+        mesh: Mesh,
+        names: Mapping[nn.Parameter, str] | None = None,
+        copies: Callable[[str], int] = lambda _: 1,
+    ) -> None:
+        self.block, self.model, self.mesh = block, model, mesh
+        self.pruned = False
+        self.names: set[str] = set()
+        self.parameters = {name: parameter for parameter, name in (names or serial_names(model)).items()}
+        self._copies = copies
+        self._targets: dict[str, Tensor] = {}
+        self._search: samo.EarlyBird | None = None
+        self._together(self._prepare, trained)
+
+    def _together(self, work: Callable[..., Any], *inputs: Any) -> Any:
+        """Do work that fails on every rank where it fails on one.
+
+        Raises:
+            ConfigError: it raised ValueError; the same on every rank.
+        """
+        problem, result = None, None
+        try:
+            result = work(*inputs)
+        except ValueError as error:
+            problem = str(error)
+        for other in _everyone(problem):
+            if other is not None:
+                raise ConfigError(f"axonn.samo: {other}")
+        return result
+
+    def _prepare(self, trained: set[nn.Parameter]) -> None:
+        block, problem = self.block, None
+        if block.mask is not None:
+            self._read()
+            return
+        shapes = {name: layout_of(parameter).serial_shape for name, parameter in self.parameters.items()}
+        try:
+            found = targets(self._prunable(), block.include, block.exclude, shapes)
+            self._targets = {name: parameter for name, parameter in found.items() if parameter in trained}
+            if not self._targets:
+                problem = "include and exclude leave no parameter to prune; correct the patterns"
+        except ValueError as error:
+            problem = str(error)
+        # Patterns need not fit every stage.
+        if all(other is not None for other in _everyone(problem)):
+            raise ValueError(problem)
+        self._begin_search()
+
+    def _prunable(self) -> list[tuple[str, Tensor]]:
+        """Parameters by name, without the tables of embeddings where the block does not name what to prune."""
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        tables = {id(module.weight) for module in self.model.modules() if isinstance(module, kinds)}
+        named = self.parameters.items()
+        return [(name, p) for name, p in named if self.block.include is not None or id(p) not in tables]
+
+    def _shards(self) -> samo.Shards:
+        world = dist.group.WORLD
+        assert world is not None
+        mesh = self.mesh
+
+        def find(name: str, parameter: Tensor) -> samo.Shard:
+            layout = layout_of(parameter)
+            replicas = math.prod(mesh.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
+            return samo.Shard(layout.serial_shape, replicas * self._copies(name), lambda: positions_of(parameter, mesh))
+
+        return samo.Shards(world, find)
+
+    def _begin_search(self) -> None:
+        settings = self.block.search
+        if settings is not None:
+            self._search = self._search_for(settings)
+
+    def _search_for(self, settings: EarlyBird) -> samo.EarlyBird:
+        assert self.block.sparsity is not None
+        return samo.EarlyBird(
+            self._targets.items(),
+            self.block.sparsity,
+            settings.window,
+            settings.epsilon,
+            self.block.scope,
+            shards=self._shards(),
+        )
+
+    def first(self) -> Masks | None:
+        """The masks, where the model is pruned before the first step."""
+        return self.after(0)
+
+    def after(self, steps: int) -> Masks | None:
+        """The masks of this rank's parts, if it is time to prune after so many optimizer steps.
+
+        Raises:
+            ConfigError: the weights are NaN; the same on every rank.
+        """
+        dense = steps - self.block.start_step
+        if self.pruned or dense < 0:
+            return None
+        if self.block.search is None:
+            return self._together(self._make)
+        return self._together(self._observe) if dense and dense % self.block.search.interval == 0 else None
+
+    def _make(self) -> Masks:
+        if self.block.mask is not None:
+            return self._read()
+        assert self.block.sparsity is not None
+        return samo.magnitude(self._targets.items(), self.block.sparsity, self.block.scope, shards=self._shards())
+
+    def _observe(self) -> Masks | None:
+        assert self._search is not None
+        return self._search.masks if self._search.observe() else None
+
+    def _read(self) -> Masks:
+        """This rank's parts of the masks in the block's file."""
+        file = self.block.mask
+        assert file is not None
+        masks = self._together(samo.read_masks, file)
+        shapes = {name: layout_of(parameter).serial_shape for name, parameter in self.parameters.items()}
+        known = {name for names in _everyone(sorted(shapes)) for name in names}
+        unknown = sorted(set(masks) - known)
+        if unknown:
+            raise ValueError(
+                f'"{file}" has a mask of {unknown[0]!r}, which is no parameter of the model; correct the file'
+            )
+        size = sum(mask.numel() for mask in masks.values())
+        found = 1 - sum(int(mask.sum()) for mask in masks.values()) / max(size, 1)
+        if self.block.sparsity is not None and abs(found - self.block.sparsity) > _TOLERANCE:
+            raise ValueError(
+                f'sparsity = {self.block.sparsity}, but "{file}" prunes {found:.2%} of what it masks; correct sparsity, or '
+                "leave it out"
+            )
+        own = {}
+        for name in shapes.keys() & masks.keys():
+            if tuple(masks[name].shape) != shapes[name]:
+                raise ValueError(
+                    f'"{file}" has a mask of {tuple(masks[name].shape)} for {name!r} of {shapes[name]}; correct the file'
+                )
+            positions = positions_of(self.parameters[name], self.mesh)
+            own[name] = masks[name].to(positions.device).reshape(-1)[positions.clamp(min=0)] & (positions >= 0)
+        return own
+
+    def take(self, masks: Mapping[str, Tensor]) -> None:
+        """The model is pruned by these masks."""
+        self.pruned, self.names = True, set(masks)
+        self._search = None
+
+    def forget(self) -> Masks:
+        """The model is not pruned any more; returns masks that keep all of what was."""
+        masks = {name: torch.ones_like(self.parameters[name], dtype=torch.bool) for name in self.names}
+        self.pruned, self.names = False, set()
+        return masks
+
+    def masks(self, optimizer: samo.Optimizer) -> Masks:
+        """This rank's parts of the masks by which the model is pruned."""
+        indices = {entry.name: entry.index for entry in optimizer.entries}
+        found = {}
+        for name in sorted(self.names):
+            parameter, index = self.parameters[name], indices.get(name)
+            if index is not None:
+                mask = torch.zeros(parameter.numel(), dtype=torch.bool, device=parameter.device)
+                mask[index.positions()] = True
+                found[name] = mask.view(parameter.shape)
+            else:
+                # Kept whole, or frozen: then what is zero stays so.
+                found[name] = (
+                    torch.ones_like(parameter, dtype=torch.bool) if name in indices else parameter.detach() != 0
+                )
+        return found
+
+    def search_state(self) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any] | None]:
+        """What the search for a ticket has seen.
+
+        Returns:
+            This rank's parts of masks, each with its parameter's name and a key; and the rest, the same on all ranks, None where there
+            is no search.
+        """
+        if self._search is None:
+            return [], None
+        state = self._search.state_dict()
+        shapes = state["shapes"]
+        seen = [
+            (name, f"seen{number}", unpack(packed, tuple(shapes[name])))
+            for number, masks in enumerate(state["recent"])
+            for name, packed in masks.items()
+        ]
+        rest = {"sparsity": state["sparsity"], "distances": state["distances"], "seen": len(state["recent"])}
+        return seen, rest
+
+    def resume_search(self, rest: dict[str, Any] | None, read: Callable[[str], Masks]) -> None:
+        """Go on with a search where `search_state` was taken, on any mesh, or begin anew.
+
+        Args:
+            rest: of `search_state`; None: there was none.
+            read: this rank's parts of the masks with a key.
+
+        Raises:
+            ConfigError: it does not fit this one; the same on every rank.
+        """
+        recent = [read(f"seen{number}") for number in range(0 if rest is None else rest["seen"])]
+
+        def resume() -> None:
+            self._begin_search()
+            if self._search is None or rest is None:
+                return
+            shapes = {name: list(mask.shape) for masks in recent for name, mask in masks.items()}
+            packed = [{name: pack(mask) for name, mask in masks.items()} for masks in recent]
+            self._search.load_state_dict({**rest, "shapes": shapes, "recent": packed, "masks": None})
+
+        self._together(resume)
+
+
+def _everyone(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

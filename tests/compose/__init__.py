@@ -1,0 +1,1 @@
+"""Several systems at once, against one process in float64."""
