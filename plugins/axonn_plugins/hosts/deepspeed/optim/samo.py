@@ -161,7 +161,7 @@ class SamoOptimizer(WrappedOptimizer):
                 max_norm=clip_grad or None,
                 loss_scale=None if scaler is None else Scale(scaler),
                 group=group if self._ranks > 1 or shard else None,
-                shard=shard,
+                stage=int(shard),
                 norm=norm,
             )
         except ValueError as error:
@@ -203,7 +203,7 @@ class SamoOptimizer(WrappedOptimizer):
 
     def refresh_fp32_params(self) -> None:
         """Set the float32 weights from the parameters."""
-        self.samo._load_masters()
+        self.samo.refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """Compressed; with `shard` every rank calls it."""
