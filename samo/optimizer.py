@@ -159,7 +159,9 @@ class Optimizer(torch.optim.Optimizer):
                 entry.index = None if bool(mask.all()) else Index.from_mask(mask)
 
     def _make_inner(self) -> torch.optim.Optimizer:
-        return self.factory([{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
+        inner = self.factory([{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
+        inner.state.clear()
+        return inner
 
     def _build(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
