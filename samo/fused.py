@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samo.store import Entry, Store
-from samo.tiles import Piece, Tile
+from axonn_plugins.optim.store import Entry, Segment, Store
+from samo.index import Index
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,84 +45,82 @@ def knows(inner: torch.optim.Optimizer) -> bool:
     )
 
 
-def compress(entry: Entry, gradient: Tensor, store: Store) -> bool:
-    """Put a flattened gradient's kept elements into the vector of compressed gradients, or add them; False: nothing done."""
-    if not runs(store.gradient) or gradient.dtype != store.gradient.dtype:
+def compress(entry: Entry, gradient: Tensor, into: Tensor) -> bool:
+    """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done."""
+    if not runs(into) or gradient.dtype != into.dtype:
         return False
     if entry.index is None:
-        into = store.gradient[entry.start : entry.start + entry.kept]
-        into.add_(gradient) if entry.arrived else into.copy_(gradient)
+        into.add_(gradient) if entry.filled else into.copy_(gradient)
         return True
     with torch.cuda.device_of(gradient):
-        kernels().compress(gradient, entry.index, store.gradient, entry.start, entry.arrived)  # type: ignore[union-attr]
+        kernels().compress(gradient, entry.index, into, 0, entry.filled)  # type: ignore[union-attr]
     return True
 
 
-def tile_size(inner: torch.optim.Optimizer, given: int, store: Store) -> int:
-    """Elements of a tile: all of the store where the kernel steps, which needs no buffers, and few launches."""
-    return max(store.owned, 1) if runs(store.gradient) and knows(inner) else given
+def adam(inner: torch.optim.Optimizer, store: Store, plans: dict[Store, Plan], factor: Tensor | None) -> bool:
+    """Take the step of all segments of a store whose gradients have arrived; False: nothing done, torch has to.
 
-
-def adam(inner: torch.optim.Optimizer, tile: Tile, factor: Tensor | None) -> bool:
-    """Take the step of all pieces of a tile whose gradients have arrived; False: nothing done, torch has to."""
-    if not runs(tile.store.gradient) or not knows(inner):
+    Args:
+        inner: torch's optimizer.
+        store: with state on its device.
+        plans: what is kept of stores from step to step.
+        factor: by which gradients are multiplied; None: by nothing.
+    """
+    if store.host or not store.segments or not runs(store.gradient) or not knows(inner):
         return False
-    if not isinstance(tile.plan, Plan):
-        tile.plan = Plan(tile, inner)
-    with torch.cuda.device_of(tile.store.gradient):
-        tile.plan.step(inner, factor)
+    if store not in plans:
+        plans[store] = Plan(store, inner)
+    with torch.cuda.device_of(store.gradient):
+        plans[store].step(inner, factor)
     return True
 
 
 class Plan:
-    """How one launch updates all pieces of a tile.
+    """How one launch updates all segments of a store.
 
-    The number of the step is each piece's own, as in torch; the tensors of `state["step"]` are views of one vector here, so
+    The number of the step is each segment's own, as in torch; the tensors of `state["step"]` are views of one vector here, so
     that counting costs one call.
 
     Args:
-        tile: which pieces.
+        store: whose segments.
         inner: torch's Adam or AdamW.
     """
 
-    def __init__(self, tile: Tile, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, store: Store, inner: torch.optim.Optimizer) -> None:
         module = kernels()
         assert module is not None
-        self.kernels, self.tile = module, tile
-        device = tile.store.gradient.device
-        self.groups = [piece.segment.entry.group for piece in tile.pieces]
+        self.kernels, self.store = module, store
+        self.groups = [segment.entry.group for segment in store.segments]
         rows = [
-            module.split(piece.segment.entry.index, piece.segment.begin, piece.segment.length, device)
-            for piece in tile.pieces
+            module.split(segment.entry.index, segment.begin, segment.length, store.device) for segment in store.segments
         ]
-        number = torch.repeat_interleave(torch.tensor([row.shape[0] for row in rows])).to(device)
+        number = torch.repeat_interleave(torch.tensor([row.shape[0] for row in rows])).to(store.device)
         self.work = torch.cat([number[:, None], torch.cat(rows)], 1)
-        on = device if inner.param_groups[0]["fused"] else torch.device("cpu")
+        on = store.device if inner.param_groups[0]["fused"] else torch.device("cpu")
         self.steps = torch.zeros(len(rows), device=on)
         self.views = self.steps.unbind()
-        self.one = torch.ones((), device=device)
+        self.one = torch.ones((), device=store.device)
         self._addresses: list[list[int]] = []
         self._table = torch.empty(0)
 
     def step(self, inner: torch.optim.Optimizer, factor: Tensor | None) -> None:
         """Update what has arrived."""
-        store = self.tile.store
         pieces = self._pieces(inner)
         factor = self.one if factor is None else factor.to(self.one)
-        self.kernels.adam(self.work, pieces, self._scalars(inner), store.gradient, store.master, factor)
+        self.kernels.adam(self.work, pieces, self._scalars(inner), self.store.gradient, self.store.master, factor)
 
     def _pieces(self, inner: torch.optim.Optimizer) -> Tensor:
-        """The kernel's table of pieces, made anew if a tensor is another than in the last step."""
+        """The kernel's table of segments, made anew if a tensor is another than in the last step."""
         rows = [
-            self._row(piece, inner.state[piece.weights] if piece.segment.entry.arrived else {}, view)
-            for piece, view in zip(self.tile.pieces, self.views, strict=True)
+            self._row(segment, inner.state[segment.weights] if segment.entry.arrived else {}, view)
+            for segment, view in zip(self.store.segments, self.views, strict=True)
         ]
         if rows != self._addresses:
             self._addresses, self._table = rows, torch.tensor(rows).to(self.work.device)
         return self._table
 
-    def _row(self, piece: Piece, state: dict[str, Any], count: Tensor) -> list[int]:
-        segment, entry = piece.segment, piece.segment.entry
+    def _row(self, segment: Segment, state: dict[str, Any], count: Tensor) -> list[int]:
+        entry = segment.entry
         if not entry.arrived:
             return [0] * len(self.kernels.PIECE)
         if not state:
@@ -132,14 +130,14 @@ class Plan:
             state["step"] = count
         elif state["step"] is not count:
             state["step"] = count.copy_(torch.as_tensor(state["step"]))
-        index = (0, 0) if entry.index is None else _stored(entry.index.tensors[0])
+        index = _stored(entry.index.tensors[0]) if isinstance(entry.index, Index) else (0, 0)
         averages = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
-        return [entry.parameter.data_ptr(), *index, segment.begin, segment.gradient, segment.master, *averages]
+        return [entry.parameter.data_ptr(), *index, segment.begin, segment.gradient, segment.owned, *averages]
 
     def _scalars(self, inner: torch.optim.Optimizer) -> Tensor:
-        """Count the step, and compute as torch does, in float64, what is the same for all elements of a piece."""
+        """Count the step, and compute as torch does, in float64, what is the same for all elements of a segment."""
         arrived = torch.tensor(
-            [float(piece.segment.entry.arrived) for piece in self.tile.pieces], device=self.steps.device
+            [float(segment.entry.arrived) for segment in self.store.segments], device=self.steps.device
         )
         self.steps += arrived
         by_group = torch.tensor(

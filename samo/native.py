@@ -14,17 +14,14 @@ import tempfile
 from functools import cache
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from samo.store import Entry
-from samo.tiles import Piece, Tile
-
-if TYPE_CHECKING:
-    from samo.optimizer import Optimizer
+from axonn_plugins.optim.store import Entry, Segment, Store
+from samo.index import Index
 
 _SOURCE = Path(__file__).parent / "csrc" / "step.c"
 _FLAGS = [
@@ -91,37 +88,36 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-def native_step(optimizer: Optimizer) -> NativeStep | None:
-    """The compiled step for an optimizer; None where it does not apply: torch's tiles do it then.
+def native_step(inner: torch.optim.Optimizer, stores: list[Store]) -> NativeStep | None:
+    """The compiled step of stores; None where it does not apply: torch's tiles do it then.
 
     It applies to parameters in float32, bf16 or fp16 on a CPU with torch's Adam or AdamW, ``fused=True``, without amsgrad and
     maximize.
     """
-    inner = optimizer.inner
     known = type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] and not group["amsgrad"] and not group["maximize"] and isinstance(group["lr"], float | int)
         for group in inner.param_groups
     )
-    kinds = all(s.gradient.device.type == "cpu" and s.gradient.dtype in _TYPES for s in optimizer.stores)
-    return NativeStep(optimizer) if known and kinds and library() is not None else None
+    kinds = all(store.device.type == "cpu" and store.dtype in _TYPES and not store.host for store in stores)
+    return NativeStep(inner, stores) if known and kinds and library() is not None else None
 
 
 class NativeStep:
-    """All of an optimizer's pieces, as jobs; and its gradients' compression.
+    """All segments of stores, as jobs; and the compression of their gradients.
 
     Args:
-        optimizer: the pieces' state is where its inner optimizer keeps it, under the same names.
+        inner: torch's Adam or AdamW; state is where it keeps it, under the same names.
+        stores: all of them.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._pieces = list(optimizer.pieces())
-        self._entries = [piece.segment.entry for _, piece in self._pieces]
-        self._weights = [piece.weights for _, piece in self._pieces]
-        counts = torch.zeros(len(self._pieces))
+    def __init__(self, inner: torch.optim.Optimizer, stores: list[Store]) -> None:
+        self._inner = inner
+        self._segments = [(store, segment) for store in stores for segment in store.segments]
+        self._entries = [segment.entry for _, segment in self._segments]
+        counts = torch.zeros(len(self._segments))
         self._counts, self._steps = counts.unbind(), counts.numpy()  # all of `state["step"]`: counting costs one call
         self._jobs = np.zeros(0)
-        self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its piece
+        self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its segment
         self._active: list[int] = []
         self._at: list[int] = []
         self._held: list[Tensor] = []  # the tensors whose addresses the jobs have
@@ -134,7 +130,7 @@ class NativeStep:
             gradient: all elements.
             into: room for the kept ones.
         """
-        if gradient.dtype != into.dtype or entry.index is None:
+        if gradient.dtype != into.dtype or not isinstance(entry.index, Index):
             return False
         stored, starts = entry.index.tensors
         where = (None, None, stored.data_ptr()) if starts is None else (stored.data_ptr(), starts.data_ptr(), None)
@@ -142,12 +138,12 @@ class NativeStep:
         assert found is not None
         kind, threads = _TYPES[into.dtype], torch.get_num_threads()
         found.samo_compress(
-            *where, gradient.data_ptr(), into.numel(), into.data_ptr(), int(entry.arrived), kind, threads
+            *where, gradient.data_ptr(), into.numel(), into.data_ptr(), int(entry.filled), kind, threads
         )
         return True
 
     def step(self, factor: float) -> None:
-        """Update all pieces whose gradients have arrived; these are multiplied by `factor` first."""
+        """Update all segments whose gradients have arrived; these are multiplied by `factor` first."""
         active = [number for number, entry in enumerate(self._entries) if entry.arrived]
         if not active:
             return
@@ -156,7 +152,7 @@ class NativeStep:
         steps = self._steps.tolist()
         kinds = {(self._entries[number].group, steps[number]) for number in active}
         for group, step in kinds:
-            rates = _rates(self.optimizer.param_groups[group], step, type(self.optimizer.inner))
+            rates = _rates(self._inner.param_groups[group], step, type(self._inner))
             rows = self._rows(group, step) if len(kinds) > 1 else slice(None)
             for name, value in rates.items():
                 table[name][rows] = value
@@ -166,19 +162,19 @@ class NativeStep:
         found.samo_step(table.ctypes.data, len(table), torch.get_num_threads(), factor)
 
     def _rows(self, group: int, step: float) -> np.ndarray:
-        """Which jobs are of pieces of this group that are at this step."""
+        """Which jobs are of segments of this group that are at this step."""
         groups = np.array([entry.group for entry in self._entries])
         return ((groups == group) & (self._steps == step))[self._owners]
 
     def _table(self, active: list[int]) -> np.ndarray:
-        """The jobs of pieces; made anew where others have arrived, a parameter has moved in memory, or state was loaded."""
-        states = [self.optimizer.inner.state[self._weights[number]] for number in active]
+        """The jobs of segments; made anew where others have arrived, a parameter has moved in memory, or state was loaded."""
+        states = [self._inner.state[self._segments[number][1].weights] for number in active]
         at = [self._entries[number].parameter.data_ptr() for number in active]
         held = [state[name] for state in states for name in _NAMES if name in state]
         if active != self._active or at != self._at or not all(map(is_, held, self._held)):
             for number, state in zip(active, states, strict=True):
                 self._adopt(number, state)
-            cut = [_cut(*self._pieces[number], state) for number, state in zip(active, states, strict=True)]
+            cut = [_cut(*self._segments[number], state) for number, state in zip(active, states, strict=True)]
             jobs = [job for each in cut for job in each]
             self._jobs = np.ctypeslib.as_array((_Job * len(jobs))(*jobs))
             self._owners = np.repeat(active, [len(each) for each in cut])
@@ -187,10 +183,10 @@ class NativeStep:
         return self._jobs
 
     def _adopt(self, number: int, state: dict[str, Tensor]) -> None:
-        """Begin a piece's state, or count on from what was loaded."""
+        """Begin a segment's state, or count on from what was loaded."""
         count = self._counts[number]
         if not state:
-            length = self._pieces[number][1].segment.length
+            length = self._segments[number][1].length
             state |= {name: torch.zeros(length) for name in _NAMES}
             state["step"] = count.zero_()
         elif state["step"] is not count:
@@ -213,10 +209,9 @@ def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]
     }
 
 
-def _cut(tile: Tile, piece: Piece, state: dict[str, Tensor]) -> list[_Job]:
-    gradient, master = tile.store.gradient, tile.store.master
-    segment, entry = piece.segment, piece.segment.entry
-    stored, starts = (None, None) if entry.index is None else entry.index.tensors
+def _cut(store: Store, segment: Segment, state: dict[str, Tensor]) -> list[_Job]:
+    gradient, master, entry = store.gradient, store.master, segment.entry
+    stored, starts = entry.index.tensors if isinstance(entry.index, Index) else (None, None)
     where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype]}
     if stored is not None:
         where |= (
@@ -232,7 +227,7 @@ def _cut(tile: Tile, piece: Piece, state: dict[str, Tensor]) -> list[_Job]:
                 begin=segment.begin + done,
                 length=min(_LENGTH, segment.length - done),
                 gradient=gradient.data_ptr() + (segment.gradient + done) * width,
-                master=0 if master is None else master.data_ptr() + (segment.master + done) * 4,
+                master=0 if master is None else master.data_ptr() + (segment.owned + done) * 4,
                 average=state["exp_avg"].data_ptr() + done * 4,
                 square=state["exp_avg_sq"].data_ptr() + done * 4,
                 **where,

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samo import checkpoint, fused
+from axonn_plugins.optim.gradients import squares_of
+from axonn_plugins.optim.lending import share_options
+from axonn_plugins.optim.reducer import Reducer, gather_weights
+from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
+from axonn_plugins.optim.store import Entry, Store, make_stores
+from axonn_plugins.optim.tiles import Buffers, make_tiles, step_tiles
+from samo import fused
 from samo.elementwise import require_elementwise
 from samo.index import Index
 from samo.loss_scale import LossScale
 from samo.mask_file import masks_within
 from samo.native import native_step
 from samo.parameters import check_masks, named_groups
-from samo.reducer import Reducer, gather
-from samo.store import Entry, make_stores
-from samo.tiles import Buffers, Piece, Tile, load_tile, make_tiles, store_tile
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Ranks = tuple[dist.ProcessGroup | None, int]
@@ -56,7 +58,11 @@ class Optimizer(torch.optim.Optimizer):
             is skipped. None: gradients are taken as they are.
         group: the data-parallel ranks, whose gradients are averaged while backward runs; a function gives for each parameter
             the ranks that sum its gradients, and the divisor. None: no others.
-        shard: each rank of `group` holds the state of its share only, as with ZeRO-1.
+        stage: what ranks of `group` hold a share of only, as ZeRO's stages: 0 nothing; 1 master weights and optimizer state;
+            2 reduced gradients, too. In stage 2 every backward pass is reduced, and adds to the share; a bucket's own
+            gradients are there only while backward fills it.
+        host: keep master weights and optimizer state in host memory, pinned beside a GPU; a tile of it at a time visits the
+            parameters' device.
         tile_size: kept elements updated at a time.
         bucket_bytes: gradients reduced in one call.
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all: for
@@ -82,7 +88,8 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         loss_scale: LossScale | float | str | None = None,
         group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None = None,
-        shard: bool = False,
+        stage: int = 0,
+        host: bool = False,
         tile_size: int = TILE,
         bucket_bytes: int = 25 * 2**20,
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
@@ -90,23 +97,24 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
-        if shard and group is None:
+        if stage not in (0, 1, 2):
+            raise ValueError(f"stage = {stage!r} is not what ranks share; use 0, 1 (state) or 2 (gradients, too)")
+        if stage and group is None:
             raise ValueError(
-                "shard = True needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
+                f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
             )
-        self.factory, self.max_norm, self.shard, self.norm, self.kernels = factory, max_norm, shard, norm, kernels
+        self.factory, self.max_norm, self.norm, self.kernels = factory, max_norm, norm, kernels
+        self.stage, self.host, self.tile_size, self.bucket_bytes = int(stage), host, tile_size, bucket_bytes
         self.loss_scale = LossScale.make(loss_scale)
-        self.tile_size, self.bucket_bytes = tile_size, bucket_bytes
         self.overflow = False
         self.total_norm: Tensor | None = None
         groups, names = named_groups(params)
         super().__init__(groups, {})
         self.names = names
         require_elementwise(factory)
-        inner = factory([{**group, "params": [_stand_in()]} for group in self.param_groups])
+        inner = self._make_inner()
         self.defaults = dict(inner.defaults)
-        for ours, theirs in zip(self.param_groups, inner.param_groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        share_options(inner.param_groups, self.param_groups)
         self.entries: list[Entry] = []
         self._frozen: list[nn.Parameter] = []
         for number, parameters in enumerate(self.param_groups):
@@ -119,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
                     self._frozen.append(parameter)
         self._apply(masks or {})
         self._build(inner)
-        self._load_masters()
+        self.refresh_masters()
         self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._compress(entry))
             for entry in self.entries
@@ -150,28 +158,25 @@ class Optimizer(torch.optim.Optimizer):
                 mask = masks[entry.name].to(entry.parameter.device)
                 entry.index = None if bool(mask.all()) else Index.from_mask(mask)
 
+    def _make_inner(self) -> torch.optim.Optimizer:
+        inner = self.factory([{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
+        inner.state.clear()
+        return inner
+
     def _build(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self.stores = make_stores(self.entries, self.bucket_bytes, self.shard)
+        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host)
         self.reducer = Reducer(self.stores)
-        size = partial(fused.tile_size, inner, self.tile_size) if self.kernels else lambda _: self.tile_size
-        self.tiles = [tile for store in self.stores for tile in make_tiles(store, size(store))]
-        self.buffers = Buffers(max((tile.length for tile in self.tiles), default=0))
-        self._store_of = {entry: store for store in self.stores for entry in store.entries}
+        self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
+        self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
+        self._plans: dict[Store, fused.Plan] = {}
         interpreted = any(fused.runs(store.gradient) for store in self.stores)
-        self._native = native_step(self) if self.kernels and not interpreted else None
+        self._native = native_step(inner, self.stores) if self.kernels and not interpreted else None
 
-    def _load_masters(self) -> None:
-        """Take the master weights from the parameters."""
-        for _, piece in self.pieces():
-            segment = piece.segment
-            if self._store_of[segment.entry].master is not None:
-                dense = segment.entry.flat
-                piece.weights.copy_(segment.entry.read(dense, segment.begin, segment.begin + segment.length))
-
-    def pieces(self) -> Iterable[tuple[Tile, Piece]]:
-        """Every piece, with its tile."""
-        return ((tile, piece) for tile in self.tiles for piece in tile.pieces)
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the master weights from the parameters, which were changed from outside."""
+        load_masters(self.stores)
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on, or further: state of what is kept stays.
@@ -184,7 +189,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.state_dict()
         self._apply(masks)
-        self._build(self.factory([{**group, "params": [_stand_in()]} for group in self.param_groups]))
+        self._build(self._make_inner())
         self.load_state_dict(state)
 
     # Backward
@@ -199,19 +204,16 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"{entry.name!r} has a {gradient.layout} gradient; make its layer give dense ones (Embedding(sparse=False))"
             )
-        self.reducer.before(entry)
-        store = self._store_of[entry]
+        whole = self.reducer.place(entry)
         flat = gradient.reshape(-1)
-        whole = store.gradient[entry.start : entry.start + entry.kept]
-        done = self.kernels and fused.compress(entry, flat, store)
+        done = self.kernels and fused.compress(entry, flat, whole)
         done = done or (self._native is not None and self._native.compress(entry, flat, whole))
         for begin in range(0, 0 if done else entry.kept, self.tile_size):
             end = min(begin + self.tile_size, entry.kept)
             into = whole[begin:end]
             values = entry.read(flat, begin, end)
-            into.add_(values) if entry.arrived else into.copy_(values)
-        entry.arrived = True
-        self.reducer.after(entry)
+            into.add_(values) if entry.filled else into.copy_(values)
+        self.reducer.written(entry)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in the ``with`` block only accumulate; all but the last of those that make a step."""
@@ -224,18 +226,20 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has consumed, those of frozen parameters too."""
         self.reducer.forget()
-        for entry in self.entries:
-            entry.arrived = False
         super().zero_grad()
 
+    @torch.no_grad()
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient of a parameter's kept elements, zeros where none has come; changed in place it is what counts."""
-        entry = next(entry for entry in self.entries if entry.parameter is parameter)
-        part = self._store_of[entry].gradient[entry.start : entry.start + entry.kept]
-        if not entry.arrived:
-            entry.arrived = True
-            part.zero_()
-        return part
+        """A parameter's gradient of the coming step, as a vector of its kept elements, zeros where none has come.
+
+        It is this rank's own as long as backward passes only accumulate (`no_sync`, or ``reducer.active = False``), and then
+        the same in all stages: weights tied over ranks can be summed in place here, and `step` reduces the sums. Once the
+        gradient is reduced it is that of all ranks. Changed in place it is what counts.
+
+        Raises:
+            RuntimeError: it is reduced, and ranks have a share of it each.
+        """
+        return self.reducer.gradient_of(next(entry for entry in self.entries if entry.parameter is parameter))
 
     def release(self) -> None:
         """Take no more gradients: another optimizer may have the parameters."""
@@ -262,17 +266,9 @@ class Optimizer(torch.optim.Optimizer):
         self.reducer.finish()
         factor = self._factor()
         if not self.overflow:
-            for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-                theirs.update({key: value for key, value in ours.items() if key != "params"})
-            if self._native is not None:
-                self._native.step(1.0 if factor is None else float(factor))
-            else:
-                for tile in self.tiles:
-                    self._step_tile(tile, factor)
-            if self.shard:
-                self._gather_weights()
-        for entry in self.entries:
-            entry.arrived = False
+            self._update(factor)
+            gather_weights(self.stores, self.tile_size)
+        self.reducer.forget()
         return loss
 
     def _take_gradients_set_by_hand(self) -> None:
@@ -286,17 +282,13 @@ class Optimizer(torch.optim.Optimizer):
             if entry.parameter.grad is not None:
                 self._compress(entry)
 
-    def _step_tile(self, tile: Tile, factor: Tensor | None) -> None:
-        pieces = [piece for piece in tile.pieces if piece.segment.entry.arrived]
-        if not pieces:
+    def _update(self, factor: Tensor | None) -> None:
+        share_options(self.param_groups, self.inner.param_groups)
+        if self._native is not None:
+            self._native.step(1.0 if factor is None else float(factor))
             return
-        if self.kernels and fused.adam(self.inner, tile, factor):
-            return
-        load_tile(tile, pieces, self.buffers, factor)
-        for number, theirs in enumerate(self.inner.param_groups):
-            theirs["params"] = [piece.weights for piece in pieces if piece.segment.entry.group == number]
-        self.inner.step()
-        store_tile(tile, pieces, self.buffers)
+        done = [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]
+        step_tiles(self.inner, [tile for tile in self.tiles if tile.store not in done], self.buffers, factor)
 
     def _factor(self) -> Tensor | None:
         """By what gradients are to be multiplied; notes overflow and norm."""
@@ -314,52 +306,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _norm(self) -> Tensor:
         """The 2-norm of the averaged gradient, in float32 at least."""
-        squares: dict[str, Tensor] = {}
-        for _, piece in self.pieces():
-            segment = piece.segment
-            if segment.entry.arrived:
-                part = self._store_of[segment.entry].gradient[segment.gradient : segment.gradient + segment.length]
-                square = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).square()
-                squares[segment.entry.name] = squares.get(segment.entry.name, 0) + square
-        if self.shard:
-            squares = self._sum_over_shards(squares)
+        squares = squares_of(self.stores, self.tile_size)
         if self.norm is not None:
             return self.norm(squares).sqrt()
         device = self.entries[0].parameter.device if self.entries else torch.device("cpu")
         return sum((square.to(device) for square in squares.values()), torch.zeros((), device=device)).sqrt()
-
-    def _sum_over_shards(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
-        summed: dict[str, Tensor] = {}
-        for group in dict.fromkeys(entry.process_group for entry in self.entries):
-            names = [entry.name for entry in self.entries if entry.process_group is group]
-            device = next(entry.parameter.device for entry in self.entries if entry.process_group is group)
-            flat = torch.stack(
-                [torch.as_tensor(squares.get(name, 0.0), dtype=torch.float64, device=device) for name in names]
-            )
-            if group is not None:
-                dist.all_reduce(flat, group=group)
-            summed.update(zip(names, flat.unbind(), strict=True))
-        return summed
-
-    def _gather_weights(self) -> None:
-        """Have every rank's parameters be what the ranks that hold their state made of them.
-
-        The gradient vector, whose gradients are spent, is where the weights travel.
-        """
-        for store in self.stores:
-            for segment in store.segments():
-                into = store.gradient[segment.gradient : segment.gradient + segment.length]
-                if store.master is not None:
-                    into.copy_(store.master[segment.master : segment.master + segment.length])
-                else:
-                    into.copy_(segment.entry.read(segment.entry.flat, segment.begin, segment.begin + segment.length))
-            for bucket in store.buckets:
-                begin, end = bucket.share(True)
-                gather(store.gradient[begin:end].clone(), bucket, store.gradient[bucket.begin : bucket.end])
-                for entry in bucket.entries:
-                    for done in range(0, entry.kept, self.tile_size):
-                        length = min(self.tile_size, entry.kept - done)
-                        entry.write(store.gradient[entry.start + done : entry.start + done + length], done)
 
     # State
 
@@ -374,27 +325,50 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Compressed state of all parameters, on every rank; with `shard` every rank calls it.
+        """Compressed state of all parameters, on every rank; in stages 1 and 2 every rank calls it.
 
         Returns:
             "state": by the parameter's number: "positions" (absent where all are kept), "master" for 16-bit parameters, and
             the inner optimizer's; "param_groups" as torch's; "loss_scale".
         """
-        return checkpoint.state_dict(self)
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        read = read_state(self.stores, self.inner.state)
+        state = {numbers[entry.parameter]: values for entry, values in read.items()}
+        groups, count = [], 0
+        for group in self.param_groups:
+            members = list(range(count, count + len(group["params"])))
+            count += len(members)
+            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": members})
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        return {"state": dict(sorted(state.items())), "param_groups": groups, "loss_scale": scale}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned, of this or another number of ranks, sharded or not, pruned otherwise or dense.
+        """Take up what `state_dict` returned, of any number of ranks and stage, pruned otherwise or dense.
 
         A torch optimizer's state_dict of the dense model is taken, too: what is pruned here is dropped.
 
         Raises:
             ValueError: it is of other parameters.
         """
-        checkpoint.load_state_dict(self, state_dict)
+        parameters, given = self._parameters, state_dict["param_groups"]
+        order = [number for group in given for number in group["params"]]
+        if len(order) != len(parameters) or len(given) != len(self.param_groups):
+            raise ValueError(
+                f"the state is of {len(order)} parameters in {len(given)} groups, the optimizer has "
+                f"{len(parameters)} in {len(self.param_groups)}; make it over the same model"
+            )
+        state = {p: state_dict["state"].get(number, {}) for number, p in zip(order, parameters, strict=True)}
+        read = {entry: on_index(entry, state[entry.parameter]) for entry in self.entries}
+        for ours, group in zip(self.param_groups, given, strict=True):
+            ours.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        if self.loss_scale is not None and state_dict.get("loss_scale"):
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        write_state(self.stores, self.inner, read, self.tile_size)
 
-
-def _stand_in() -> Tensor:
-    return torch.zeros(0)
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def _ranks(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:

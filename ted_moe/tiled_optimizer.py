@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ted_moe.probe import examine
-from ted_moe.tiles import TILE, Piece, Room, TiledStep, along, flat, pieces_of
+from axonn_plugins.optim.gradients import flat_gradient, norm_in_parts
+from axonn_plugins.optim.lending import Loan, Part, TiledStep, along, parts_of, share_options
+from axonn_plugins.optim.probe import StepMemory, examine
+from axonn_plugins.optim.tiles import Buffers
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Buffers = dict[tuple[torch.dtype, torch.device], Tensor]
+TILE = 1_800_000
+"""Elements of a tile by default, the dissertation's."""
 
 
 class TiledOptimizer(torch.optim.Optimizer):
@@ -79,7 +82,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.defaults, self.state = inner.defaults, inner.state
         share_options(inner.param_groups, self.param_groups)
-        self._room = Room(1, 1)
+        self._memory = StepMemory(1, 1)
         for group in inner.param_groups:
             self._examine(group)
 
@@ -100,8 +103,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _examine(self, group: dict[str, Any]) -> None:
         weights = max(group["params"], key=Tensor.numel, default=torch.zeros(()))
         if weights.dim():
-            room = examine(self.inner, group, weights, self.inner.state.get(weights, {}))
-            self._room = Room(max(self._room.first, room.first), max(self._room.later, room.later))
+            self._memory |= examine(self.inner, group, weights, self.inner.state.get(weights, {}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""
@@ -133,48 +135,46 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _step(self, factor: Tensor | None) -> None:
         share_options(self.param_groups, self.inner.param_groups)
         step = TiledStep(self.inner)
-        buffers: Buffers = {}
-        size = self._room.elements(self.tile_size, first=not all(self.state.get(master) for master in self._live))
+        size = self._memory.elements(self.tile_size, first=not all(self.state.get(master) for master in self._live))
+        buffers = Buffers(size)
         for tile in self._tiles(size):
-            begin, gradients = 0, []
-            for piece in tile:
-                gradients.append(self._gradient(piece, factor, buffers, begin, size))
-                begin += piece.end - piece.begin
-            step.tile(list(zip(tile, gradients, strict=True)))
-            for piece in tile:
-                parameter = self._live[piece.weights]
-                if parameter is not piece.weights:
-                    piece.of(parameter).copy_(piece.of(piece.weights))
+            begin, loans = 0, []
+            for part in tile:
+                weights = part.weights if part.whole else part.of(part.weights)
+                loans.append(Loan(part, weights, self._gradient(part, factor, buffers, begin)))
+                begin += part.end - part.begin
+            step.tile(loans)
+            for part in tile:
+                parameter = self._live[part.weights]
+                if parameter is not part.weights:
+                    part.of(parameter).copy_(part.of(part.weights))
         step.finish()
         share_options(self.inner.param_groups, self.param_groups)
 
-    def _tiles(self, size: int) -> Iterator[list[Piece]]:
-        """Pieces of all parameters that have gradients, at most `size` elements together."""
-        tile: list[Piece] = []
+    def _tiles(self, size: int) -> Iterator[list[Part]]:
+        """Parts of all parameters that have gradients, at most `size` elements together."""
+        tile: list[Part] = []
         room = size
         for number, group in enumerate(self.inner.param_groups):
             for master in group["params"]:
                 if self._live[master].grad is None:
                     continue
-                for piece in pieces_of(number, master, size):
-                    if piece.end - piece.begin > room:
+                for part in parts_of(number, master, size):
+                    if part.end - part.begin > room:
                         yield tile
                         tile, room = [], size
-                    tile.append(piece)
-                    room -= piece.end - piece.begin
+                    tile.append(part)
+                    room -= part.end - part.begin
         if tile:
             yield tile
 
-    def _gradient(self, piece: Piece, factor: Tensor | None, buffers: Buffers, begin: int, size: int) -> Tensor:
-        """A piece's gradient in the masters' type times `factor`, in the buffer from `begin` where it has to be made."""
-        weights = piece.weights
-        gradient = flat_gradient(self._live[weights])[piece.begin : piece.end]
+    def _gradient(self, part: Part, factor: Tensor | None, buffers: Buffers, begin: int) -> Tensor:
+        """A part's gradient in the masters' type times `factor`, in the buffer from `begin` where it has to be made."""
+        weights = part.weights
+        gradient = flat_gradient(self._live[weights])[part.begin : part.end]
         if factor is None and gradient.dtype == weights.dtype:
             return gradient
-        key = (weights.dtype, weights.device)
-        if key not in buffers:
-            buffers[key] = torch.empty(size, dtype=weights.dtype, device=weights.device)
-        made = buffers[key][begin : begin + gradient.numel()].copy_(gradient)
+        made = buffers.get(weights.dtype, weights.device)[begin : begin + gradient.numel()].copy_(gradient)
         return made if factor is None else made.mul_(factor.to(weights.device))
 
     def _factor(self) -> Tensor | None:
@@ -239,33 +239,3 @@ class TiledOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for number, master in self._masters().items():
                 master.copy_(state_dict["masters"][number])
-
-
-def norm_in_parts(gradient: Tensor, size: int) -> Tensor:
-    """The 2-norm of a flat gradient in float32 at least, of which at most `size` elements are upcast at a time."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in gradient.split(size)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """A parameter's gradient in the parameter's order of memory.
-
-    Raises:
-        ValueError: it is sparse.
-    """
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.layout != torch.strided:
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has a {gradient.layout} gradient; make its layer give dense ones, such as "
-            "Embedding(sparse=False)"
-        )
-    same = gradient.stride() == parameter.stride()
-    return flat(gradient if same else torch.empty_like(parameter).copy_(gradient))
-
-
-def share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:
-    """Have parameter groups take over the hyperparameters of others."""
-    for source, target in zip(from_groups, to_groups, strict=True):
-        target.update({key: value for key, value in source.items() if key != "params"})

@@ -66,10 +66,10 @@ def four_ranks():
     for name, keywords in {
         "plain": {},
         "buckets": {"bucket_bytes": 500},
-        "shard": {"shard": True, "bucket_bytes": 700},
+        "shard": {"stage": 1, "bucket_bytes": 700},
         "clipped": {"max_norm": 0.2},
-        "clipped shard": {"max_norm": 0.2, "shard": True},
-        "fused": {"factory": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True), "shard": True},
+        "clipped shard": {"max_norm": 0.2, "stage": 1},
+        "fused": {"factory": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True), "stage": 1},
     }.items():
         for microbatches in (1, 3):
             ours, dense, masks = pair(0.8)
@@ -79,7 +79,7 @@ def four_ranks():
             mine = run(ours, optimizer.step, 4, rank, microbatches=microbatches, no_sync=optimizer.no_sync)
             theirs = run(dense, dense_step(reference), 4, rank, microbatches=microbatches)
             found[f"{name} {microbatches}"] = mine, theirs
-    for name, keywords in {"twice": {}, "twice shard": {"shard": True}}.items():
+    for name, keywords in {"twice": {}, "twice shard": {"stage": 1}}.items():
         # Both backward passes of a step reduce: as without no_sync, only dearer.
         ours, dense, masks = pair(0.8)
         optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, bucket_bytes=700, **keywords)
@@ -108,7 +108,7 @@ def four_ranks():
     optimizer.zero_grad()
     dist.all_reduce = real
     found["bytes"] = len(sent), sum(sent), 2 * sum(entry.kept for entry in optimizer.entries)
-    sharded = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks, group=dist.group.WORLD, shard=True)
+    sharded = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks, group=dist.group.WORLD, stage=1)
     whole = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks)
     found["masters"] = sharded.stores[0].master.numel(), whole.stores[0].master.numel()
     return found
@@ -119,9 +119,7 @@ def checkpoint(folder):
     rank, found = dist.get_rank(), {}
     for dtype in (torch.float32, torch.bfloat16):
         ours, _, masks = pair(0.8, dtype)
-        optimizer = samo.Optimizer(
-            ADAMW, ours, masks, group=dist.group.WORLD, shard=True, bucket_bytes=700, tile_size=70
-        )
+        optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, stage=1, bucket_bytes=700, tile_size=70)
         losses = run(ours, optimizer.step, 4, rank, steps=4)
         saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
         losses += run(ours, optimizer.step, 4, rank, steps=8, skip=4)
@@ -139,7 +137,7 @@ def resume(folder):
         for shard in (False, True):
             ours, dense, masks = pair(0.8, dtype)
             ours.load_state_dict(model_state)
-            optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, shard=shard, tile_size=41)
+            optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, stage=int(shard), tile_size=41)
             optimizer.load_state_dict(state)
             found[f"{dtype} {shard}"] = run(ours, optimizer.step, 4, rank, steps=8, skip=4)
         dense.load_state_dict(model_state)

@@ -49,7 +49,7 @@ def on_grids(grids):
                 max_norm=0.05,
                 group=partial(axonn_tp.sum_ranks, mesh=mesh),
                 norm=partial(axonn_tp.global_square, parameters=parameters, mesh=mesh),
-                shard=shard,
+                stage=int(shard),
                 tile_size=7,
             )
             for batch in batches:

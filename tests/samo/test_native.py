@@ -22,7 +22,7 @@ def test_equals_the_tiles(kind, dtype, monkeypatch) -> None:
         ours, other, masks = pair(sparsity, dtype)
         native = samo.Optimizer(fused, ours, masks, max_norm=0.5, tile_size=100)
         assert native._native is not None
-        monkeypatch.setattr("samo.optimizer.native_step", lambda _: None)
+        monkeypatch.setattr("samo.optimizer.native_step", lambda *_: None)
         tiles = samo.Optimizer(fused, other, masks, max_norm=0.5, tile_size=64)
         monkeypatch.undo()
         mine, theirs = train(ours, native.step, microbatches=2), train(other, tiles.step, microbatches=2)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.optim.lending import along, share_options
+from axonn_plugins.optim.probe import examine
+from axonn_plugins.optim.tiles import Slot
 from axonn_plugins.pipeline.host_store import ALIGNED, HostStore, ranges, stores_of
 from axonn_plugins.pipeline.reduction import Chunk, averaged, chunks_of
-from axonn_plugins.pipeline.visit import Slot, Visits, state_keys
-from ted_moe.probe import examine
-from ted_moe.tiled_optimizer import Factory, TiledOptimizer, share_options
-from ted_moe.tiles import Room, along
+from axonn_plugins.pipeline.visit import Visits, state_keys
+from ted_moe.tiled_optimizer import Factory, TiledOptimizer
 
 BUCKET = 16_000_000
 """Elements of a bucket by default, the dissertation's."""
@@ -99,8 +100,7 @@ class BucketedOptimizer(TiledOptimizer):
             smallest = min(masters, key=Tensor.numel)
             weights = smallest.to(store.device, copy=True)
             state = {key: _moved(value, store.device) for key, value in self.inner.state.get(smallest, {}).items()}
-            room = examine(self.inner, group, weights, state)
-            self._room = Room(max(self._room.first, room.first), max(self._room.later, room.later))
+            self._memory |= examine(self.inner, group, weights, state)
             self._keys |= {k for k, v in state.items() if along(v, weights)} or state_keys(self.inner, group, weights)
         self._adopt_state()
 
@@ -169,7 +169,7 @@ class BucketedOptimizer(TiledOptimizer):
             return
         share_options(self.param_groups, self.inner.param_groups)
         sizes = {store: self._elements(store) for store in self._stores}
-        visits = Visits(self.inner, self._keys, self._slots(), factor)
+        visits = Visits(self.inner, self._slots(), factor)
         for chunk in self._averaged():
             for begin, end in ranges(chunk.begin, chunk.end, sizes[chunk.store]):
                 visits.update(chunk.store, begin, end, chunk.wait)
@@ -191,7 +191,7 @@ class BucketedOptimizer(TiledOptimizer):
 
     def _vectors(self, store: HostStore) -> int:
         new = any(not self.state.get(segment.master) for segment in store.segments)
-        return 1 + len(store.states) + (self._room.first if new else self._room.later)
+        return 1 + len(store.states) + (self._memory.first if new else self._memory.later)
 
     # Memory
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ted_moe.tiled_optimizer import flat_gradient
-from ted_moe.tiles import flat
+from axonn_plugins.optim.gradients import flat_gradient
+from axonn_plugins.optim.lending import Part, flat
 
 ALIGNED = 64
 """Elements to whose multiples parameters and buckets begin: vector instructions then take the same elements together as in a
@@ -28,7 +28,7 @@ def ranges(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(eq=False)
-class Segment:
+class Slice:
     """A parameter's place in a store.
 
     Attributes:
@@ -44,21 +44,6 @@ class Segment:
     begin: int
     end: int
     packed: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of a parameter that is in a bucket.
-
-    Attributes:
-        segment: of the parameter.
-        of_parameter: its elements, in the parameter's order of memory.
-        of_bucket: the same elements in the bucket.
-    """
-
-    segment: Segment
-    of_parameter: slice
-    of_bucket: slice
 
 
 class HostStore:
@@ -82,11 +67,11 @@ class HostStore:
         self.weights = self.make(torch.promote_types(self.dtype, torch.float32))
         self.states: dict[str, Tensor] = {}
         self.gradient: Tensor | None = None
-        self.segments: list[Segment] = []
+        self.segments: list[Slice] = []
         begin = packed = 0
         for parameter in parameters:
             master = _shaped(self.weights, parameter, begin).copy_(parameter.detach())
-            self.segments.append(Segment(parameter, master, begin, begin + parameter.numel(), packed))
+            self.segments.append(Slice(parameter, master, begin, begin + parameter.numel(), packed))
             begin += align(parameter.numel())
             packed += parameter.numel()
         self.elements = packed
@@ -100,7 +85,7 @@ class HostStore:
         if key not in self.states:
             self.states[key] = self.make(dtype)
 
-    def state_of(self, key: str, segment: Segment) -> Tensor:
+    def state_of(self, key: str, segment: Slice) -> Tensor:
         """A parameter's part of a state, with the parameter's shape and strides."""
         return _shaped(self.states[key], segment.parameter, segment.begin)
 
@@ -120,10 +105,10 @@ class HostStore:
             self._take(segment)
 
     @property
-    def _trained(self) -> list[Segment]:
+    def _trained(self) -> list[Slice]:
         return [segment for segment in self.segments if segment.parameter.requires_grad]
 
-    def _take(self, segment: Segment) -> None:
+    def _take(self, segment: Slice) -> None:
         assert self.gradient is not None
         parameter = segment.parameter
         place = _shaped(self.gradient, parameter, segment.packed)
@@ -133,14 +118,14 @@ class HostStore:
             flat(place).copy_(flat_gradient(parameter))
             parameter.grad = place
 
-    def pieces(self, begin: int, end: int) -> list[Piece]:
-        """Parts of parameters in a bucket, the elements `begin` to `end` of the store."""
+    def parts(self, begin: int, end: int) -> list[tuple[Slice, Part, slice]]:
+        """Parts of parameters in a bucket, the elements `begin` to `end` of the store, and where they are in it."""
         found = []
         for segment in self.segments:
             first, last = max(begin, segment.begin), min(end, segment.end)
             if first < last:
-                of_parameter = slice(first - segment.begin, last - segment.begin)
-                found.append(Piece(segment, of_parameter, slice(first - begin, last - begin)))
+                part = Part(self.group, segment.master, first - segment.begin, last - segment.begin)
+                found.append((segment, part, slice(first - begin, last - begin)))
         return found
 
     @property

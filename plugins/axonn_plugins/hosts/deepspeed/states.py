@@ -124,7 +124,8 @@ class OwnStates(CheckedCheckpoints):
             self.gradient_clipping(),
             masks=masks,
             group=lambda parameter: sum_ranks(parameter, self.mesh),
-            shard=self._states.stage > 0,
+            stage=self._states.stage,
+            host=offload is not None,
             norm=self._square_of_all,
             **settings,
         )

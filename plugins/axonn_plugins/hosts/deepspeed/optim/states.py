@@ -194,7 +194,7 @@ class StateOptimizer(WrappedOptimizer):
 
     def refresh_fp32_params(self) -> None:
         """Set the float32 weights from the parameters."""
-        self.states._load_masters()
+        self.states.refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """Of all this rank's parameters; every rank calls it."""

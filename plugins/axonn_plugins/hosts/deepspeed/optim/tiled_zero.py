@@ -18,8 +18,8 @@ from torch import Tensor
 
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
-from ted_moe.probe import examine
-from ted_moe.tiles import Room, TiledStep, pieces_of
+from axonn_plugins.optim.lending import Loan, TiledStep, parts_of
+from axonn_plugins.optim.probe import StepMemory, examine
 
 
 class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
@@ -32,14 +32,14 @@ class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._rooms: dict[int, Room] = {}
+        self._memory: dict[int, StepMemory] = {}
         self._gradients: list[Tensor] = []
         self._stand_in: Tensor | None = None
         self._norm: Any = None
         try:
             for group, weights in enumerate(self.single_partition_of_fp32_groups):
                 state = self.optimizer.state.get(weights, {})
-                self._rooms[group] = examine(self.optimizer, self.optimizer.param_groups[group], weights, state)
+                self._memory[group] = examine(self.optimizer, self.optimizer.param_groups[group], weights, state)
         except ValueError as error:
             raise ConfigError(f"axonn.ted.tile_size = {self.tile_size}: {error}") from None
 
@@ -73,12 +73,12 @@ class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
         gradients, self._gradients, self._stand_in = self._gradients, [], None
         weights.grad = None
         first = not self.optimizer.state.get(weights)
-        size = min(self._rooms[group_no].elements(self.tile_size, first), weights.numel())
+        size = min(self._memory[group_no].elements(self.tile_size, first), weights.numel())
         step, reader = TiledStep(self.optimizer), _Reader(gradients, weights, size)
-        for piece in pieces_of(group_no, weights, size):
-            gradient = reader.read(piece.end - piece.begin)
+        for part in parts_of(group_no, weights, size):
+            gradient = reader.read(part.end - part.begin)
             super().unscale_and_clip_grads([gradient], self._norm)
-            step.tile([(piece, gradient)])
+            step.tile([Loan(part, weights if part.whole else part.of(weights), gradient)])
         step.finish()
         self._lazy_init_hp_params_optimizer_state()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,32 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ted_moe.tiles import Room, along, other_groups
+from axonn_plugins.optim.lending import along, other_groups
 
 _ELEMENTS = 4096
+_ALIGNED = 64  # so that vector instructions take the same elements together as without tiles
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Tensors as large as the updated one that a step needs, its gradient among them.
+
+    Attributes:
+        first: in the step that makes the state.
+        later: in any other.
+    """
+
+    first: int
+    later: int
+
+    def elements(self, tile_size: int, first: bool) -> int:
+        """Elements updated at a time, so that everything temporary is as large as one tile of gradients."""
+        count = max(1, tile_size // (self.first if first else self.later))
+        return count - count % _ALIGNED if count > _ALIGNED else count
+
+    def __or__(self, other: StepMemory) -> StepMemory:
+        """What is enough for both."""
+        return StepMemory(max(self.first, other.first), max(self.later, other.later))
 
 
 class _Allocations(TorchDispatchMode):
@@ -39,7 +63,7 @@ class _Allocations(TorchDispatchMode):
 
 def examine(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weights: Tensor, state: Mapping[str, Any]
-) -> Room:
+) -> StepMemory:
     """Try the optimizer on a stand-in, and on a part of it.
 
     Args:
@@ -77,7 +101,7 @@ def examine(
         )
     one = results[0].nbytes
     first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
-    return Room(first, later)
+    return StepMemory(first, later)
 
 
 def _two_steps(

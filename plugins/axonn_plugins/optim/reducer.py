@@ -1,0 +1,244 @@
+"""Gradients summed over the data-parallel ranks while backward runs, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
+
+_AHEAD = 2  # buckets of stage 2 whose gradients may be on their way at a time
+
+
+@dataclass(eq=False)
+class _Work:
+    """The reduction of a bucket that is under way.
+
+    Attributes:
+        bucket: which.
+        handle: of the collective; None: there was none.
+        into: where this rank's share will be in the store's gradient; None: all ranks have all of it, in place.
+        share: the share; None: it is made in place.
+        gradient: what is reduced, which has to live until then.
+    """
+
+    bucket: Bucket
+    handle: Any
+    into: Tensor | None
+    share: Tensor | None
+    gradient: Tensor
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+        if self.into is not None and self.share is not None:
+            self.into.add_(self.share) if self.bucket.reduced else self.into.copy_(self.share)
+        self.bucket.reduced = self.bucket.transient
+
+
+class Reducer:
+    """Sums each bucket over its ranks as soon as backward has brought all of its gradients, and divides it.
+
+    Buckets are reduced in rounds, in one order on all ranks, whatever the order in which gradients come. A round ends with
+    the last bucket; when a second backward pass brings a gradient that the round has had, what the first did not bring is
+    reduced, as zeros, and the next round begins. So every rank has as many rounds as passes, if each pass brings it a
+    gradient that another did. `finish` reduces what is left: a gradient that only some ranks have counts on all.
+
+    Args:
+        stores: all of them.
+
+    Attributes:
+        active: whether gradients are reduced as they come; else they are only accumulated, in all stages, and `finish`
+            reduces them.
+    """
+
+    def __init__(self, stores: list[Store]) -> None:
+        self.active = True
+        self._stores = stores
+        self._order = [
+            (store, bucket)
+            for store in stores
+            for bucket in store.buckets
+            if (bucket.ranks > 1 or bucket.divisor != 1) and bucket.end > bucket.begin
+        ]
+        self._bucket_of = {entry: bucket for store in stores for bucket in store.buckets for entry in bucket.entries}
+        self._reduced = {entry for _, bucket in self._order for entry in bucket.entries}
+        self._under_way: list[_Work] = []
+        self._finished = False
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._next = 0
+        self._seen: set[Entry] = set()
+        self._missing = {bucket: len(bucket.entries) for _, bucket in self._order}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in the ``with`` block only accumulate."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def place(self, entry: Entry) -> Tensor:
+        """Where this rank's gradient of an entry is accumulated until it is reduced.
+
+        Call it before each write: a second pass must not write to what is being reduced.
+        """
+        if entry in self._reduced and (self._finished or entry in self._seen):
+            self._end_round()
+            self._reopen()
+        bucket = self._bucket_of[entry]
+        bucket.local = bucket.room()
+        return bucket.of(entry, bucket.local)
+
+    def written(self, entry: Entry) -> None:
+        """Call when a gradient has been written."""
+        entry.filled = entry.arrived = True
+        if entry not in self._reduced or not self.active:
+            return
+        self._seen.add(entry)
+        self._missing[self._bucket_of[entry]] -= 1
+        while self._next < len(self._order) and not self._missing[self._order[self._next][1]]:
+            self._launch()
+
+    def gradient_of(self, entry: Entry) -> Tensor:
+        """What an entry has got so far, zeros where nothing has come; changed in place it is what counts.
+
+        Returns:
+            A vector of its kept elements: of this rank's gradients, or after they were reduced of all ranks'.
+
+        Raises:
+            RuntimeError: ranks have a share each of what was reduced.
+        """
+        bucket = self._bucket_of[entry]
+        launched = any(bucket is other for _, other in self._order[: self._next])
+        if bucket.sharded and (launched or bucket.reduced):
+            raise RuntimeError(
+                f"the gradient of {entry.name!r} is reduced, and each rank keeps a share of it; let backward accumulate "
+                "(no_sync, or reducer.active = False), and take it before the step"
+            )
+        if launched:
+            self._wait()
+        bucket.local = bucket.room()
+        place = bucket.of(entry, bucket.local)
+        if not entry.filled:
+            entry.filled = entry.arrived = True
+            place.zero_()
+        return place
+
+    def finish(self) -> None:
+        """Reduce what is left, and wait for all of it; nothing where no gradient has come since the last step."""
+        if self._finished or not any(entry.arrived for entry in self._reduced):
+            return
+        self._end_round()
+        self._finished = True
+        for entry in self._reduced:
+            entry.arrived = True
+
+    def forget(self) -> None:
+        """Wait for what is under way, and have no gradients any more."""
+        if self._seen and not self._finished:
+            self._end_round()
+        self._wait()
+        for entry, bucket in self._bucket_of.items():
+            entry.filled = entry.arrived = bucket.reduced = False
+            if bucket.transient:
+                bucket.local = None
+        self._finished = False
+        self._begin_round()
+
+    def _end_round(self) -> None:
+        while not self._finished and self._next < len(self._order):
+            self._launch()
+        self._wait()
+
+    def _wait(self, leave: int = 0) -> None:
+        while len(self._under_way) > leave:
+            self._under_way.pop(0).wait()
+
+    def _reopen(self) -> None:
+        """Begin a round; what is reduced in place is to come out as it is when it is reduced again with what is added."""
+        for _, bucket in self._order:
+            if bucket.transient:
+                continue
+            whole = bucket.room()
+            if bucket.sharded:
+                begin, end = (edge - bucket.begin for edge in bucket.share)
+                whole[:begin] = 0
+                whole[end:] = 0
+                whole[begin:end] *= bucket.divisor
+            elif bucket.divisor != bucket.ranks:
+                whole *= bucket.divisor / bucket.ranks
+        self._finished = False
+        self._begin_round()
+
+    def _launch(self) -> None:
+        store, bucket = self._order[self._next]
+        self._next += 1
+        whole = bucket.room()
+        for entry in bucket.entries:
+            if not entry.filled:
+                bucket.of(entry, whole).zero_()
+            entry.filled = not bucket.transient
+        # Divided first: a sum of 16-bit gradients may overflow where their mean does not.
+        whole.div_(bucket.divisor)
+        handle, into, share = None, None, None
+        if bucket.sharded:
+            begin, end = bucket.share
+            at = store.place(bucket) if bucket.transient else begin
+            into = store.gradient[at : at + end - begin]
+            share = torch.empty_like(into) if bucket.reduced or not bucket.transient else None
+            target = into if share is None else share
+            handle = dist.reduce_scatter_tensor(target, whole, group=bucket.process_group, async_op=True)
+        elif bucket.ranks > 1:
+            handle = dist.all_reduce(whole, group=bucket.process_group, async_op=True)
+        if bucket.transient:
+            bucket.local = None
+        self._under_way.append(_Work(bucket, handle, into, share, whole))
+        if bucket.transient:
+            self._wait(_AHEAD)
+
+
+def gather(share: Tensor, bucket: Bucket) -> Tensor:
+    """All of a bucket's elements, of which ranks hold a share each, in its order."""
+    if not bucket.sharded:
+        return share
+    whole = share.new_empty(bucket.end - bucket.begin)
+    dist.all_gather_into_tensor(whole, share.contiguous(), group=bucket.process_group)
+    return whole
+
+
+def gather_weights(stores: list[Store], size: int) -> None:
+    """Have every rank's parameters be what the ranks that hold their state made of them.
+
+    Args:
+        stores: all of them.
+        size: elements written at a time.
+    """
+    for store in stores:
+        segments: dict[Bucket, list[Segment]] = {}
+        owners = {entry: bucket for bucket in store.buckets if bucket.sharded for entry in bucket.entries}
+        for segment in store.segments:
+            if segment.entry in owners:
+                segments.setdefault(owners[segment.entry], []).append(segment)
+        for bucket in filter(lambda bucket: bucket.sharded, store.buckets):
+            begin, end = bucket.share
+            share = torch.empty(end - begin, dtype=store.dtype, device=store.device)
+            for segment in segments.get(bucket, ()):
+                at, entry = segment.owned - bucket.owned, segment.entry
+                share[at : at + segment.length] = entry.read(entry.flat, segment.begin, segment.begin + segment.length)
+            # The gradients, which are spent, are where the weights travel, as far as they are there.
+            whole = bucket.room()
+            dist.all_gather_into_tensor(whole, share, group=bucket.process_group)
+            for entry in bucket.entries:
+                weights = bucket.of(entry, whole)
+                for done in range(0, entry.kept, size):
+                    entry.write(weights[done : done + size], done)

@@ -1,0 +1,178 @@
+"""The state of stores by parameter: read whole from any number of ranks that share it, and put where they keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonn_plugins.optim.reducer import gather, gather_weights
+from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
+
+MASTER = "master"
+"""The name of float32 weights beside the optimizer's own names."""
+
+
+def settle(stores: list[Store]) -> None:
+    """Wait until what is on its way to host memory is there."""
+    for device in {store.device for store in stores if store.host and store.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def load_masters(stores: list[Store]) -> None:
+    """Take the master weights from the parameters."""
+    settle(stores)
+    for store in stores:
+        for segment in store.segments if store.master is not None else ():
+            entry = segment.entry
+            segment.weights.copy_(entry.read(entry.flat, segment.begin, segment.begin + segment.length))
+
+
+def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Entry, dict[str, Any]]:
+    """All state of every entry, on every rank; where it is shared every rank calls it.
+
+    Args:
+        stores: all of them.
+        state: the optimizer's, by `Segment.weights`.
+
+    Returns:
+        By entry, copies: "positions" of its kept elements where others are pruned, "master" for 16-bit parameters, and what
+        the optimizer has of it, vectors of kept elements.
+    """
+    settle(stores)
+    found: dict[Entry, dict[str, Any]] = {}
+    for store in stores:
+        mine: dict[Bucket, list[Segment]] = {bucket: [] for bucket in store.buckets}
+        owners = {entry: bucket for bucket in store.buckets for entry in bucket.entries}
+        for segment in store.segments:
+            mine[owners[segment.entry]].append(segment)
+        for bucket, values, kinds in _agreed(mine, state, store):
+            vectors = {key: _whole(key, kinds[key], bucket, mine[bucket], state, store) for key in sorted(kinds)}
+            for entry in bucket.entries:
+                read: dict[str, Any] = {} if entry.index is None else {"positions": entry.index.positions().int()}
+                for key, vector in vectors.items():
+                    if entry.name in values or key == MASTER:
+                        read[key] = bucket.of(entry, vector).clone()
+                found[entry] = read | values.get(entry.name, {})
+    return found
+
+
+def write_state(
+    stores: list[Store],
+    optimizer: torch.optim.Optimizer,
+    read: Mapping[Entry, Mapping[str, Any]],
+    size: int,
+) -> None:
+    """Take up what `read_state` gave on these or other ranks, and have 16-bit parameters be their master weights, rounded.
+
+    Args:
+        stores: all of them.
+        optimizer: its state is replaced.
+        read: by entry, vectors of this entry's kept elements; see `on_index`.
+        size: elements written at a time.
+    """
+    settle(stores)
+    optimizer.state.clear()
+    for store in stores:
+        store.states.clear()
+        for segment in store.segments:
+            options = optimizer.param_groups[segment.entry.group]
+            beside = store.device if options.get("fused") or options.get("capturable") else None
+            mine: dict[str, Any] = {}
+            for key, value in read[segment.entry].items():
+                if isinstance(value, Tensor) and value.dim() == 1:
+                    part = value[segment.begin : segment.begin + segment.length]
+                    if key != MASTER:
+                        kept = store.state_of(key, segment, part.dtype) if store.host else torch.empty_like(part)
+                        mine[key] = kept.copy_(part)
+                    elif store.master is not None:
+                        segment.weights.copy_(part)
+                else:
+                    mine[key] = value.to(beside, copy=True) if isinstance(value, Tensor) else value
+            if mine:
+                optimizer.state[segment.weights] = mine
+            if store.master is not None:
+                for done in range(0, segment.length, size):
+                    weights = segment.weights[done : done + size].to(store.device)
+                    segment.entry.write(weights.to(store.dtype), segment.begin + done)
+    gather_weights([store for store in stores if store.master is not None], size)
+
+
+def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
+    """State of one parameter as kept elements of this entry, from those of another index or from dense tensors.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
+    positions, shape = state.get("positions"), entry.parameter.shape
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "positions":
+            continue
+        if not isinstance(value, Tensor) or (value.dim() == 0 and (key == "step" or shape != ())):
+            found[key] = value
+            continue
+        value = value.to(entry.parameter.device)
+        if positions is not None:
+            full = value.new_zeros(entry.parameter.numel())
+            full[positions.to(value.device)] = value
+        elif value.numel() == entry.parameter.numel():
+            full = value.reshape(-1)
+        else:
+            raise ValueError(
+                f"the state's {key!r} of {entry.name!r} has {value.numel():,} elements, the parameter {tuple(shape)}; load "
+                "the state of the same model"
+            )
+        found[key] = entry.read(full, 0, entry.kept)
+    return found
+
+
+def _agreed(
+    mine: Mapping[Bucket, list[Segment]], state: Mapping[Tensor, Mapping[str, Any]], store: Store
+) -> list[tuple[Bucket, dict[str, dict[str, Any]], dict[str, torch.dtype]]]:
+    """Of each bucket what is one value a parameter, by name, and the dtypes of vectors, by key; also of other ranks' parts."""
+    by_ranks: dict[dist.ProcessGroup | None, list[Bucket]] = {}
+    for bucket in mine:
+        by_ranks.setdefault(bucket.process_group if bucket.sharded else None, []).append(bucket)
+    found = []
+    for group, buckets in by_ranks.items():
+        values: dict[str, dict[str, Any]] = {}
+        kinds: dict[str, torch.dtype] = {} if store.master is None else {MASTER: torch.float32}
+        for bucket in buckets:
+            for segment in mine[bucket]:
+                for key, value in state.get(segment.weights, {}).items():
+                    known = values.setdefault(segment.entry.name, {})
+                    if isinstance(value, Tensor) and value.shape == (segment.length,):
+                        kinds[key] = value.dtype
+                    else:
+                        known[key] = value
+        if group is not None:
+            every: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(every, (values, kinds), group=group)
+            for theirs, of_theirs in every:
+                values, kinds = values | theirs, kinds | of_theirs
+        found += [(bucket, values, kinds) for bucket in buckets]
+    return found
+
+
+def _whole(
+    key: str,
+    dtype: torch.dtype,
+    bucket: Bucket,
+    segments: list[Segment],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    store: Store,
+) -> Tensor:
+    """A bucket's state, zeros where a parameter has none."""
+    begin, end = bucket.share
+    device = torch.device("cpu") if store.host and not bucket.sharded else store.device
+    share = torch.zeros(end - begin, dtype=dtype, device=device)
+    for segment in segments:
+        value = segment.weights if key == MASTER else state.get(segment.weights, {}).get(key)
+        if value is not None:
+            share[segment.owned - bucket.owned :][: segment.length] = value
+    whole = gather(share, bucket)
+    return whole.cpu() if store.host else whole

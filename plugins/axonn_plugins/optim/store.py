@@ -1,0 +1,299 @@
+"""Gradients, master weights and optimizer state of many parameters, end to end in flat vectors.
+
+A store holds the parameters of one dtype and device, or the elements of these that an index keeps, in buckets: one bucket is
+reduced in one call. The last parameters come first, because backward brings their gradients first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Index(Protocol):
+    """Which elements of a flattened tensor are kept; `samo.Index` is one."""
+
+    kept: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the index takes."""
+
+    def positions(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """Positions of the kept elements number `begin` to `end`: int64, ascending."""
+
+    def compress(self, dense: Tensor, begin: int = 0, end: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Kept elements number `begin` to `end` of a flattened tensor, in `out` if that is given."""
+
+    def expand(self, values: Tensor, into: Tensor, begin: int = 0) -> None:
+        """Write kept elements from number `begin` on to where they belong in a flattened tensor."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter.
+
+    Attributes:
+        name: by which masks and messages call it.
+        parameter: the dense tensor that the model computes with, zero where it is pruned.
+        group: number of its parameter group.
+        index: where its kept elements are; None: all are.
+        process_group: the ranks whose gradients are summed; None: no others.
+        divisor: by which the sum is divided.
+        start: where its kept elements begin in the layout of all.
+        filled: whether its place among the gradients that are not reduced yet has any.
+        arrived: whether it has a gradient since the last step, reduced or not.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    index: Index | None = None
+    process_group: dist.ProcessGroup | None = None
+    divisor: int = 1
+    start: int = 0
+    filled: bool = False
+    arrived: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Elements that are not pruned."""
+        return self.parameter.numel() if self.index is None else self.index.kept
+
+    @property
+    def flat(self) -> Tensor:
+        """The parameter's elements, as one vector that shares their memory."""
+        return self.parameter.detach().view(-1)
+
+    def read(self, dense: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Kept elements number `begin` to `end` of a flattened tensor of the parameter's shape.
+
+        All of them are a view of it; others are copied, into `out` if that is given.
+        """
+        return dense[begin:end] if self.index is None else self.index.compress(dense, begin, end, out)
+
+    def write(self, values: Tensor, begin: int) -> None:
+        """Put kept elements from number `begin` on into the parameter."""
+        if self.index is None:
+            self.flat[begin : begin + values.numel()] = values
+        else:
+            self.index.expand(values, self.flat, begin)
+
+    def dense(self, compressed: Tensor) -> Tensor:
+        """A tensor of the parameter's shape with the kept elements of `compressed`, and zeros."""
+        if self.index is None:
+            return compressed.reshape(self.parameter.shape).clone()
+        full = compressed.new_zeros(self.parameter.numel())
+        self.index.expand(compressed, full)
+        return full.view(self.parameter.shape)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Entries whose gradients are reduced in one call: the elements `begin` to `end` of the layout of all.
+
+    Attributes:
+        entries: in the order of the layout.
+        begin: where they begin.
+        end: where the bucket ends; beyond the last entry there may be padding.
+        stage: what each rank holds a share of only: 0 nothing, 1 the state, 2 reduced gradients, too.
+        owned: where this rank's share begins in the vectors of what it holds the state of.
+        local: gradients of all elements, not reduced yet in stage 2, which has them while backward fills it only.
+        reduced: in stage 2, whether this rank's share has gradients.
+    """
+
+    entries: list[Entry]
+    begin: int
+    end: int
+    stage: int
+    owned: int
+    local: Tensor | None = None
+    reduced: bool = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that reduce it; None: no others."""
+        return self.entries[0].process_group
+
+    @property
+    def divisor(self) -> int:
+        """By which the sum is divided."""
+        return self.entries[0].divisor
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks reduce it."""
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds the state of a share of it only."""
+        return self.stage > 0 and self.ranks > 1
+
+    @property
+    def transient(self) -> bool:
+        """Whether `local` is there only while backward fills it."""
+        return self.stage > 1 and self.ranks > 1
+
+    def room(self) -> Tensor:
+        """Memory for all elements: `local`, or new where there is none."""
+        if self.local is not None:
+            return self.local
+        like = self.entries[0].parameter
+        return torch.empty(self.end - self.begin, dtype=like.dtype, device=like.device)
+
+    def of(self, entry: Entry, whole: Tensor) -> Tensor:
+        """An entry's part of a vector of all of the bucket's elements."""
+        return whole[entry.start - self.begin : entry.start - self.begin + entry.kept]
+
+    @cached_property
+    def share(self) -> tuple[int, int]:
+        """Begin and end of the part whose state this rank holds."""
+        if not self.sharded:
+            return self.begin, self.end
+        length = (self.end - self.begin) // self.ranks
+        begin = self.begin + dist.get_rank(self.process_group) * length
+        return begin, begin + length
+
+
+@dataclass(eq=False)
+class Segment:
+    """Consecutive kept elements of one entry whose state this rank holds.
+
+    Attributes:
+        entry: whose.
+        begin: number of the first of the entry's kept elements.
+        gradient: where they begin in the store's gradient.
+        owned: where they begin in the vectors of the elements whose state this rank holds.
+        length: how many.
+        weights: what the optimizer's state is keyed on: the master weights, or a stand-in of their length and of no size.
+    """
+
+    entry: Entry
+    begin: int
+    gradient: int
+    owned: int
+    length: int
+    weights: Tensor
+
+
+class Store:
+    """All entries of one dtype and device.
+
+    Args:
+        buckets: in the order of the layout.
+        host: whether master weights and state are in host memory, pinned beside a GPU.
+
+    Attributes:
+        gradient: compressed gradients in the parameters' dtype, those that a step reads: of all elements, in stage 2 of this
+            rank's shares.
+        master: float32 weights of the elements whose state this rank holds; None where the parameters are precise
+            themselves.
+        states: with `host`, the optimizer's state by its names, for the same elements.
+        owned: how many elements this rank holds the state of, padding included.
+        segments: what this rank holds the state of, in the order of its vectors.
+    """
+
+    def __init__(self, buckets: list[Bucket], host: bool) -> None:
+        self.buckets, self.host = buckets, host
+        self.entries = [entry for bucket in buckets for entry in bucket.entries]
+        like = self.entries[0].parameter
+        self.dtype, self.device = like.dtype, like.device
+        self.owned = sum(end - begin for begin, end in (bucket.share for bucket in buckets))
+        self._compact = buckets[0].stage > 1
+        length = self.owned if self._compact else buckets[-1].end
+        self.gradient = torch.zeros(length, dtype=self.dtype, device=self.device)
+        low = self.dtype in (torch.bfloat16, torch.float16)
+        self.master = self._make(torch.float32) if low else None
+        self.states: dict[str, Tensor] = {}
+        for bucket in buckets:
+            if not bucket.transient:
+                at = self.place(bucket)
+                bucket.local = self.gradient[at : at + bucket.end - bucket.begin]
+        self.segments = list(self._segments())
+
+    def _make(self, dtype: torch.dtype) -> Tensor:
+        pinned = self.host and self.device.type == "cuda"
+        device = torch.device("cpu") if self.host else self.device
+        return torch.zeros(self.owned, dtype=dtype, device=device, pin_memory=pinned)
+
+    def place(self, bucket: Bucket) -> int:
+        """Where a bucket, in stage 2 this rank's share of it, begins in `gradient`."""
+        return bucket.owned if self._compact else bucket.begin
+
+    def state_of(self, key: str, segment: Segment, dtype: torch.dtype) -> Tensor:
+        """A segment's part of a state in host memory, for which room is made."""
+        if key not in self.states:
+            self.states[key] = self._make(dtype)
+        return self.states[key][segment.owned : segment.owned + segment.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors and indices, on the device and in host memory, optimizer state left out."""
+        indices = sum(entry.index.nbytes for entry in self.entries if entry.index is not None)
+        return self.gradient.nbytes + (0 if self.master is None else self.master.nbytes) + indices
+
+    def _segments(self) -> Iterator[Segment]:
+        nothing = torch.zeros((), dtype=self.dtype, device=self.device)
+        for bucket in self.buckets:
+            low, high = bucket.share
+            moved = bucket.owned - low if self._compact else 0
+            for entry in bucket.entries:
+                begin, end = max(entry.start, low), min(entry.start + entry.kept, high)
+                if begin < end:
+                    owned, length = bucket.owned + begin - low, end - begin
+                    weights = nothing.expand(length) if self.master is None else self.master[owned : owned + length]
+                    yield Segment(entry, begin - entry.start, begin + moved, owned, length, weights)
+
+
+def make_stores(entries: Iterable[Entry], bucket_bytes: int, stage: int = 0, host: bool = False) -> list[Store]:
+    """Lay out the kept elements.
+
+    Args:
+        entries: in the order of the model; the last come first in the vectors.
+        bucket_bytes: a bucket is full when it has so many.
+        stage: what ranks share: see `Bucket`; buckets are padded so that it divides.
+        host: see `Store`.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
+    for entry in reversed(list(entries)):
+        by_kind.setdefault((entry.parameter.dtype, entry.parameter.device), []).append(entry)
+    stores = []
+    for (dtype, _), members in by_kind.items():
+        buckets: list[Bucket] = []
+        owned = 0
+        for filling in _fill(members, bucket_bytes // dtype.itemsize):
+            begin = buckets[-1].end if buckets else 0
+            for entry, start in zip(filling, _starts(filling, begin), strict=True):
+                entry.start, entry.filled, entry.arrived = start, False, False
+            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept, stage, owned)
+            if bucket.sharded:
+                bucket.end = begin + math.ceil((bucket.end - begin) / bucket.ranks) * bucket.ranks
+            buckets.append(bucket)
+            owned += bucket.share[1] - bucket.share[0]
+        stores.append(Store(buckets, host))
+    return stores
+
+
+def _fill(members: list[Entry], most: int) -> Iterator[list[Entry]]:
+    filling: dict[tuple[dist.ProcessGroup | None, int], list[Entry]] = {}
+    for entry in members:
+        kind = entry.process_group, entry.divisor
+        bucket = filling.setdefault(kind, [])
+        bucket.append(entry)
+        if sum(other.kept for other in bucket) >= most:
+            yield filling.pop(kind)
+    yield from filling.values()
+
+
+def _starts(entries: list[Entry], begin: int) -> Iterator[int]:
+    for entry in entries:
+        yield begin
+        begin += entry.kept

@@ -1,0 +1,317 @@
+"""Stages, host memory and several groups of ranks at once, against torch's own optimizer on the whole model."""
+
+import copy
+import itertools
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import samo
+from tests.distributed import run_ranks
+from tests.samo.reference import Masked
+
+RANKS, STEPS = 4, 4
+FACTORIES = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+}
+CASES = [("adamw", None, False), ("adamw", 0.02, True), ("momentum", 0.02, False), ("adagrad", None, True)]
+COMBINATIONS = list(itertools.product((0, 1, 2), (False, True), (False, True)))
+
+
+class Whole(nn.Module):
+    """Two experts between layers that all ranks have; the scale is not in every batch's graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 3)
+        self.experts = nn.ModuleList(nn.Linear(13, 13) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x, expert, scaled):
+        y = self.down(torch.tanh(self.experts[expert](torch.tanh(self.up(x)))))
+        return (y * (self.scale.sum() if scaled else 1)).square().mean()
+
+
+def whole(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = Whole().to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    masks = {n: torch.rand(p.shape, generator=generator) < 0.4 for n, p in model.named_parameters() if p.dim() > 1}
+    return model, masks
+
+
+def local(model, expert):
+    """The model of a rank that has one of the experts; names are those of the whole model."""
+    mine = copy.deepcopy(model)
+    return mine, [(name, p) for name, p in mine.named_parameters() if not name.startswith(f"experts.{1 - expert}")]
+
+
+def batch(step, rank, micro, dtype=torch.float64):
+    """Tokens, whether the scale is used: never on two ranks, on one in its second microbatch alone."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return torch.randn(5, 7, generator=generator, dtype=dtype), rank == 3 or (rank == 1 and micro == 1)
+
+
+def norm_of(pair):
+    """Every element's square once: what pairs have counts on one rank of each."""
+
+    def norm(squares):
+        twice = [value for name, value in squares.items() if name.startswith("experts")]
+        once = [value for name, value in squares.items() if not name.startswith("experts")]
+        total = sum(once) / RANKS + sum(twice) / dist.get_world_size(pair)
+        total = torch.as_tensor(total, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total
+
+    return norm
+
+
+def pairs():
+    return [dist.new_group([0, 2]), dist.new_group([1, 3])]
+
+
+def optimizer_of(factory, named, masks, pair, **keywords):
+    experts = {p for name, p in named if name.startswith("experts")}
+    mine = None if masks is None else {name: masks[name] for name, _ in named if name in masks}
+    keywords = {"tile_size": 37, "bucket_bytes": 600, "norm": norm_of(pair)} | keywords
+    return samo.Optimizer(
+        factory, named, mine, group=lambda p: (pair if p in experts else dist.group.WORLD, RANKS), **keywords
+    )
+
+
+def train(model, optimizer, rank, accumulate):
+    for step in range(STEPS):
+        for micro in range(2):
+            x, scaled = batch(step, rank, micro)
+            with accumulate() if micro == 0 else nullcontext():
+                (model(x, rank % 2, scaled) / 2).backward()
+        optimizer.step()
+
+
+def reference(factory, masks, max_norm):
+    model, _ = whole()
+    optimizer = Masked(factory, model, masks or {}, max_norm)
+    for step in range(STEPS):
+        for rank, micro in itertools.product(range(RANKS), range(2)):
+            x, scaled = batch(step, rank, micro)
+            (model(x, rank % 2, scaled) / 2 / RANKS).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def distance(named, expected):
+    return max(float((p - expected[name]).abs().max()) for name, p in named)
+
+
+def against_torch():
+    rank, groups = dist.get_rank(), pairs()
+    pair, found = groups[rank % 2], {}
+    for name, max_norm, pruned in CASES:
+        model, masks = whole()
+        masks = masks if pruned else None
+        expected = reference(FACTORIES[name], masks, max_norm)
+        for stage, host, every in itertools.product((0, 1, 2), (False, True), (False, True)):
+            mine, named = local(model, rank % 2)
+            optimizer = optimizer_of(FACTORIES[name], named, masks, pair, max_norm=max_norm, stage=stage, host=host)
+            train(mine, optimizer, rank, nullcontext if every else optimizer.no_sync)
+            found[name, max_norm, pruned, stage, host, every] = distance(named, expected)
+            assert all(p.dtype is torch.float64 for _, p in named)
+            states = [v for s in optimizer.inner.state.values() for v in s.values() if v.dim()]
+            assert states and all(value.dtype is torch.float64 for value in states)
+    return found
+
+
+def test_torchs_own_optimizer_on_the_whole_model():
+    for found in run_ranks(against_torch, RANKS):
+        assert len(found) == 48
+        assert {case: far for case, far in found.items() if far > 1e-12} == {}
+
+
+def memory():
+    """Bytes of gradients while none is wanted, and of state, by stage; where state is held."""
+    found = {}
+    for stage, host in itertools.product((0, 1, 2), (False, True)):
+        layers = nn.Sequential(*(nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+        optimizer = samo.Optimizer(
+            FACTORIES["adamw"], layers, group=dist.group.WORLD, stage=stage, host=host, bucket_bytes=2048
+        )
+        most = 0
+
+        def count(*_, optimizer=optimizer):
+            nonlocal most
+            full = [bucket for store in optimizer.stores for bucket in store.buckets if bucket.transient]
+            most = max(most, sum(bucket.local is not None for bucket in full))
+
+        for layer in layers:
+            layer.weight.register_post_accumulate_grad_hook(count)
+        for _ in range(2):
+            layers(torch.randn(3, 32, dtype=torch.bfloat16)).float().square().sum().backward()
+        (store,) = optimizer.stores
+        left = sum(bucket.local is not None for bucket in store.buckets)
+        optimizer.step()
+        held = {id(v.untyped_storage()) for s in optimizer.inner.state.values() for v in s.values() if v.dim()}
+        in_host = {id(vector.untyped_storage()) for vector in store.states.values()}
+        found[stage, host] = store.gradient.nbytes, store.master.nbytes, most, left, held == in_host
+    return found
+
+
+def test_memory_of_stages():
+    total = 8 * 32 * 32
+    for (stage, host), (gradient, master, most, left, in_host) in run_ranks(memory, RANKS)[0].items():
+        assert gradient == 2 * total // (RANKS if stage == 2 else 1)
+        assert master == 4 * total // (RANKS if stage else 1)
+        assert in_host == host
+        assert (most, left) == ((0, 0) if stage == 2 else (0, 8))
+
+
+def resume(folder, write):
+    """State of any stage goes on in any other, on other ranks, in host memory or not."""
+    found = {}
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(6, 12, 9, dtype=torch.float64, generator=generator)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    start = nn.Sequential(nn.Linear(9, 14), nn.Tanh(), nn.Linear(14, 4)).double()
+    masks = {"0.weight": torch.rand(14, 9) < 0.5}
+    dense = copy.deepcopy(start)
+    expected = Masked(FACTORIES["adamw"], dense, masks)
+    for each in rows:
+        dense(each).square().mean().backward()
+        expected.step()
+    kinds = list(itertools.product((0, 1, 2), (False, True)))
+    for (stage, host), (before, _) in itertools.product(kinds, [(None, None)] if write else kinds[1::2]):
+        model = copy.deepcopy(start)
+        optimizer = samo.Optimizer(
+            FACTORIES["adamw"],
+            model,
+            masks,
+            group=dist.group.WORLD,
+            stage=stage,
+            host=host,
+            tile_size=29,
+            bucket_bytes=500,
+        )
+        if not write:
+            state = torch.load(f"{folder}/{before}.pt", weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for each in rows[:3] if write else rows[3:]:
+            model(each.chunk(ranks)[rank]).square().mean().backward()
+            optimizer.step()
+        if write:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            if rank == 0 and host:
+                torch.save(state, f"{folder}/{stage}.pt")
+        else:
+            found[before, stage, host] = distance(model.named_parameters(), dict(dense.named_parameters()))
+    return found
+
+
+def test_checkpoints_of_four_ranks_go_on_on_two_and_three(tmp_path):
+    run_ranks(resume, 4, tmp_path, True)
+    for ranks in (2, 3):
+        found = run_ranks(resume, ranks, tmp_path, False)[0]
+        assert len(found) == 18
+        assert {case: far for case, far in found.items() if far > 1e-12} == {}
+
+
+def ties():
+    """Two stages of two replicas; a weight that both stages have gets the sum of their gradients before replicas average."""
+    replicas, stages = pairs(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    part, replica = rank % 2, rank // 2
+    torch.manual_seed(3)
+    start = nn.ModuleDict({"tied": nn.Linear(6, 6), "0": nn.Linear(6, 6), "1": nn.Linear(6, 6)}).double()
+    rows = torch.randn(STEPS, 2, 2, 5, 6, dtype=torch.float64)
+
+    def loss_of(model, part, x):
+        own = model["tied"](torch.tanh(model[str(part)](x)))
+        return own.square().mean() if part else own.abs().mean()
+
+    dense = copy.deepcopy(start)
+    plain = FACTORIES["adamw"](dense.parameters())
+    for step in rows:
+        plain.zero_grad()
+        for one in step.flatten(0, 1):
+            (sum(loss_of(dense, part, one) for part in range(2)) / 4).backward()
+        plain.step()
+    found = {}
+    for stage, host in itertools.product((0, 1, 2), (False, True)):
+        model = copy.deepcopy(start)
+        named = [(name, p) for name, p in model.named_parameters() if not name.startswith(str(1 - part))]
+        optimizer = samo.Optimizer(
+            FACTORIES["adamw"], named, group=replicas[part], stage=stage, host=host, tile_size=10, bucket_bytes=300
+        )
+        optimizer.reducer.active = False
+        for step in rows:
+            for one in step[replica]:
+                (loss_of(model, part, one) / 2).backward()
+            for parameter in model["tied"].parameters():
+                dist.all_reduce(optimizer.gradient_of(parameter), group=stages[replica])
+            optimizer.reducer.finish()
+            if stage:
+                with pytest.raises(RuntimeError, match="'tied.weight' is reduced"):
+                    optimizer.gradient_of(model["tied"].weight)
+            optimizer.step()
+        found[stage, host] = distance(named, dict(dense.named_parameters()))
+    return found
+
+
+def test_ties_are_summed_before_they_are_reduced():
+    for found in run_ranks(ties, RANKS):
+        assert max(found.values()) < 1e-12, found
+
+
+def low_precision():
+    """Weights after steps of which one overflows on one rank, in expert gradients that only its pair sums."""
+    rank, groups = dist.get_rank(), pairs()
+    pair, found = groups[rank % 2], {}
+    for dtype in (torch.float16, torch.bfloat16):
+        for stage, host, pruned in COMBINATIONS:
+            model, masks = whole(dtype)
+            mine, named = local(model, rank % 2)
+            optimizer = optimizer_of(
+                FACTORIES["adamw"],
+                named,
+                masks if pruned else None,
+                pair,
+                stage=stage,
+                host=host,
+                max_norm=0.5,
+                loss_scale=samo.LossScale(2.0**8),
+            )
+            skipped, same = [], []
+            for step in range(STEPS):
+                before = [p.clone() for _, p in named]
+                x, scaled = batch(step, rank, 0, dtype)
+                optimizer.scale(mine(x, rank % 2, scaled).float()).backward()
+                if step == 1:
+                    optimizer.zero_grad()
+                    for name, p in named:
+                        bad = rank == 3 and name.startswith("experts")
+                        p.grad = torch.full_like(p, float("inf") if bad else 1.0)
+                optimizer.step()
+                skipped.append(optimizer.overflow)
+                same.append(all(torch.equal(p, was) for (_, p), was in zip(named, before, strict=True)))
+            assert all(store.master.dtype is torch.float32 for store in optimizer.stores)
+            weights = torch.cat([p.detach().flatten().double() for _, p in named])
+            found[str(dtype), stage, host, pruned] = skipped, same, optimizer.loss_scale.scale, weights.numpy()
+    return found
+
+
+def test_sixteen_bits_with_an_overflow_on_one_rank():
+    everywhere = run_ranks(low_precision, RANKS)
+    for found in everywhere:
+        for (dtype, _, _, pruned), (skipped, same, scale, weights) in found.items():
+            assert skipped == same == [False, True, False, False] and scale == 2.0**7
+            first = found[dtype, 0, False, pruned][3]
+            assert abs(weights - first).max() < 2e-2
+    for one, other in ((0, 2), (1, 3)):
+        for case, (_, _, _, weights) in everywhere[one].items():
+            assert (weights == everywhere[other][case][3]).all()
