@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map  # noqa: E402
 
 import samo  # noqa: E402
 from axonn_plugins.cluster.launch import launch  # noqa: E402
-from samo.mask_file import unpack  # noqa: E402
 
 STEPS, BATCH = 6, 3
 DYNAMIC = {"initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 1, "min_loss_scale": 1}
@@ -101,8 +100,7 @@ def _as_arrays(function: Callable[..., Any], arguments: tuple) -> Any:
 
 def masks_of(engine: Any) -> dict[str, Tensor]:
     """By what an engine's model is pruned."""
-    state = engine._pruning.state_dict(engine.optimizer.samo)
-    return {name: unpack(t, tuple(state["shapes"][name])) for name, t in state["masks"].items()}
+    return engine._pruning.masks(engine.optimizer.states)
 
 
 def half_life(optimizer: torch.optim.Optimizer) -> Any:

@@ -63,7 +63,7 @@ def against_plain() -> dict[str, Any]:
         engine = start(case)
         with counted() as seen:
             ours = train(engine, case)
-        kept = sum(entry.kept * entry.parameter.element_size() for entry in engine.optimizer.samo.entries)
+        kept = sum(entry.kept * entry.parameter.element_size() for entry in engine.optimizer.states.entries)
         weights = torch.cat([p.detach().reshape(-1).float() for p in engine.module.parameters()])
         everyone = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, weights)

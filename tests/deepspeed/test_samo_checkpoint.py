@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import samo
 from axonn_plugins.autoload import activate
-from axonn_plugins.config import ConfigError
 from tests.deepspeed import samo_training as training
 from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, config_of, masks_of, ready, run, start, train
-from tests.deepspeed.scripts import one_sentence
 
 activate()
 deepspeed = training.deepspeed
@@ -71,7 +68,7 @@ def weights_only(folder: Path) -> dict[str, Any]:
     case = Case({"sparsity": 0.5}, "bf16", same=True)
     engine = start(case)
     engine.load_checkpoint(str(folder / "bf16 shard"), load_module_only=True)
-    masters = engine.optimizer.samo.state_dict()["state"]
+    masters = engine.optimizer.states.state_dict()["state"]
     weights = {name: p.detach().float() for name, p in engine.module.named_parameters() if p.requires_grad}
     found["masks"] = masks_of(engine)
     for number, (name, weight) in enumerate(weights.items()):
@@ -103,16 +100,8 @@ def weights_only(folder: Path) -> dict[str, Any]:
         masks = masks_of(engine)
         found[f"from dense {states}"] = all(torch.equal(mask, masks[name]) for name, mask in wanted.items())
         numbers = [name for name, p in engine.module.named_parameters() if p.requires_grad]
-        state = engine.optimizer.samo.state_dict()["state"][numbers.index("5.weight")]
+        state = engine.optimizer.states.state_dict()["state"][numbers.index("5.weight")]
         found[f"moments {states}"] = torch.equal(state["exp_avg"], moments) if states else "exp_avg" not in state
-    engine.save_checkpoint(str(folder / "broken"), tag="one")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "broken" / "one" / "axonn_samo.pt").write_bytes(b"no masks")
-    dist.barrier()
-    with pytest.raises(ConfigError, match="damaged") as caught:
-        engine.load_checkpoint(str(folder / "broken"))
-    assert one_sentence(str(caught.value))
     assert engine.load_checkpoint(str(folder / "nothing"))[0] is None and engine._pruning.pruned
     engine.destroy()
     return found

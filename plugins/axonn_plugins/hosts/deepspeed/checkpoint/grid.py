@@ -62,9 +62,21 @@ class GridCheckpoints(CheckedCheckpoints):
         finally:
             self.has_moe_layers = before
 
+    @contextmanager
+    def _without_optimizer(self) -> Iterator[None]:
+        before, self.optimizer = self.optimizer, None
+        try:
+            yield
+        finally:
+            self.optimizer = before
+
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         if self._states is None:
             with self._without_experts(), as_shards():
+                super()._write(save_dir, tag, client_state, **keywords)
+        elif not self._splits:
+            # Whole weights, for DeepSpeed without the block.
+            with self._without_optimizer():
                 super()._write(save_dir, tag, client_state, **keywords)
         self._save_portable(Path(save_dir) / tag / _PORTABLE, client_state)
         if dist.get_rank() == 0:
