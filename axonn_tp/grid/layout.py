@@ -31,6 +31,7 @@ class Layout:
         partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
         transposed: the serial model keeps the matrix as (in, out), we as torch does.
         home: axes along which every rank has a parameter of its own, as experts are: not parts of one.
+        grid: the grid of the same ranks that the axes are of, where it is not the mesh's (`Mesh.over`).
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class Layout:
     partial: tuple[str, ...] = ()
     transposed: bool = False
     home: tuple[str, ...] = ()
+    grid: Grid | None = None
 
     @property
     def serial_shape(self) -> tuple[int, ...]:

@@ -24,11 +24,12 @@ def shards_of(mesh: Mesh) -> samo.Shards:
     def find(name: str, parameter: Tensor) -> samo.Shard:
         layout = layout_of(parameter)
         shape = layout.serial_shape
-        copies = math.prod(mesh.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
+        on = mesh.over(layout.grid)
+        copies = math.prod(on.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
 
         def positions() -> Tensor:
             numbers = torch.arange(1, math.prod(shape) + 1, device=parameter.device).view(shape)
-            return layout.shard(numbers, mesh.grid, mesh.coordinates) - 1
+            return layout.shard(numbers, on.grid, on.coordinates) - 1
 
         return samo.Shard(shape, copies, positions)
 
