@@ -86,6 +86,17 @@ class Layout:
         """Whether this rank counts the parameter in a sum over `axes`, so that no replica is counted twice."""
         return all(coordinates[axis] == 0 for axis in axes if axis not in self.axes)
 
+    def homes(self, grid: Grid) -> int:
+        """How many ranks have a parameter of their own; 1 where it is one of all."""
+        return math.prod(grid.size(axis) for axis in self.home)
+
+    def home_at(self, grid: Grid, coordinates: Mapping[str, int]) -> int:
+        """Which of the homes a position is in."""
+        place = 0
+        for axis in reversed(self.home):
+            place = place * grid.size(axis) + coordinates[axis]
+        return place
+
     def block(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
         """The block of `full` at a position; a view where nothing is padded."""
         if self.parts > 1:
