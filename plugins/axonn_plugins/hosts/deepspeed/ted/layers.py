@@ -201,9 +201,10 @@ class _StandIn(StockMoE):
     It has the layer's kind and attributes, which models ask for; parameters it has none.
     """
 
-    def __init__(self, layer: StockMoE) -> None:
+    def __init__(self, layer: StockMoE, boundary: bool) -> None:
         nn.Module.__init__(self)
         self.__dict__ |= {key: value for key, value in vars(layer).items() if key not in self.__dict__}
+        self.axonn_boundary = boundary
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         mixed = torch.tanh(hidden_states + hidden_states.mean(-1, keepdim=True))
@@ -213,11 +214,16 @@ class _StandIn(StockMoE):
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """While a plan for the dense layers is looked for, experts are not there; a layer may have several names."""
+def stand_ins(model: nn.Module, boundary: bool = False) -> Iterator[None]:
+    """While a plan for the dense layers is looked for, experts are not there; a layer may have several names.
+
+    Args:
+        model: the model.
+        boundary: the layers will take activations however the residual stream is split (`Within`).
+    """
     named = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
-    put = {id(layer): _StandIn(layer) for layer in layers.values()}
+    put = {id(layer): _StandIn(layer, boundary) for layer in layers.values()}
     for name, layer in layers.items():
         _put(model, name, put[id(layer)])
     try:

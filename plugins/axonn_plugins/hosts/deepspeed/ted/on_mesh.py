@@ -95,7 +95,7 @@ def find_split(
     if isinstance(model, StockMoE):
         return MeshSplit({"*": LayerPlan("replicated")}, topology=topology)
     if plan == "auto":
-        with stand_ins(model):
+        with stand_ins(model, boundary=True):
             plan, report = auto_plan(model, grid, example_inputs, options)
     elif isinstance(plan, str):
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
