@@ -17,7 +17,7 @@ from deepspeed.moe.layer import MoE as StockMoE
 from torch import nn
 
 from axonn_plugins.config import ConfigError, Ted
-from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, refuse_others, refuse_split
+from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, marked, refuse_others
 from axonn_plugins.hosts.deepspeed.ted.layers import Within, adopt, expert_ranks, stand_ins, stock_layers
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, Report, auto_plan, parallelize, place
 from axonn_tp.plan.rules import Plan
@@ -157,7 +157,12 @@ def _topology(layers: Mapping[str, StockMoE], grid: Grid, block: Ted) -> Topolog
             f"ep_size = {expert} of the MoE layers, whose experts expert_tensor_parallel = false leaves whole, neither divides nor is a "
             f"multiple of gx*gy = {plane}, or does not divide the grid's {grid.world} ranks; choose another, or leave expert_tensor_parallel out"
         )
-    refuse_split(layers, plane)
+    name = marked(layers)
+    if name is not None and plane > 1:
+        raise ValueError(
+            f"layer {name} has experts that are split already (tensor_model_parallel), and gx*gy = {plane} ranks would split them again; build "
+            "it with whole experts"
+        )
     return Topology(grid.world, plane, expert, not whole)
 
 
