@@ -59,7 +59,7 @@ def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None
         else:
             wholes = shared[id(value)]
         for home, whole in enumerate(wholes):
-            yield names.serial(name, home), whole
+            yield names.outward(name, home), whole
         if uses[id(value)] > 1:
             shared[id(value)] = wholes
 

@@ -141,7 +141,7 @@ def whole(model: nn.Module, mesh: Mesh, of: Callable[[nn.Parameter], Tensor]) ->
         shares = [torch.empty_like(value) for _ in range(mesh.grid.world)]
         dist.all_gather(shares, value, group=mesh.group("grid"))
         for home, tensor in enumerate(assemble(shares, layout_of(parameter), mesh)):
-            found[names.serial(name, home)] = tensor
+            found[names.outward(name, home)] = tensor
     return found
 
 

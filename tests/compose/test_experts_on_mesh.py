@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import find_split, split_with_experts
 from axonn_recipes.models.gpt import GPT
-from axonn_tp import GradientReducer, Grid, Mesh, Options, factorisations
+from axonn_tp import GradientReducer, Grid, Mesh, Options, checkpoint, factorisations, sync_gradients
 from tests import groups
 from tests.axonn_tp.test_exports import refusal
 from tests.compose.experts_on_mesh import (
@@ -123,6 +125,45 @@ def trained() -> float:
     return far
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh | None, number: int) -> None:
+    ids = batches().roll(number)
+    ids = ids if mesh is None else mesh.shard_batch(ids)
+    for part in ids.chunk(2 if mesh is None else 1):
+        (model(part[:, :-1], part[:, 1:]) / (2 if mesh is None else 1)).backward()
+    if mesh is not None:
+        sync_gradients(model.parameters(), mesh)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed(folder: str) -> dict[str, float]:
+    """How far weights are after a step on other grids, and in one process, from those of the run that was saved before it."""
+    groups.reuse()
+    first = Case(Grid(2, 1, 2), 2, "k 2, drops, residual")
+    others = [Case(Grid(1, 2, 1, 2), 1, first.gate), Case(Grid(2, 1, 1, 2), 4, first.gate, ted=WHOLE), first]
+    mesh, far = Mesh(first.grid), {}
+    model = start(first, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, mesh, 0)
+    checkpoint.save(folder, model, mesh, optimizer)
+    step(model, optimizer, mesh, 1)
+    wanted = whole(model, mesh, lambda p: p)
+    for case in others:
+        mesh = Mesh(case.grid)
+        model = start(case, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        checkpoint.load(folder, model, mesh, optimizer)
+        step(model, optimizer, mesh, 1)
+        far[str(case)] = farthest(whole(model, mesh, lambda p: p), wanted)
+    if dist.get_rank() == 0:
+        serial = copied(first.gate)
+        optimizer = torch.optim.AdamW(serial.parameters(), lr=1e-2)
+        checkpoint.load(folder, serial, None, optimizer)
+        step(serial, optimizer, None, 1)
+        far["serial"] = farthest({name: p.detach() for name, p in serial.named_parameters()}, wanted)
+    return far
+
+
 def refused() -> list[str]:
     mesh = Mesh(Grid(2, 1, 2))
     split_already = build("k 1", 2)
@@ -199,3 +240,8 @@ def test_auto_splits_the_stream_across_experts() -> None:
     kinds = {name: layer.kind for name, layer in split.plan.items()}
     assert kinds["tokens"] == "embedding" and kinds["blocks.1.ln2"] == "norm" and kinds["head"] == "head"
     assert not split.plan["tokens"].whole_tokens
+
+
+def test_a_checkpoint_is_read_on_other_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(resumed, 4, str(tmp_path / "checkpoint")):
+        assert max(found.values()) < TOLERANCE, found

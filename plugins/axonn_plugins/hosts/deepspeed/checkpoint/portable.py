@@ -16,9 +16,9 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames, merged
 from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from axonn_tp import layout_of
+from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
     Piece,
     Pieces,
@@ -44,7 +44,7 @@ class PortableState:
         names: of experts, where ranks have different ones.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, names: ExpertNames | None = None) -> None:
+    def __init__(self, engine: DeepSpeedEngine, names: DealtNames | None = None) -> None:
         self.engine, self.names = engine, names
         self.module: nn.Module = engine.module
         self.ranks = Ranks(engine.mesh)

@@ -165,6 +165,7 @@ def adopt(layer: StockMoE, groups: Groups, block: Ted, own: bool = False, within
     )
     layer._spread(groups, block.duplicate_token_dropping, block.fused, own)
     become(layer.local, Dealt, nn.ModuleList)
+    layer.local.home = groups.rank("expert")  # type: ignore[assignment]
     if within is not None:
         layer.mesh = within.mesh
     at = Layout((), home=home_axes(groups.topology)) if within is None else Layout((), home=("z",), grid=within.grid)
