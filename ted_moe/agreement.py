@@ -151,7 +151,7 @@ def _answered(maxima: Tensor, groups: Any) -> tuple[int, tuple[int, int, int, in
 
 def _tensor_group(groups: Any, place: int) -> str:
     topology: Topology = groups.topology
-    first = topology.block_group(dist.get_rank())[place * topology.tensor]
+    first = groups.ranks("block")[place * topology.tensor]
     return f"ranks {first} to {first + topology.tensor - 1} are one tensor group"
 
 

@@ -21,7 +21,7 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         parameters: of the model, the same in the same order on every rank; experts' have ``allreduce = False``.
         groups: the process groups.
     """
-    sum_gradients(parameters, groups, _axis, groups.size("data"))
+    sum_gradients(parameters, lambda parameter: (groups, _axis(parameter)), groups.size("data"))
 
 
 def _axis(parameter: nn.Parameter) -> str:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
-from axonn_tp.grid.mesh import Axes
+from axonn_tp.grid.mesh import Axes, Mesh
+from axonn_tp.layers.boundary import share_again, whole_activation
 from ted_moe.agreement import Agreement, same_seed, watch_outputs
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
@@ -53,6 +54,9 @@ class MoE(nn.Module):
     Raises:
         ValueError: sizes that do not fit.
     """
+
+    mesh: Mesh | None = None
+    """That of the layers around this one, where they leave activations split over the tensor ranks (`axonn_tp`)."""
 
     def __init__(
         self,
@@ -135,7 +139,7 @@ class MoE(nn.Module):
         """Send every token through its experts.
 
         Args:
-            hidden_states: (..., M), the same on all tensor ranks.
+            hidden_states: (..., M), the same on all tensor ranks; or split over them as `mesh` says, and so is the output then.
             used_token: one number a token; zero: it goes nowhere. With k = 1.
 
         Returns:
@@ -145,8 +149,14 @@ class MoE(nn.Module):
         Raises:
             ValueError: tensor ranks were not given the same tokens; on all ranks that they would exchange them with.
         """
-        features = hidden_states.shape[-1]
-        tokens = hidden_states.reshape(-1, features)
+        if self.mesh is None:
+            return self._mix(hidden_states, used_token)
+        whole = whole_activation(hidden_states, self.mesh, self.gate.in_features)
+        output, l_aux, exp_counts = self._mix(whole, used_token)
+        return share_again(output, hidden_states, self.mesh), l_aux, exp_counts
+
+    def _mix(self, hidden_states: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         draw = partial(same_on_replicas, seed=self._seed)
         logits = F.linear(self.routing.jitter(tokens, self.training, draw), self.gate.weight.float())
         drawn = number_of(logits) if self.routing.random(self.training) and self.groups.size("tensor") > 1 else 0

@@ -129,30 +129,37 @@ class Groups:
     Args:
         topology: sizes.
         known: groups that are there already, by axis; the others are made.
+        stages: so many such topologies, one after the other, each a pipeline stage; the groups are those of this rank's stage.
 
     Raises:
         ValueError: as many ranks run as the topology does not have.
     """
 
-    def __init__(self, topology: Topology, known: Mapping[str, dist.ProcessGroup] | None = None) -> None:
-        if topology.world != dist.get_world_size():
+    def __init__(
+        self, topology: Topology, known: Mapping[str, dist.ProcessGroup] | None = None, stages: int = 1
+    ) -> None:
+        if topology.world * stages != dist.get_world_size():
+            of = "" if stages == 1 else f"{stages} stages of "
             raise ValueError(
-                f"the topology has {topology.world} ranks, but {dist.get_world_size()} run; make them equal"
+                f"{of}the topology has {topology.world} ranks, but {dist.get_world_size()} run; make them equal"
             )
         self.topology = topology
+        self._place = dist.get_rank() % topology.world
         self._groups: dict[str, dist.ProcessGroup] = dict(known or {})
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if dist.group.WORLD is not None:
-            made[tuple(range(topology.world))] = dist.group.WORLD
+            made[tuple(range(topology.world * stages))] = dist.group.WORLD
         # A block that is one tensor or expert group needs none of its own.
         alike = next((axis for axis in ("tensor", "expert") if self.size(axis) == topology.block), "block")
         wanted = [axis for axis in AXES if axis not in self._groups and (axis != "block" or alike == "block")]
         for axis in wanted:
             find = getattr(topology, f"{axis}_group")
-            for group in sorted({tuple(find(rank)) for rank in range(topology.world)}):
-                if group not in made and len(group) > 1:
-                    made[group] = dist.new_group(list(group))
-            mine = made.get(tuple(find(dist.get_rank())))
+            of_stage = sorted({tuple(find(rank)) for rank in range(topology.world)})
+            for stage in range(stages):
+                for group in (tuple(rank + stage * topology.world for rank in ranks) for ranks in of_stage):
+                    if group not in made and len(group) > 1:
+                        made[group] = dist.new_group(list(group))
+            mine = made.get(tuple(self.ranks(axis)))
             if mine is not None:
                 self._groups[axis] = mine
         if alike in self._groups:
@@ -172,7 +179,15 @@ class Groups:
 
     def rank(self, axis: str) -> int:
         """This rank's place along an axis."""
-        return getattr(self.topology, f"{axis}_group")(dist.get_rank()).index(dist.get_rank())
+        return self._find(axis).index(self._place)
+
+    def ranks(self, axis: str) -> list[int]:
+        """The ranks of this rank's group along an axis."""
+        first = dist.get_rank() - self._place
+        return [first + rank for rank in self._find(axis)]
+
+    def _find(self, axis: str) -> list[int]:
+        return getattr(self.topology, f"{axis}_group")(self._place)
 
     def sender(self, axis: str, device: torch.device) -> torch.device:
         """Where a tensor of `device` must be to be sent along an axis: NCCL sends nothing from the CPU."""

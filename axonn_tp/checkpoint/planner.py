@@ -40,6 +40,12 @@ class Place:
     grid: Grid = field(default_factory=Grid)
     coordinates: Mapping[str, int] = field(default_factory=_serial)
 
+    def of(self, layout: Layout) -> Place:
+        """The rank's place on the grid that a layout is of."""
+        if layout.grid is None:
+            return self
+        return Place(layout.grid, layout.grid.coordinates(self.grid.rank(**self.coordinates)))
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -57,8 +63,8 @@ class Shard:
 
     def regions(self, place: Place) -> list[Region]:
         """The rectangles of the serial tensor that are in `tensor`, flattened."""
-        stop = self.start + self.tensor.numel()
-        return regions(self.layout, place.grid, place.coordinates, self.start, stop)
+        stop, on = self.start + self.tensor.numel(), place.of(self.layout)
+        return regions(self.layout, on.grid, on.coordinates, self.start, stop)
 
     def fill(self, whole: Any, place: Place) -> None:
         """Copy this rank's part of the serial tensor, or of anything that gives a tensor's slices."""

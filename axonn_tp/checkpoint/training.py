@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from axonn_tp.checkpoint import files
 from axonn_tp.checkpoint.background import Saving
+from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.files import CheckpointError, SummingWriter
 from axonn_tp.checkpoint.optimizer import (
     groups_of,
@@ -83,8 +84,11 @@ def save(
             notes["scheduler"] = scheduler.state_dict()
         return shards, notes
 
-    ranks = Ranks(mesh)
+    ranks, names = Ranks(mesh), DealtNames(model)
     shards, notes = ranks.together(collect)
+    if names:
+        notes = merged(ranks.gather(names.notes(notes, names.outward)))
+        shards = {names.outward(name): shard for name, shard in shards.items()}
     return write(Path(folder), shards, notes, ranks, asynchronous, keep_last)
 
 
@@ -223,9 +227,9 @@ def load(
     Raises:
         CheckpointError: one sentence that names what is damaged, missing, or does not fit; the same on every rank.
     """
-    ranks = Ranks(mesh)
+    ranks, names = Ranks(mesh), DealtNames(model)
     reading = Reading(Path(folder), ranks)
-    notes = reading.notes
+    notes = names.notes(reading.notes, names.inward)
 
     def targets() -> tuple[Shards, Callable[[], None], Any]:
         shards, hand_over, schedule = model_targets(model, notes), lambda: None, None
@@ -237,7 +241,7 @@ def load(
         return shards, hand_over, schedule
 
     shards, hand_over, schedule = ranks.together(targets)
-    ranks.together(lambda: reading.read(shards))
+    ranks.together(lambda: reading.read({names.outward(name): shard for name, shard in shards.items()}))
     hand_over()
     restore_modules(model, notes["model"])
     if scheduler is not None:

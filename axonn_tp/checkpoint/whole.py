@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.grid.layout import Layout, layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.grid.regions import regions
@@ -43,34 +44,35 @@ def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None
     first = mesh is None or dist.get_rank() == 0
     with as_shards():
         held = model.state_dict(keep_vars=True)
-    uses, shared = Counter(map(id, held.values())), dict[int, Tensor]()
+    uses, shared, names = Counter(map(id, held.values())), dict[int, list[Tensor]](), DealtNames(model)
     for name, value in held.items():
         if not isinstance(value, Tensor):
             continue
-        if id(value) in shared:
-            if first:
-                yield name, shared[id(value)]
-            continue
-        whole = value.detach()
-        if mesh is not None and layout_of(value).axes:
-            shards = [torch.empty_like(whole) for _ in range(mesh.grid.world)] if first else None
-            dist.gather(whole.contiguous(), shards, dst=0)
-            whole = assemble(shards, layout_of(value), mesh) if shards is not None else whole
-        if first:
-            wanted = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-            whole = whole.to("cpu", wanted, copy=whole.data_ptr() == value.data_ptr())
-            yield name, whole
+        if id(value) not in shared:
+            wholes = [value.detach()]
+            if mesh is not None and layout_of(value).axes:
+                shards = [torch.empty_like(wholes[0]) for _ in range(mesh.grid.world)] if first else None
+                dist.gather(wholes[0].contiguous(), shards, dst=0)
+                wholes = wholes if shards is None else assemble(shards, layout_of(value), mesh)
+            wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            wholes = [whole.to("cpu", wanted, copy=whole.data_ptr() == value.data_ptr()) for whole in wholes if first]
+        else:
+            wholes = shared[id(value)]
+        for home, whole in enumerate(wholes):
+            yield names.outward(name, home), whole
         if uses[id(value)] > 1:
-            shared[id(value)] = whole
+            shared[id(value)] = wholes
 
 
-def assemble(shards: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
-    """The serial tensor from the local ones of all ranks, in rank order."""
-    whole = shards[0].new_empty(layout.serial_shape)
+def assemble(shards: list[Tensor], layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """The serial tensors from the local ones of all ranks, in rank order: one for each home."""
+    grid = layout.grid or mesh.grid
+    wholes = [shards[0].new_empty(layout.serial_shape) for _ in range(layout.homes(grid))]
     for rank, shard in enumerate(shards):
-        at = mesh.grid.coordinates(rank)
+        at = grid.coordinates(rank)
+        whole = wholes[layout.home_at(grid, at)]
         if layout.counted_here(at, ("x", "y", "z", "data")):
-            for region in regions(layout, mesh.grid, at):
+            for region in regions(layout, grid, at):
                 place = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
                 whole[place] = region.view(shard.view(-1))
-    return whole
+    return wholes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Axes, Mesh
 
 _BUCKET_BYTES = 2**25
+Over = tuple[Axes, str]
+"""An axis, and the axes that it is one of."""
 
 
 @torch.no_grad()
@@ -28,19 +31,16 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
     """
-    sum_gradients(parameters, mesh, _sum_axis, mesh.grid.batch if average else 1)
+    sum_gradients(parameters, partial(summed_over, mesh=mesh), mesh.grid.batch if average else 1)
 
 
 @torch.no_grad()
-def sum_gradients(
-    parameters: Iterable[nn.Parameter], axes: Axes, axis_of: Callable[[nn.Parameter], str], divisor: int
-) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], over: Callable[[nn.Parameter], Over], divisor: int) -> None:
     """Sum gradients over an axis each, in buckets, and divide them all by a number.
 
     Args:
         parameters: the same in the same order on every rank; those that are not trained are left out.
-        axes: the axes.
-        axis_of: over which a parameter's gradient is summed.
+        over: which a parameter's gradient is summed over.
         divisor: what all are divided by.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -48,7 +48,7 @@ def sum_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     pending = []
-    for axis, members in buckets(trained, axes, _BUCKET_BYTES, axis_of):
+    for (axes, axis), members in buckets(trained, _BUCKET_BYTES, over):
         if axes.size(axis) == 1:
             if divisor > 1:
                 torch._foreach_div_([p.grad for p in members if p.grad is not None], divisor)
@@ -64,8 +64,10 @@ def sum_gradients(
             flat.div_(divisor)
 
 
-def _sum_axis(parameter: nn.Parameter) -> str:
-    return layout_of(parameter).sum_axis
+def summed_over(parameter: nn.Parameter, mesh: Mesh) -> tuple[Mesh, str]:
+    """What a parameter's gradient is summed over: an axis, and the mesh that it is one of."""
+    layout = layout_of(parameter)
+    return mesh.over(layout.grid), layout.sum_axis
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -74,27 +76,24 @@ def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def buckets(
-    parameters: Iterable[nn.Parameter],
-    axes: Axes,
-    most_bytes: int,
-    axis_of: Callable[[nn.Parameter], str] = _sum_axis,
-) -> Iterator[tuple[str, list[nn.Parameter]]]:
+    parameters: Iterable[nn.Parameter], most_bytes: int, over: Callable[[nn.Parameter], Over]
+) -> Iterator[tuple[Over, list[nn.Parameter]]]:
     """Parameters, in their order, by the group that sums their gradients; a bucket is full at `most_bytes`."""
-    filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    sizes: dict[tuple[str, torch.dtype], int] = defaultdict(int)
+    filling: dict[tuple[Over, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    sizes: dict[tuple[Over, torch.dtype], int] = defaultdict(int)
     # Where some axes have size 1, two names may mean one group: one call is enough.
-    names: dict[dist.ProcessGroup | None, str] = {}
+    known: dict[dist.ProcessGroup | None, Over] = {}
     for parameter in parameters:
-        axis = axis_of(parameter)
-        axis = names.setdefault(axes.group(axis) if axes.size(axis) > 1 else None, axis)
-        key = (axis, gradient_dtype(parameter))
+        axes, axis = over(parameter)
+        found = known.setdefault(axes.group(axis) if axes.size(axis) > 1 else None, (axes, axis))
+        key = (found, gradient_dtype(parameter))
         filling[key].append(parameter)
         sizes[key] += parameter.numel() * key[1].itemsize
         if sizes[key] >= most_bytes:
-            yield axis, filling.pop(key)
+            yield found, filling.pop(key)
             del sizes[key]
-    for (axis, _), members in filling.items():
-        yield axis, members
+    for (found, _), members in filling.items():
+        yield found, members
 
 
 def sum_ranks(parameter: nn.Parameter, mesh: Mesh) -> tuple[dist.ProcessGroup | None, int]:
@@ -103,8 +102,8 @@ def sum_ranks(parameter: nn.Parameter, mesh: Mesh) -> tuple[dist.ProcessGroup | 
     Returns:
         The group, None where it is this rank alone, and gz·gdata.
     """
-    axis = layout_of(parameter).sum_axis
-    return (mesh.group(axis) if mesh.size(axis) > 1 else None), mesh.grid.batch
+    axes, axis = summed_over(parameter, mesh)
+    return (axes.group(axis) if axes.size(axis) > 1 else None), mesh.grid.batch
 
 
 @torch.no_grad()
@@ -114,11 +113,16 @@ def global_square(squares: Mapping[str, Tensor], parameters: Mapping[str, nn.Par
     Returns:
         A float64 scalar, the same on every rank.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for name, square in squares.items():
-        if layout_of(parameters[name]).counted_here(mesh.coordinates):
-            total += square.double()
-    return all_reduce(all_reduce(total, mesh, "model"), mesh, "z")
+    layouts = {name: layout_of(parameter) for name, parameter in parameters.items()}
+    whole = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    # Every rank sums on every grid, whatever it has squares of.
+    for grid in dict.fromkeys([None, *(layout.grid for layout in layouts.values())]):
+        total, on = torch.zeros_like(whole), mesh.over(grid)
+        for name, square in squares.items():
+            if layouts[name].grid == grid and layouts[name].counted_here(on.coordinates):
+                total += square.double()
+        whole += all_reduce(all_reduce(total, on, "model"), on, "z")
+    return whole
 
 
 @torch.no_grad()

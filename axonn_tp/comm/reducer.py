@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
-from axonn_tp.comm.gradients import buckets, gradient_dtype
+from axonn_tp.comm.gradients import Over, buckets, gradient_dtype, summed_over
 from axonn_tp.grid.mesh import Mesh
 
 # Fewer bytes a call waste time on latency; more delay the first call.
@@ -28,7 +29,7 @@ class _Bucket:
     """Gradients summed in one call.
 
     Attributes:
-        axis: the group that sums them.
+        over: what they are summed over.
         parameters: whose they are.
         offsets: where each gradient begins.
         flat: where the gradients live, from the first that comes until they are summed.
@@ -37,7 +38,7 @@ class _Bucket:
         pending: the call, where more than one rank takes part.
     """
 
-    axis: str
+    over: Over
     parameters: list[nn.Parameter]
     offsets: list[int]
     flat: Tensor | None = None
@@ -111,9 +112,9 @@ class GradientReducer:
         """Make the buckets."""
         self._buckets: list[_Bucket] = []
         self._place: dict[nn.Parameter, tuple[_Bucket, int]] = {}
-        for axis, members in buckets(order, self.mesh, self._size):
+        for over, members in buckets(order, self._size, partial(summed_over, mesh=self.mesh)):
             offsets = list(accumulate((parameter.numel() for parameter in members), initial=0))
-            self._buckets.append(bucket := _Bucket(axis, members, offsets))
+            self._buckets.append(bucket := _Bucket(over, members, offsets))
             self._place.update(
                 {parameter: (bucket, offset) for parameter, offset in zip(members, offsets, strict=False)}
             )
@@ -147,7 +148,8 @@ class GradientReducer:
 
     def _unsum(self, parameter: nn.Parameter) -> None:
         """Scale a sum that the next one is added to, so that summing it over the group again changes nothing."""
-        factor = self._divisor / self.mesh.size(self._place[parameter][0].axis)
+        axes, axis = self._place[parameter][0].over
+        factor = self._divisor / axes.size(axis)
         if parameter in self._summed and parameter.grad is not None and factor != 1:
             parameter.grad.mul_(factor)
         self._summed.discard(parameter)
@@ -174,9 +176,10 @@ class GradientReducer:
             if parameter not in bucket.arrived:
                 self._unsum(parameter)
                 self._adopt(parameter)
-        if self.mesh.size(bucket.axis) > 1:
+        axes, axis = bucket.over
+        if axes.size(axis) > 1:
             assert bucket.flat is not None
-            bucket.pending = start_all_reduce_(bucket.flat, self.mesh, bucket.axis)
+            bucket.pending = start_all_reduce_(bucket.flat, axes, axis)
 
     def _adopt(self, parameter: nn.Parameter) -> None:
         """Have a parameter's gradient live in its bucket; a missing one is zero."""

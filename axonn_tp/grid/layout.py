@@ -31,6 +31,7 @@ class Layout:
         partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
         transposed: the serial model keeps the matrix as (in, out), we as torch does.
         home: axes along which every rank has a parameter of its own, as experts are: not parts of one.
+        grid: the grid of the same ranks that the axes are of, where it is not the mesh's (`Mesh.over`).
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class Layout:
     partial: tuple[str, ...] = ()
     transposed: bool = False
     home: tuple[str, ...] = ()
+    grid: Grid | None = None
 
     @property
     def serial_shape(self) -> tuple[int, ...]:
@@ -83,6 +85,17 @@ class Layout:
     def counted_here(self, coordinates: Mapping[str, int], axes: Iterable[str] = ("x", "y", "z")) -> bool:
         """Whether this rank counts the parameter in a sum over `axes`, so that no replica is counted twice."""
         return all(coordinates[axis] == 0 for axis in axes if axis not in self.axes)
+
+    def homes(self, grid: Grid) -> int:
+        """How many ranks have a parameter of their own; 1 where it is one of all."""
+        return math.prod(grid.size(axis) for axis in self.home)
+
+    def home_at(self, grid: Grid, coordinates: Mapping[str, int]) -> int:
+        """Which of the homes a position is in."""
+        place = 0
+        for axis in reversed(self.home):
+            place = place * grid.size(axis) + coordinates[axis]
+        return place
 
     def block(self, full: Tensor, grid: Grid, coordinates: Mapping[str, int]) -> Tensor:
         """The block of `full` at a position; a view where nothing is padded."""

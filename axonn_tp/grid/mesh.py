@@ -6,7 +6,7 @@ The axes, innermost first, are ``x``, ``y``, ``z`` and ``data`` (dissertation §
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -87,6 +87,15 @@ class Grid:
         """Rank at a position; inverse of `coordinates`."""
         return x + self.gx * (y + self.gy * (z + self.gz * data))
 
+    def groups(self, axes: Container[str], stages: int = 1) -> list[tuple[int, ...]]:
+        """The ranks of each group that spans `axes`, of so many grids one after the other."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world * stages):
+            at = self.coordinates(rank % self.world)
+            place = (rank // self.world, *(at[axis] for axis in AXES if axis not in axes))
+            found.setdefault(place, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
     def draw(self) -> str:
         """The grid as text: one x-y plane of ranks for every z and data."""
         width = len(str(self.world - 1))
@@ -157,6 +166,7 @@ class Mesh:
     coordinates: Mapping[str, int]
     device_mesh: DeviceMesh
     _groups: dict[str, dist.ProcessGroup]
+    _others: dict[Grid, Mesh]
 
     def __init__(self, grid: Grid, device_type: str | None = None, stages: int = 1) -> None:
         if grid.world * stages != dist.get_world_size():
@@ -168,6 +178,7 @@ class Mesh:
             "grid": grid,
             "device": device_of_rank(device_type),
             "coordinates": grid.coordinates(dist.get_rank() % grid.world),
+            "_others": {},
         }
         for name, value in made.items():
             object.__setattr__(self, name, value)
@@ -209,8 +220,24 @@ class Mesh:
             "a model that is split over ranks cannot be pickled, as torch.save(model) would; save its state_dict(), which is whole"
         )
 
+    def over(self, grid: Grid | None) -> Mesh:
+        """The same ranks in the same order on another grid; this mesh where that is None, or its own.
+
+        Its groups are made at the first call, which every rank of every stage makes; those of ranks that have one are shared.
+
+        Raises:
+            ValueError: the grid has another number of ranks.
+        """
+        if grid is None or grid == self.grid:
+            return self
+        if grid not in self._others:
+            self._others[grid] = _Other(self, grid)
+        return self._others[grid]
+
     def destroy(self) -> None:
         """Give back the process groups, which have threads and connections; nothing that uses the mesh works after it."""
+        for other in self._others.values():
+            other.destroy()
         made = {*self._groups.values(), self.device_mesh.get_group("stage")} - {dist.group.WORLD}
         for group in made:
             dist.destroy_process_group(group)
@@ -246,6 +273,43 @@ class Mesh:
                 f"use a multiple of {parts}"
             )
         return batch.chunk(parts)[self.rank("batch")]
+
+
+class _Other(Mesh):
+    """The ranks of a mesh on another grid."""
+
+    _made: list[dist.ProcessGroup]
+
+    def __init__(self, mesh: Mesh, grid: Grid) -> None:
+        if grid.world != mesh.grid.world:
+            raise ValueError(f"{grid} has {grid.world} ranks, and {mesh.grid} has {mesh.grid.world}; make them equal")
+        known = {tuple(dist.get_process_group_ranks(group)): group for group in mesh._groups.values()}
+        groups, made = {}, []
+        for name, axes in {**{axis: (axis,) for axis in AXES}, **SEVERAL}.items():
+            everyone = grid.groups(axes, dist.get_world_size() // grid.world)
+            mine = next(ranks for ranks in everyone if dist.get_rank() in ranks)
+            if mine not in known:
+                new = {ranks: dist.new_group(list(ranks)) for ranks in everyone}
+                known[mine] = new[mine]
+                made.append(new[mine])
+            groups[name] = known[mine]
+        values = {
+            "grid": grid,
+            "device": mesh.device,
+            "coordinates": grid.coordinates(mesh.grid.rank(**mesh.coordinates)),
+            "device_mesh": mesh.device_mesh,
+            "_groups": groups,
+            "_others": {mesh.grid: mesh},
+            "_made": made,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def destroy(self) -> None:
+        """Give back the groups that are not the mesh's."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
 
 def _groups(grid: Grid, device_mesh: DeviceMesh, stages: int) -> dict[str, dist.ProcessGroup]:

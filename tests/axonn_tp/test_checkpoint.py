@@ -108,7 +108,7 @@ def whole(held: dict[str, tuple[torch.Tensor, torch.Tensor]], mesh: Mesh | None)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, local)
     split = {name: layout_of(like) for name, (like, _) in held.items() if layout_of(like).axes}
-    return local | {name: assemble([rank[name] for rank in ranks], layout, mesh) for name, layout in split.items()}
+    return local | {name: assemble([rank[name] for rank in ranks], layout, mesh)[0] for name, layout in split.items()}
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -196,9 +196,30 @@ class Shadow:
                 _same(got, expected, "the output")
 
     def watch(self, embeddings: Iterable[str], norms: Iterable[str]) -> None:
-        """From now on runs record what these modules answer, and passes on a share of the stream ask it of the share."""
+        """From now on runs record what these modules answer, and passes on a share of the stream ask it of the share.
+
+        So they do of modules whose attribute ``axonn_boundary`` is true: these take activations however the stream is split, give
+        the first of what they return in the same way, and the rest as in the serial model (`axonn_tp.layers.boundary`).
+        """
         for name in (*embeddings, *norms):
             self.modules[name].forward = self._watched(name, self.modules[name].forward, name in set(norms))  # type: ignore[method-assign]
+        for name, module in self.modules.items():
+            if getattr(module, "axonn_boundary", False):
+                module.forward = self._boundary(name, module.forward)  # type: ignore[method-assign]
+
+    def _boundary(self, name: str, whole: Callable[..., tuple]) -> Callable[..., tuple]:
+        def forward(input: Tensor, *rest: Any, **keywords: Any) -> tuple:
+            if self._seat is None:
+                self._run.inputs[name].append(input.detach().clone())
+                outputs = whole(input, *rest, **keywords)
+                self._run.results[name].append(outputs[0].detach())
+                return outputs
+            known = self._seat.boundary(name, input)
+            if known is None:
+                return whole(input, *rest, **keywords)
+            return known[1], *whole(known[0], *rest, **keywords)[1:]
+
+        return forward
 
     def _watched(self, name: str, whole: Callable[[Tensor], Tensor], norm: bool) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:

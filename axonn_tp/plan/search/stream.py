@@ -115,12 +115,18 @@ class StreamPass:
 
     def norm(self, name: str, input: Tensor) -> Tensor | None:
         """The norm of a share, or nothing where it is given whole rows."""
+        known = self.boundary(name, input)
+        if known is not None:
+            self.norms.add(name)
+        return None if known is None else known[1]
+
+    def boundary(self, name: str, input: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The whole of the share that a module is given, and its answer's share; nothing where it is given whole rows."""
         call = self._call(name)
         whole = self._run.inputs[name][call]
         if self._seat.holds(input, whole):
             self._pure(input, "stream", f"the input of {name}")
-            self.norms.add(name)
-            return self._answer(self._seat.of(self._run.results[name][call]), "stream")
+            return whole, self._answer(self._seat.of(self._run.results[name][call]), "stream")
         if input.shape != whole.shape or not same(input, whole):
             raise Mismatch(f"the input of {name} is neither whole nor a share of the stream")
         return None

@@ -20,7 +20,8 @@ def positions_of(parameter: Tensor, mesh: Mesh) -> Tensor:
     """
     layout = layout_of(parameter)
     numbers = torch.arange(1, math.prod(layout.serial_shape) + 1, device=parameter.device).view(layout.serial_shape)
-    return layout.shard(numbers, mesh.grid, mesh.coordinates) - 1
+    on = mesh.over(layout.grid)
+    return layout.shard(numbers, on.grid, on.coordinates) - 1
 
 
 def shards_of(mesh: Mesh) -> samo.Shards:
@@ -34,7 +35,8 @@ def shards_of(mesh: Mesh) -> samo.Shards:
 
     def find(name: str, parameter: Tensor) -> samo.Shard:
         layout = layout_of(parameter)
-        copies = math.prod(mesh.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
+        on = mesh.over(layout.grid)
+        copies = math.prod(on.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
         return samo.Shard(layout.serial_shape, copies, lambda: positions_of(parameter, mesh))
 
     return samo.Shards(whole_world, find)

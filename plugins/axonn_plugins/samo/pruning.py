@@ -112,7 +112,8 @@ class Pruning:
 
         def find(name: str, parameter: Tensor) -> samo.Shard:
             layout = layout_of(parameter)
-            replicas = math.prod(mesh.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
+            on = mesh.over(layout.grid)
+            replicas = math.prod(on.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
             return samo.Shard(layout.serial_shape, replicas * self._copies(name), lambda: positions_of(parameter, mesh))
 
         return samo.Shards(world, find)

@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 
 from axonn_plugins import build_locks, config, names
 from axonn_plugins.config import compose
-from axonn_plugins.hosts.deepspeed import engines
+from axonn_plugins.hosts.deepspeed import engines, states_config
 from axonn_plugins.hosts.deepspeed.sections import of_old_forms, refuse, section
 
 # Not in older versions of DeepSpeed.
@@ -69,7 +69,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     refuse(of_old_forms(raw))
     compose.check(block)
     stage = section(raw, "zero_optimization").get("stage", 0)
-    own = owns_states(block, stage)
+    own = states_config.owned(block, stage)
     _tile(config.parse({}) if own else block, raw)
     _stock_pipelines()
     if block.tensor_parallel is None or block.pipeline is not None:  # whose engine puts its own in that place
@@ -79,13 +79,6 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     parsed_config.axonn, parsed_config.axonn_raw, parsed_config.axonn_stage = block, raw, stage
     _communicate(block)
     return mpu, {**raw, "zero_optimization": {**section(raw, "zero_optimization"), "stage": 0}} if own else raw
-
-
-def owns_states(block: config.Axonn, stage: int) -> bool:
-    """Whether gradients and optimizer states are ours under a block, at a stage of ZeRO."""
-    split = block.tensor_parallel is not None or block.ted is not None
-    ours = block.samo is not None or block.offload_optimizer is not None
-    return ours or (block.pipeline is not None and split and stage > 0)
 
 
 def step_aside() -> None:

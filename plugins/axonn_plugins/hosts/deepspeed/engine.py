@@ -120,7 +120,7 @@ class AxonnEngine(OwnStates, TracedEngine):
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             keywords["config"] = _choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
-        self._states = States.asked(block, config_class.axonn_stage, apart=False)
+        self._states = States.asked(block, config_class.axonn_stage)
         check_has_optimizer(self._states, optimizer, config_class)
         self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
@@ -144,7 +144,9 @@ class AxonnEngine(OwnStates, TracedEngine):
         self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
         self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None
         self._names: set[str] = set()
-        self._apart = self._states is None and self._mark_apart(model)
+        # DeepSpeed's groups are those of one grid, and experts beside split weights are on another.
+        self._by_layout = block.tensor_parallel is not None and block.ted is not None
+        self._apart = self._states is None and not self._by_layout and self._mark_apart(model)
         self._double = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
             print(f"axonn {__version__}: {self._described(split)}", file=sys.stderr, flush=True)
@@ -237,8 +239,8 @@ class AxonnEngine(OwnStates, TracedEngine):
             super()._broadcast_model()
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """DeepSpeed's gradient sum at stage 0, which knows no float64; that we sum ourselves."""
-        if self._states is None and self._double and grads is None:
+        """DeepSpeed's gradient sum at stage 0; what it does not know, as float64, we sum by layouts."""
+        if self._states is None and (self._double or self._by_layout) and grads is None:
             sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
         else:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)

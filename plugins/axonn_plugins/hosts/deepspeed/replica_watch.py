@@ -25,7 +25,7 @@ from axonn_plugins.hosts.common import digests
 from axonn_plugins.hosts.common.digests import GENERATORS, Sketch
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import on_ranks
-from axonn_tp import Mesh, layout_of
+from axonn_tp import Grid, Mesh, layout_of
 
 _AXES = ("x", "y", "z", "data")
 _ALL = ("grid",)
@@ -167,11 +167,12 @@ class ReplicaWatch:
             self._compare_parameters()
 
     def _compare_parameters(self) -> None:
-        by_axes: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}
+        by_axes: dict[tuple[Grid, tuple[str, ...]], list[tuple[str, Tensor]]] = {}
         for name, parameter in self._model.named_parameters():
-            split = tuple(axis for axis in _AXES if axis in layout_of(parameter).axes)
-            if math.prod(self.mesh.size(axis) for axis in _AXES if axis not in split) > 1:
-                by_axes.setdefault(split, []).append((name, parameter))
+            layout = layout_of(parameter)
+            split, grid = tuple(axis for axis in _AXES if axis in layout.axes), layout.grid or self.mesh.grid
+            if math.prod(grid.size(axis) for axis in _AXES if axis not in split) > 1:
+                by_axes.setdefault((grid, split), []).append((name, parameter))
         totals = [self._none() for _ in by_axes]
         for place, replicated in enumerate(by_axes.values()):
             for _, tensor in replicated:
@@ -179,8 +180,8 @@ class ReplicaWatch:
         if not totals:
             return
         cards = self._exchange(torch.stack(totals))
-        for place, (split, members) in enumerate(by_axes.items()):
-            groups = self._holding_the_same(split)
+        for place, ((grid, split), members) in enumerate(by_axes.items()):
+            groups = [list(ranks) for ranks in grid.groups(set(_AXES) - set(split))]
             column = cards[:, place].tolist()
             if any(column[rank] != column[ranks[0]] for ranks in groups for rank in ranks):
                 self._refuse(
@@ -191,15 +192,6 @@ class ReplicaWatch:
                     "something changed them on one rank alone: go on from a checkpoint before it",
                     groups,
                 )
-
-    def _holding_the_same(self, split: tuple[str, ...]) -> list[list[int]]:
-        """Places in the grid's group with the same coordinates on the axes that split."""
-        grid = self.mesh.grid
-        found: dict[tuple[int, ...], list[int]] = {}
-        for place in range(grid.world):
-            at = grid.coordinates(place)
-            found.setdefault(tuple(at[axis] for axis in split), []).append(place)
-        return list(found.values())
 
     # Ranks together
 

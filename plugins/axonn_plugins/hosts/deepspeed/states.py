@@ -23,8 +23,10 @@ from axonn_plugins.config.samo import Samo
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
 from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer, torch_adam
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
+from axonn_plugins.hosts.deepspeed.states_config import owned
 from axonn_plugins.samo.pruning import Masks, Pruning
 from axonn_tp import Mesh, layout_of
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.comm.gradients import sum_ranks
 
 _AXES = ("x", "y", "z", "data")
@@ -45,15 +47,9 @@ class States:
     stage: int
 
     @classmethod
-    def asked(cls, block: Axonn, stage: int, apart: bool) -> States | None:
-        """What a block asks for; None: DeepSpeed's own optimizers do.
-
-        Args:
-            block: the block.
-            stage: of ZeRO, as the configuration has it.
-            apart: whether DeepSpeed's sharding does not know where this model's weights lie.
-        """
-        if block.samo is None and block.offload_optimizer is None and not (apart and stage):
+    def asked(cls, block: Axonn, stage: int) -> States | None:
+        """What a block asks for at a stage of ZeRO; None: DeepSpeed's own optimizers do."""
+        if not owned(block, stage):
             return None
         shared = 1 if block.samo is not None and block.samo.shard else 0
         return cls(block.samo, block.offload_optimizer, max(stage, shared))
@@ -76,7 +72,8 @@ class OwnStates(CheckedCheckpoints):
 
     def _serial_names(self) -> Mapping[nn.Parameter, str]:
         """Parameters' names in the serial model."""
-        return {parameter: name for name, parameter in self.module.named_parameters()}
+        names = DealtNames(self.module)
+        return {parameter: names.outward(name) for name, parameter in self.module.named_parameters()}
 
     def _copies(self, name: str) -> int:
         """How many stages of a pipeline hold a parameter."""
@@ -84,7 +81,8 @@ class OwnStates(CheckedCheckpoints):
 
     def _counts(self, parameter: Tensor) -> bool:
         """Whether this rank counts a parameter in a sum over all ranks."""
-        return layout_of(parameter).counted_here(self.mesh.coordinates, _AXES)
+        layout = layout_of(parameter)
+        return layout.counted_here(self.mesh.over(layout.grid).coordinates, _AXES)
 
     # Optimizer
 
@@ -191,12 +189,15 @@ class OwnStates(CheckedCheckpoints):
             self.optimizer.prune(masks)
             self._pruned(masks, self.optimizer.states)
 
-    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
-        """What was saved; a model that comes dense is pruned at once if its step is beyond `start_step`."""
-        found = super()._read(load_dir, tag, *rest, **keywords)
-        if tag is not None and self._states is not None and self._states.samo is not None and not self._searching:
+    def _forget_masks(self) -> None:
+        """Be dense, as the checkpoint of a run without the block that is to be read."""
+        if self._pruning is not None:
+            self.optimizer.prune(self._pruning.forget())
+
+    def _loaded(self) -> None:
+        """A model that comes dense is pruned at once if its step is beyond `start_step`."""
+        if not self._searching:
             self._prune_when_due()
-        return found
 
     @property
     def _searching(self) -> bool:

@@ -27,6 +27,17 @@ OWNERS = {
 """Keys whose optimizer is ours, and what it does."""
 
 
+def owned(block: Axonn, stage: int) -> bool:
+    """Whether gradients and optimizer states are ours under a block, at a stage of ZeRO.
+
+    DeepSpeed's sharding of states knows neither experts beside split weights nor split weights in a pipeline.
+    """
+    if any(getattr(block, key) is not None for key in OWNERS):
+        return True
+    splits = [key for key in ("tensor_parallel", "ted") if getattr(block, key) is not None]
+    return stage > 0 and (len(splits) == 2 or (bool(splits) and block.pipeline is not None))
+
+
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
     """Refuse what the first of the given keys cannot go with, with the reason.
 

@@ -41,9 +41,15 @@ class CheckedCheckpoints(DeepSpeedEngine):
         Raises:
             ConfigError: there is none of that name, it is damaged, or does not fit; one sentence, the same on every rank.
         """
-        if self.load_universal_checkpoint():  # what DeepSpeed's converter wrote, which has no sums
-            return self._read(load_dir, tag, *rest, **keywords)
-        return self._read(load_dir, find(load_dir, tag), *rest, **keywords)
+        if not self.load_universal_checkpoint():  # what DeepSpeed's converter wrote has no sums
+            tag = find(load_dir, tag)
+        found = self._read(load_dir, tag, *rest, **keywords)
+        if tag is not None:
+            self._loaded()
+        return found
+
+    def _loaded(self) -> None:
+        """Called when a checkpoint has been read."""
 
     def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
         return super().load_checkpoint(load_dir, tag, *rest, **keywords)

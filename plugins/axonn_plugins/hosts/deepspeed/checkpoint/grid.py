@@ -33,6 +33,7 @@ class GridCheckpoints(CheckedCheckpoints):
     """The part of `AxonnEngine` that saves and loads."""
 
     mesh: Mesh
+    _forget_masks: Any
     _splits: bool
     _states: Any
     has_moe_layers: bool
@@ -168,6 +169,8 @@ class GridCheckpoints(CheckedCheckpoints):
             )
         if tag is not None and not self._same_layouts(Path(load_dir) / tag):
             return self._load_portable(Path(load_dir) / tag, *rest, **keywords)
+        if self._states is not None and tag is not None:
+            self._forget_masks()
         with self._without_experts(), as_shards():
             return super()._read(load_dir, tag, *rest, **keywords)
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames, merged
 from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
 from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
 from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer
 from axonn_tp import layout_of
+from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
     Piece,
     Pieces,
@@ -47,7 +47,7 @@ class PortableState:
         apart: whether the ranks of other stages have other parameters.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, names: ExpertNames | None = None, apart: bool = False) -> None:
+    def __init__(self, engine: DeepSpeedEngine, names: DealtNames | None = None, apart: bool = False) -> None:
         self.engine, self.names = engine, names
         self.module: nn.Module = engine.module
         self.ranks = Ranks(engine.mesh, apart)

@@ -10,7 +10,7 @@ from typing import Any
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import LayerNames
+from axonn_plugins.hosts.deepspeed.checkpoint.layer_names import LayerNames
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.whole_parameters import ShardShapes, mark
 from axonn_tp import Mesh

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import EXPERT, Flat, Group, renumbered, stock_groups
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import script_groups
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_tp.checkpoint import CheckpointError
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.optimizer import options_of
 from axonn_tp.checkpoint.state import Notes, Shards, model_state
 from axonn_tp.grid.layout import layout_of
@@ -74,7 +74,7 @@ class StockReading:
     """
 
     def __init__(self, engine: Any, state: PortableState, folder: Path, states: bool) -> None:
-        assert isinstance(state.names, ExpertNames)
+        assert isinstance(state.names, DealtNames)
         self.engine, self.state, self.folder, self.names = engine, state, folder, state.names
         # On disk until a part is looked at, and not all files at once.
         self._load = lru_cache(maxsize=8)(partial(torch.load, map_location="cpu", weights_only=False, mmap=True))

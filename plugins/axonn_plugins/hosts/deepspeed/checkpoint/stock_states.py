@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import Flat, Group, stock_groups
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.optimizer import Pieces, options_of
 from axonn_tp.checkpoint.planner import Place, Shard
 from axonn_tp.checkpoint.training import Reading
@@ -125,7 +125,7 @@ class StockStates:
 
     def _outward(self, name: str, rank: int) -> str:
         names = self.state.names
-        assert isinstance(names, ExpertNames)
+        assert isinstance(names, DealtNames)
         return names.outward(name, rank % self.experts)
 
     def _master(self, name: str) -> str:

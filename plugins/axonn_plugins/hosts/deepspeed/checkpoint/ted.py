@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.checkpoint.expert_names import ExpertNames
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import _LAYOUTS, _PORTABLE, GridCheckpoints
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import STATES, StockReading, is_stock
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import save_states
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_tp import Grid, layout_of
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.grid.layout import Layout
 from axonn_tp.layers.exports import as_shards
 from ted_moe import Groups
@@ -36,7 +36,7 @@ class TedCheckpoints(GridCheckpoints):
     _without_portable = "holds the weights alone"
 
     def _portable_state(self) -> PortableState:
-        return PortableState(self, ExpertNames(self.module))
+        return PortableState(self, DealtNames(self.module))
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         """Both kinds of files."""
@@ -110,7 +110,7 @@ class TedCheckpoints(GridCheckpoints):
             torch.save(state, folder / STATES)
 
     def _save_experts(self, folder: Path, module: dict[str, Any]) -> None:
-        names = ExpertNames(self.module)
+        names = DealtNames(self.module)
         files: dict[str, dict[str, Any]] = defaultdict(dict)
         layers = [name for name, layer in self.module.named_modules() if isinstance(layer, TedMoE)]
         for name, value in module.items():

@@ -14,7 +14,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import check_optimizer, compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
@@ -22,9 +22,12 @@ from axonn_plugins.hosts.deepspeed.engine import options
 from axonn_plugins.hosts.deepspeed.optim.by_layout import MixedPrecisionOptimizer
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
-from axonn_plugins.hosts.deepspeed.pipeline.stage_split import KEY, regroup, stage_grid, stage_plan
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import KEY, regroup, settings_of, stage_grid, stage_plan
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.states import OwnStates, States, check_has_optimizer
+from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
+from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_tp import Grid, Mesh, first_difference, parallelize, sync_gradients
 
 
@@ -50,12 +53,12 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         block: Axonn = config_class.axonn
-        self._split = block.tensor_parallel
-        self._states = States.asked(block, config_class.axonn_stage, apart=self._split is not None)
+        self._ted, self._split = block.ted, settings_of(block)
+        self._states = States.asked(block, config_class.axonn_stage)
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
-        compare(model, config_class, optimizer, keywords, _problem_with(model, optimizer, self._split is not None))
+        compare(model, config_class, optimizer, keywords, _problem_with(model, optimizer, self._split, self._ted))
         check_has_optimizer(self._states, optimizer, config_class)
-        plan = {} if self._split is None else stage_plan(model, self._split, grid)
+        plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
         self._verify = self._split is not None and self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -66,11 +69,21 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
         if self._split is not None:
             regroup(model, self.mesh)
             replicas.align_random_state(self.mesh)
-            parallelize(model, self.mesh, plan, options(self._split))
+            if self._ted is None:
+                parallelize(model, self.mesh, plan, options(self._split))
+            else:
+                split_with_experts(model, self.mesh, self._ted, plan, options(self._split))
             every, broadcast = self._split.check_every, self._split.broadcast_inputs
             self._replicas = ReplicaWatch(self.mesh, model, every, broadcast, stage=True)
+        keep = self._ted is not None and self._ted.communication_aware_checkpointing
+        self._stashes = Stashes(self._ted.stash) if self._ted is not None and keep else None
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        # Experts' gradients are summed, and their files written, by their layouts.
+        self.has_moe_layers = False
 
     # The batch
 
@@ -79,6 +92,8 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
             return super()._computing_together()
         grid = self.mesh.grid
         ranks, size = range(self.num_stages * grid.world), grid.gx * grid.gy * grid.gz
+        if self._ted is not None:  # tokens go to experts of other ranks
+            size = grid.world
         return [list(ranks[first : first + size]) for first in ranks[::size]]
 
     def _next_batch(self) -> Any:
@@ -94,6 +109,12 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
             self._replicas.stepped(self.global_steps)
 
     def _outputs(self, inputs: Any) -> Any:
+        if self._stashes is None or not torch.is_grad_enabled():
+            return self._verified(inputs)
+        with self._stashes.recording():
+            return self._verified(inputs)
+
+    def _verified(self, inputs: Any) -> Any:
         if self._verify and self.module.training and self.mesh.size("model") > 1:
             self._verify = False
             self._verify_plan(inputs)
@@ -106,7 +127,9 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
             # Layers may change their input in place.
             return self.module(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs))
 
-        found = first_difference(self.module, run, self.mesh, 0.1 if half else 1e-3)
+        # Routing is not continuous: rounding in a dense layer may send a token elsewhere.
+        with passing_by(self.module):
+            found = first_difference(self.module, run, self.mesh, 0.1 if half else 1e-3)
         if found is not None:
             raise ConfigError(
                 f"{KEY}.plan: the output of layer {found[0]} differs from the serial model's by {found[1]:.1%}; code before it looks across "
@@ -169,10 +192,13 @@ def _own_grid(model: PipelineModule) -> Grid:
     return Grid(gx=slices, gdata=unit.get_data_parallel_world_size())
 
 
-def _problem_with(model: PipelineModule, optimizer: Any, split: bool) -> str | None:
+def _problem_with(
+    model: PipelineModule, optimizer: Any, split: TensorParallel | None, experts: Ted | None
+) -> str | None:
     try:
-        refuse_experts(model)
-        if split:
+        if experts is None:
+            refuse_experts(model)
+        if split is not None:
             check_optimizer(optimizer)
     except ValueError as error:
         return str(error)

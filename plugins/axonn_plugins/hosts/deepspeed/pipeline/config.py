@@ -10,6 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import settings_of, stage_grid
 from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
 from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_batch
 from axonn_tp import Grid
@@ -18,10 +19,9 @@ from axonn_tp import Grid
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     refuse([*_refusals(block, raw), *of_background(raw)])
-    if isinstance(mpu, PipelineParallelGrid) and block.tensor_parallel is not None:
-        from axonn_plugins.hosts.deepspeed.pipeline.stage_split import stage_grid
-
-        grid = stage_grid(block.tensor_parallel, mpu)
+    split = settings_of(block)
+    if isinstance(mpu, PipelineParallelGrid) and split is not None:
+        grid = stage_grid(split, mpu)
         check(raw, grid)
         mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
@@ -72,10 +72,6 @@ class _DualPipe:
 def _refusals(block: Axonn, raw: Mapping[str, Any]) -> list[Refusal]:
     stage = section(raw, "zero_optimization").get("stage", 0)
     return [
-        (
-            block.ted is not None,
-            "axonn.pipeline does not go with axonn.ted under DeepSpeed yet; leave one of them out",
-        ),
         *_of_tensor_parallel(block, stage),
         (
             stage in (2, 3),

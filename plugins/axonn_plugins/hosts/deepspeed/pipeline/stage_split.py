@@ -16,9 +16,10 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
-from axonn_plugins.config import ConfigError, TensorParallel
+from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_shapes, refuse_experts
 from axonn_plugins.hosts.deepspeed.engine import layer_plans, options
+from axonn_plugins.hosts.deepspeed.ted.layers import stand_ins
 from axonn_tp import Grid, LayerPlan, Mesh, Placement, auto_plan, place
 
 KEY = "axonn.tensor_parallel"
@@ -110,8 +111,23 @@ class StageFiles(PipelineModule):
             grid.data_parallel_id, grid.data_parallel_size = before
 
 
-def stage_plan(module: PipelineModule, settings: TensorParallel, grid: Grid) -> dict[str, LayerPlan]:
+def settings_of(block: Axonn) -> TensorParallel | None:
+    """How a block has dense layers split; None: not at all."""
+    if block.tensor_parallel is not None or block.ted is None:
+        return block.tensor_parallel
+    return TensorParallel.model_validate({"gx": block.ted.tensor, "plan": "auto"})
+
+
+def stage_plan(
+    module: PipelineModule, settings: TensorParallel, grid: Grid, experts: Ted | None = None
+) -> dict[str, LayerPlan]:
     """The plan of this rank's stage; every rank calls it.
+
+    Args:
+        module: the stage.
+        settings: the block's.
+        grid: of the stage.
+        experts: how experts are split; None: there are none.
 
     Raises:
         ConfigError: on all ranks, the plan does not fit the model.
@@ -124,10 +140,12 @@ def stage_plan(module: PipelineModule, settings: TensorParallel, grid: Grid) -> 
     problem, plan = None, {pattern: given[pattern] for pattern in mine}
     try:
         check_shapes(module)
-        refuse_experts(module)
+        if experts is None:
+            refuse_experts(module)
         _check_patterns(given, {pattern for found in everyone for pattern in found})
         if settings.plan == "auto":
-            plan = _found(module, grid)
+            with stand_ins(module, boundary=True):
+                plan = _found(module, grid)
         _check_pairs(place(module, grid, plan, options(settings)), module)
     except ValueError as error:
         problem = f"{KEY}.plan: {str(error).removeprefix('plan: ')}"

@@ -18,8 +18,12 @@ from ted_moe import Topology
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     assert block.ted is not None
-    refuse_pipeline("axonn.ted", mpu, beside=False)
-    mpu = _unit(block.ted, raw, mpu)
+    refuse_pipeline("axonn.ted", mpu)
+    if block.tensor_parallel is None:
+        mpu = _unit(block.ted, raw, mpu)
+    else:
+        check_experts(raw)
+        mpu = tensor_config.use(block, raw, mpu)
     from axonn_plugins.hosts.deepspeed.ted.engine import TedEngine
 
     deepspeed.DeepSpeedEngine = TedEngine

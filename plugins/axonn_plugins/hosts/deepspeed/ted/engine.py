@@ -20,7 +20,8 @@ from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
-from axonn_plugins.hosts.deepspeed.engine import AxonnEngine, Split, options
+from axonn_plugins.hosts.deepspeed.engine import AxonnEngine, Split, layer_plans, options
+from axonn_plugins.hosts.deepspeed.states_config import owned
 from axonn_plugins.hosts.deepspeed.ted.config import check_experts, check_rest
 from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, refuse_others, refuse_split
 from axonn_plugins.hosts.deepspeed.ted.layers import (
@@ -32,9 +33,11 @@ from axonn_plugins.hosts.deepspeed.ted.layers import (
     stand_ins,
     stock_layers,
 )
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import MeshSplit, apply_split, experts_groups, find_split
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_plugins.hosts.deepspeed.ted.tables import Tables
 from axonn_plugins.hosts.deepspeed.ted.unit import TedUnitEngine
+from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_tp import Grid, LayerPlan, parallelize
 from ted_moe import Groups, Topology
 
@@ -46,7 +49,8 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         block, layers = config_class.axonn.ted, stock_layers(model)
         if layers:
             check_experts(config_class.axonn_raw)
-        if block.tensor > 1:
+        composed = config_class.axonn.tensor_parallel is not None or owned(config_class.axonn, config_class.axonn_stage)
+        if block.tensor > 1 or composed:
             return super().__new__(cls)
         if layers:
             if keywords.get("mpu") is not None:
@@ -61,11 +65,16 @@ class TedEngine(TedCheckpoints, AxonnEngine):
     def _settings(self, block: Axonn) -> TensorParallel:
         assert block.ted is not None
         self._ted: Ted = block.ted
+        self._splits, self._tables, self._both = True, None, block.tensor_parallel is not None
         self._stashes = Stashes(block.ted.stash) if block.ted.communication_aware_checkpointing else None
+        if block.tensor_parallel is not None:
+            return block.tensor_parallel
         return TensorParallel.model_validate({"gx": block.ted.tensor, "plan": "auto", "layout": "replicated"})
 
-    def _find_split(self, model: nn.Module) -> Split:
+    def _find_split(self, model: nn.Module) -> Any:
         layers, block = stock_layers(model), self._ted
+        if self._both:
+            return self._find_on_mesh(model)
         try:
             self._topology = Topology(
                 dist.get_world_size(), block.tensor, expert_ranks(layers), block.expert_tensor_parallel is not False
@@ -81,7 +90,28 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         whole = {f"{name}.*": LayerPlan("replicated") for name in layers}
         return Split({**whole, **split.plan}, split.placements, split.report)
 
-    def _apply_split(self, model: nn.Module, split: Split) -> None:
+    def _find_on_mesh(self, model: nn.Module) -> MeshSplit:
+        grid = grid_for(self._axonn, dist.get_world_size())
+        plan: Any = "auto" if self._axonn.plan == "auto" else layer_plans(self._axonn)
+        try:
+            return find_split(model, grid, self._ted, plan, options(self._axonn))
+        except ValueError as error:
+            raise ValueError(f"axonn.ted beside axonn.tensor_parallel: {error}") from None
+
+    def _apply_on_mesh(self, model: nn.Module, split: MeshSplit) -> None:
+        self.mesh = self._make_mesh(grid_for(self._axonn, dist.get_world_size()))
+        replicas.align_random_state(self.mesh)
+        groups = apply_split(model, self.mesh, self._ted, split, options(self._axonn))
+        if groups is not None:
+            self.groups, self._topology = groups, groups.topology
+            of_experts = experts_groups(self.mesh, groups.topology)
+            self._tables = Tables(f"ep_size_{groups.topology.expert}", of_experts, groups.topology.expert_tensor)
+            self._tables.enter()
+
+    def _apply_split(self, model: nn.Module, split: Any) -> None:
+        if self._both:
+            self._apply_on_mesh(model, split)
+            return
         topology, layers = self._topology, stock_layers(model)
         if layers:
             stock = [Topology(topology.world, 1, topology.expert)] if topology.tensor > 1 else []
@@ -109,7 +139,10 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         expert = self.groups.group("expert") if self.groups.size("expert") > 1 else self.mesh.group("z")
         return {"expert": expert, "expert_data": self.mesh.group("data")}
 
-    def _described(self, split: Split) -> str:
+    def _described(self, split: Any) -> str:
+        if self._both:
+            experts = f"\nTED\n{self._topology}" if split.topology is not None else ""
+            return super()._described(split) + experts
         return f"TED\n{self._topology}"
 
     def _configure_distributed_model(self, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,8 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import Tensor, nn
 
 from axonn_plugins.config import Ted
-from axonn_tp import Grid, layout_of
+from axonn_tp import Grid, Mesh, layout_of
+from axonn_tp.checkpoint.dealt import Dealt
 from axonn_tp.grid.layout import Layout, become
 from axonn_tp.layers.exports import in_shards
 from ted_moe import Groups, MoE, Topology
@@ -121,16 +122,30 @@ def home_axes(topology: Topology) -> tuple[str, ...]:
     return ("z",) if topology.expert_tensor_parallel else ("x", "z")
 
 
-def adopt(layer: StockMoE, groups: Groups, block: Ted, own: bool = False) -> None:
+@dataclass(frozen=True)
+class Within:
+    """Where experts lie among dense layers that are split on a mesh.
+
+    Attributes:
+        mesh: the dense layers'.
+        grid: the experts' on its ranks: tensor is x where they are split, expert is z.
+    """
+
+    mesh: Mesh
+    grid: Grid
+
+
+def adopt(layer: StockMoE, groups: Groups, block: Ted, own: bool = False, within: Within | None = None) -> None:
     """Make a layer TED's; every rank calls it.
 
-    Its parameters get layouts on the topology's grid (`grid_of`).
+    Its parameters get layouts on the topology's grid (`grid_of`), or on that of `within`.
 
     Args:
         layer: of DeepSpeed, or of a subclass.
         groups: the process groups.
         block: the choices.
         own: the script has split the experts over the tensor ranks.
+        within: the mesh of the dense layers, where they are split on one.
     """
     stock, kind = layer.deepspeed_moe.gate, type(layer)
     # What a subclass's forward calls DeepSpeed's layer for is TED's.
@@ -149,24 +164,28 @@ def adopt(layer: StockMoE, groups: Groups, block: Ted, own: bool = False) -> Non
         block.dropless,
     )
     layer._spread(groups, block.duplicate_token_dropping, block.fused, own)
-    home = home_axes(groups.topology)
+    become(layer.local, Dealt, nn.ModuleList)
+    layer.local.home = groups.rank("expert")  # type: ignore[assignment]
+    if within is not None:
+        layer.mesh = within.mesh
+    at = Layout((), home=home_axes(groups.topology)) if within is None else Layout((), home=("z",), grid=within.grid)
     for expert in layer.local:
         for module in expert.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     split = getattr(module, "splits", {}).get(name)
-                    parameter.axonn_layout = _layout(parameter, split, groups.size("tensor"), home)  # type: ignore[attr-defined]
+                    parameter.axonn_layout = _layout(parameter, split, groups.size("tensor"), at)  # type: ignore[attr-defined]
     for parameter in layer.parameters():
         parameter.axonn_layout = layout_of(parameter)  # type: ignore[attr-defined]
 
 
-def _layout(parameter: Tensor, split: tuple[int, int] | None, size: int, home: tuple[str, ...]) -> Layout:
+def _layout(parameter: Tensor, split: tuple[int, int] | None, size: int, at: Layout) -> Layout:
     if split is None:
-        return Layout(tuple(parameter.shape), home=home)
+        return replace(at, shape=tuple(parameter.shape))
     dim, parts = split
     shape = list(parameter.shape)
     shape[dim] *= size
-    return Layout(tuple(shape), ((dim, "x"),), parts=parts, home=home)
+    return replace(at, shape=tuple(shape), split=((dim, "x"),), parts=parts)
 
 
 def forget_z(model: nn.Module) -> None:
@@ -183,9 +202,10 @@ class _StandIn(StockMoE):
     It has the layer's kind and attributes, which models ask for; parameters it has none.
     """
 
-    def __init__(self, layer: StockMoE) -> None:
+    def __init__(self, layer: StockMoE, boundary: bool) -> None:
         nn.Module.__init__(self)
         self.__dict__ |= {key: value for key, value in vars(layer).items() if key not in self.__dict__}
+        self.axonn_boundary = boundary
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         mixed = torch.tanh(hidden_states + hidden_states.mean(-1, keepdim=True))
@@ -195,11 +215,16 @@ class _StandIn(StockMoE):
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """While a plan for the dense layers is looked for, experts are not there; a layer may have several names."""
+def stand_ins(model: nn.Module, boundary: bool = False) -> Iterator[None]:
+    """While a plan for the dense layers is looked for, experts are not there; a layer may have several names.
+
+    Args:
+        model: the model.
+        boundary: the layers will take activations however the residual stream is split (`Within`).
+    """
     named = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
-    put = {id(layer): _StandIn(layer) for layer in layers.values()}
+    put = {id(layer): _StandIn(layer, boundary) for layer in layers.values()}
     for name, layer in layers.items():
         _put(model, name, put[id(layer)])
     try:

@@ -1,0 +1,64 @@
+"""A module in a split stream that needs whole activations, the same on all ranks of x and y, and gives such: a mixture of experts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from axonn_tp.comm.collectives import gather_from, split_to
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.activation import plain, split_as, split_of, unwatched
+from axonn_tp.layers.product import filled
+from axonn_tp.layers.tokens import Tokens
+
+
+def whole_activation(share: Tensor, mesh: Mesh, features: int) -> Tensor:
+    """All features of all tokens; the gradient, which is whole on every rank, is split again.
+
+    Args:
+        share: what came: whole, or features split over y, tokens scattered over x, or both.
+        mesh: the mesh of the layers before.
+        features: how many there are.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    split, shape = split_of(share), tuple(share.shape)
+    rows = plain(share)
+    if split is not None:
+        tokens = _scattered(share)
+        if "x" in split.over and tokens is None:
+            raise ValueError(
+                f"an activation of shape {shape} has its features split over x, as between the layers of a pair, and is to be whole; make "
+                "the layer before it transposed or self_contained in the plan"
+            )
+        rows = rows if tokens is None else tokens.unflatten(rows)
+        if "y" in split.over:
+            rows = gather_from(rows, mesh, "y", -1)
+        if tokens is not None:
+            rows = gather_from(rows, mesh, "x", -2)[..., : tokens.whole, :]
+    if rows.shape[-1] != features:
+        raise ValueError(
+            f"an activation of shape {shape} has {rows.shape[-1]} features on all ranks together, expected {features}; correct the plan of "
+            "the layers before it"
+        )
+    return rows
+
+
+def share_again(whole: Tensor, share: Tensor, mesh: Mesh) -> Tensor:
+    """What is whole on every rank, split as an activation of the same shape was before `whole_activation`."""
+    split = split_of(share)
+    if split is None:
+        return whole
+    tokens = _scattered(share)
+    with unwatched():
+        if tokens is not None:
+            whole = split_to(filled(whole, -2, tokens.ranks), mesh, "x", -2)
+        if "y" in split.over:
+            whole = split_to(whole, mesh, "y", -1)
+        return split_as(whole.reshape(share.shape), share)
+
+
+def _scattered(share: Tensor) -> Tokens | None:
+    """How its tokens lie, where they are scattered over x."""
+    split = split_of(share)
+    return None if split is None or split.tokens is None or split.tokens.ranks == 1 else split.tokens

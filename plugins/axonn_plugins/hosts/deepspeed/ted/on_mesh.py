@@ -1,0 +1,217 @@
+"""A model with DeepSpeed's MoE layers on any 4D mesh: dense layers in 3D PMM, MoE layers TED's, with or without an engine.
+
+The ranks of an x-y plane, which read the same tokens, are TED's tensor ranks. Those that differ in z and data read different
+tokens: neighbours among them have different experts, the rest is expert data (equation 7.1 with G_tensor = gx·gy). The mesh serves
+all parameters: experts' layouts name the grid of its ranks that they lie on, which `axonn_tp` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE as StockMoE
+from torch import nn
+
+from axonn_plugins.config import ConfigError, Ted
+from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, marked, refuse_others
+from axonn_plugins.hosts.deepspeed.ted.layers import Within, adopt, expert_ranks, stand_ins, stock_layers
+from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, Report, auto_plan, parallelize, place
+from axonn_tp.plan.rules import Plan
+from ted_moe import Groups, Topology
+
+
+@dataclass(frozen=True)
+class MeshSplit:
+    """What becomes of a model, or of the layers of one pipeline stage.
+
+    Attributes:
+        plan: of the dense layers; experts are named replicated, which leaves them to TED.
+        placements: of all dense layers that change.
+        report: what an automatic plan says.
+        topology: of the experts; None where there are none.
+    """
+
+    plan: Mapping[str, LayerPlan]
+    placements: list[Placement] = field(default_factory=list)
+    report: Report | None = None
+    topology: Topology | None = None
+
+
+def split_with_experts(
+    model: nn.Module,
+    mesh: Mesh,
+    block: Ted | None = None,
+    plan: Plan | Literal["auto"] = "auto",
+    options: Options | None = None,
+    example_inputs: Any = None,
+) -> Groups | None:
+    """Split a model's dense layers on a mesh and make its MoE layers TED's, in place; every rank of every stage calls it.
+
+    Afterwards forward, backward, `axonn_tp.sync_gradients`, `axonn_tp.clip_grad_norm_` and a torch optimizer's step train what one
+    process with all experts trains that routes the tokens of each z and data by itself.
+
+    Args:
+        model: the serial model, or one pipeline stage's layers; of each MoE layer it has this rank's num_experts / ep_size experts.
+        mesh: of the model, or of this rank's stage.
+        block: TED's choices; its `tensor` is left out, for x and y say it.
+        plan: of the dense layers, see `axonn_tp.parallelize`.
+        options: of the dense layers.
+        example_inputs: for the automatic plan, see `axonn_tp.auto_plan`.
+
+    Returns:
+        The experts' process groups; None where there are no MoE layers.
+
+    Raises:
+        ValueError: on every rank, the first rank's reason.
+    """
+    block, problem, split = block or Ted.model_validate({}), None, MeshSplit({})
+    try:
+        split = find_split(model, mesh.grid, block, plan, options, example_inputs)
+    except ValueError as error:
+        problem = str(error)
+    _agree(problem)
+    return apply_split(model, mesh, block, split, options)
+
+
+def find_split(
+    model: nn.Module,
+    grid: Grid,
+    block: Ted,
+    plan: Plan | Literal["auto"] = "auto",
+    options: Options | None = None,
+    example_inputs: Any = None,
+) -> MeshSplit:
+    """What becomes of a model; communicates nothing and changes nothing. See `split_with_experts`.
+
+    Raises:
+        ValueError: it cannot be split so.
+    """
+    layers, report = stock_layers(model), None
+    topology = _topology(layers, grid, block) if layers else None
+    if isinstance(model, StockMoE):
+        return MeshSplit({"*": LayerPlan("replicated")}, topology=topology)
+    if plan == "auto":
+        with stand_ins(model, boundary=True):
+            plan, report = auto_plan(model, grid, example_inputs, options)
+    elif isinstance(plan, str):
+        raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
+    else:
+        _refuse_experts_in(plan, model, layers)
+    whole = {f"{name}.*": LayerPlan("replicated") for name in layers}
+    named = whole | {pattern: LayerPlan.of(pattern, layer) for pattern, layer in plan.items()}
+    return MeshSplit(named, place(model, grid, named, options), report, topology)
+
+
+def apply_split(
+    model: nn.Module, mesh: Mesh, block: Ted, split: MeshSplit, options: Options | None = None
+) -> Groups | None:
+    """Do what `find_split` found; every rank of every stage calls it, also of one without MoE layers. See `split_with_experts`.
+
+    Raises:
+        ValueError: experts' weights would be lost; on every rank.
+    """
+    layers, mine = stock_layers(model), None
+    _keep_experts(layers, split.topology)
+    for topology in _topologies(split):
+        groups = _groups(mesh, topology)
+        if topology == split.topology:
+            mine = groups
+    for layer in layers.values():
+        assert mine is not None
+        adopt(layer, mine, block, within=Within(mesh, experts_grid(mine.topology)))
+        layer.shared_out = mine.topology.tensor > 1 or mine.topology.expert > 1  # type: ignore[assignment]
+    parallelize(model, mesh, split.plan, options)
+    return mine
+
+
+def experts_grid(topology: Topology) -> Grid:
+    """The experts' grid on a mesh's ranks: tensor is x where experts are split, expert is z, expert data is data."""
+    return Grid(gx=topology.expert_tensor, gz=topology.expert, gdata=topology.expert_data)
+
+
+def experts_groups(mesh: Mesh, topology: Topology) -> dict[str, dist.ProcessGroup]:
+    """The groups of experts by TED's axis, also those of one rank: what `tables.Tables` takes, after `apply_split`."""
+    on = mesh.over(experts_grid(topology))
+    return {"expert": on.group("z"), "expert_data": on.group("data")}
+
+
+def _topology(layers: Mapping[str, StockMoE], grid: Grid, block: Ted) -> Topology:
+    plane, batch, expert = grid.gx * grid.gy, grid.batch, expert_ranks(dict(layers))
+    if block.tensor not in (1, plane):
+        raise ValueError(
+            f"tensor = {block.tensor}, but gx*gy = {grid.gx}*{grid.gy} = {plane} ranks split the dense layers, and experts with them; leave "
+            "tensor out"
+        )
+    whole = block.expert_tensor_parallel is False
+    if not whole and batch % expert:
+        raise ValueError(
+            f"ep_size = {expert} of the MoE layers does not divide gz*gdata = {grid.gz}*{grid.gdata} = {batch}, the ranks that read "
+            f"different data; give the layers an ep_size that divides {batch}"
+        )
+    if whole and (grid.world % expert or max(expert, plane) % min(expert, plane)):
+        raise ValueError(
+            f"ep_size = {expert} of the MoE layers, whose experts expert_tensor_parallel = false leaves whole, neither divides nor is a "
+            f"multiple of gx*gy = {plane}, or does not divide the grid's {grid.world} ranks; choose another, or leave expert_tensor_parallel out"
+        )
+    name = marked(layers)
+    if name is not None and plane > 1:
+        raise ValueError(
+            f"layer {name} has experts that are split already (tensor_model_parallel), and gx*gy = {plane} ranks would split them again; build "
+            "it with whole experts"
+        )
+    return Topology(grid.world, plane, expert, not whole)
+
+
+def _refuse_experts_in(plan: Plan, model: nn.Module, layers: Mapping[str, StockMoE]) -> None:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for pattern in plan:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if found and all(any(name.startswith(f"{layer}.") for layer in layers) for name in found):
+            raise ValueError(
+                f"plan {pattern!r} names parts of MoE layers alone ({found[0]}), which TED splits itself; remove it from the plan"
+            )
+
+
+def _topologies(split: MeshSplit) -> list[Topology]:
+    """Those of all stages, in one order on all ranks: groups are made by all together."""
+    everyone: list[Topology | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, split.topology)
+    return list(dict.fromkeys(topology for topology in everyone if topology is not None))
+
+
+def _groups(mesh: Mesh, topology: Topology) -> Groups:
+    of_experts = experts_groups(mesh, topology)
+    known = {"tensor": mesh.group("model"), "data": mesh.group("batch"), **of_experts}
+    if topology.block == mesh.grid.world:
+        known["block"] = mesh.group("grid")
+    return Groups(topology, known, dist.get_world_size() // topology.world)
+
+
+def _keep_experts(layers: Mapping[str, StockMoE], topology: Topology | None) -> None:
+    """Refuse experts that a script has made for the ranks of stock DeepSpeed without tensor parallelism."""
+    everyone, problem = exchange_weights(layers, 1 if topology is None else topology.expert), None
+    if topology is not None:
+        stages, first = dist.get_world_size() // topology.world, dist.get_rank() - dist.get_rank() % topology.world
+        of_stage = everyone[first : first + topology.world]
+        if stages > 1:
+            # Of these ranks DeepSpeed's tables know other numbers.
+            of_stage = [replace(weights, known=None) for weights in of_stage]
+        stock = [Topology(topology.world, 1, topology.expert)] if topology.tensor > 1 else []
+        try:
+            refuse_others(of_stage, topology, stock, own=False)
+        except ConfigError as error:
+            problem = str(error)
+    _agree(problem)
+
+
+def _agree(problem: str | None) -> None:
+    """Raise the first rank's problem on every rank."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise ValueError(found)

@@ -1,0 +1,247 @@
+"""A model with MoE layers on any mesh trains what one process with all experts trains, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from axonn_plugins.config import Ted
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import find_split, split_with_experts
+from axonn_recipes.models.gpt import GPT
+from axonn_tp import GradientReducer, Grid, Mesh, Options, checkpoint, factorisations, sync_gradients
+from tests import groups
+from tests.axonn_tp.test_exports import refusal
+from tests.compose.experts_on_mesh import (
+    CONFIG,
+    GATES,
+    PLAIN,
+    REENTRANT,
+    Case,
+    batches,
+    build,
+    copied,
+    errors,
+    expected,
+    farthest,
+    moe_layers,
+    start,
+    whole,
+)
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+
+TOLERANCE = 1e-10
+WHOLE = {"expert_tensor_parallel": False}
+REPLICATED = Options(layout="replicated")
+
+
+def sizes_of(grid: Grid, whole: bool) -> Iterator[int]:
+    plane = grid.gx * grid.gy
+    for size in (1, 2, 4):
+        if whole:
+            if grid.world % size == 0 and max(size, plane) % min(size, plane) == 0:
+                yield size
+        elif grid.batch % size == 0:
+            yield size
+
+
+def cases_of(grid: Grid) -> Iterator[Case]:
+    """Both layouts with every ep_size, experts split and whole; gates, plans and the rest take turns."""
+    number = 0
+    for options in (Options(), REPLICATED):
+        for ted in ({}, WHOLE):
+            for size in sizes_of(grid, ted is WHOLE):
+                gate = list(GATES)[number % len(GATES)]
+                yield Case(grid, size, gate, ("stream", "stream", "pairs")[number % 3], options, ted)
+                number += 1
+
+
+def cases(ranks: int) -> list[Case]:
+    if ranks == 4:
+        return [case for grid in factorisations(4) for case in cases_of(grid)]
+    everything = Options(reshard_after_forward=True, regather_inputs=True)
+    return [
+        Case(Grid(2, 2, 2), 2, "k 1"),
+        Case(Grid(2, 2, 2), 2, "k 2, drops, residual", options=everything),
+        Case(Grid(2, 1, 2, 2), 4, "k 2", options=everything, checkpoint=REENTRANT),
+        Case(Grid(1, 2, 2, 2), 2, "k 1, drops", options=REPLICATED, checkpoint=PLAIN),
+        Case(Grid(2, 2, 1, 2), 2, "k 2", checkpoint=PLAIN),
+        Case(Grid(4, 1, 1, 2), 2, "k 2, drops, residual"),
+        Case(Grid(2, 1, 4), 2, "k 2", ted=WHOLE),
+        Case(Grid(2, 2, 2), 4, "k 1, drops", ted=WHOLE, checkpoint=REENTRANT),
+        Case(Grid(2, 2, 2), 2, "k 2", ted={"duplicate_token_dropping": False, "fused": False}),
+        Case(Grid(2, 2, 2), 2, "k 2", plan="auto"),
+        Case(Grid(2, 1, 2, 2), 4, "k 1", plan="auto", options=REPLICATED),
+    ]
+
+
+def all_errors(chosen: list[Case]) -> Any:
+    groups.reuse()
+    made = {grid: Mesh(grid) for grid in dict.fromkeys(case.grid for case in chosen)}
+    return {str(case): attempt(errors, case, made[case.grid]) for case in chosen}
+
+
+def in_stages() -> Any:
+    """Two stages, which split models of their own: with other experts on other ranks, then one without experts."""
+    groups.reuse()
+    grid, found = Grid(2, 1, 2), {}
+    mesh, stage = Mesh(grid, stages=2), dist.get_rank() // grid.world
+    for size in (2, 1 + stage):
+        case = Case(grid, size, "k 2, drops, residual", ted={"expert_tensor_parallel": size == 2})
+        found[f"{case}, stage {stage}"] = attempt(errors, case, mesh)
+    dense = GPT(CONFIG).double()
+    made = split_with_experts(dense if stage else build("k 1", 2), mesh)
+    return found, made if made is None else made.ranks("expert")
+
+
+def trained() -> float:
+    """How far weights are from one process' after three steps of two passes, sums under way while backward runs."""
+    mesh, far = Mesh(Grid(2, 1, 2)), 0.0
+    case = Case(mesh.grid, 2, "k 2")
+    models = [start(case, mesh), copied(case.gate)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    reducer = GradientReducer(models[0].parameters(), mesh, bucket_bytes=10_000)
+    for step in range(3):
+        for passes, part in enumerate(batches().roll(step).chunk(2)):
+            with reducer.no_sync() if passes == 0 else nullcontext():
+                ids = mesh.shard_batch(part)
+                models[0](ids[:, :-1], ids[:, 1:]).backward()
+            for ids in part.chunk(mesh.grid.batch):
+                (models[1](ids[:, :-1], ids[:, 1:]) / mesh.grid.batch).backward()
+        reducer.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = {name: parameter.detach() for name, parameter in models[1].named_parameters()}
+        far = max(far, farthest(whole(models[0], mesh, lambda p: p), wanted))
+    return far
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh | None, number: int) -> None:
+    ids = batches().roll(number)
+    ids = ids if mesh is None else mesh.shard_batch(ids)
+    for part in ids.chunk(2 if mesh is None else 1):
+        (model(part[:, :-1], part[:, 1:]) / (2 if mesh is None else 1)).backward()
+    if mesh is not None:
+        sync_gradients(model.parameters(), mesh)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed(folder: str) -> dict[str, float]:
+    """How far weights are after a step on other grids, and in one process, from those of the run that was saved before it."""
+    groups.reuse()
+    first = Case(Grid(2, 1, 2), 2, "k 2, drops, residual")
+    others = [Case(Grid(1, 2, 1, 2), 1, first.gate), Case(Grid(2, 1, 1, 2), 4, first.gate, ted=WHOLE), first]
+    mesh, far = Mesh(first.grid), {}
+    model = start(first, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, mesh, 0)
+    checkpoint.save(folder, model, mesh, optimizer)
+    step(model, optimizer, mesh, 1)
+    wanted = whole(model, mesh, lambda p: p)
+    for case in others:
+        mesh = Mesh(case.grid)
+        model = start(case, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        checkpoint.load(folder, model, mesh, optimizer)
+        step(model, optimizer, mesh, 1)
+        far[str(case)] = farthest(whole(model, mesh, lambda p: p), wanted)
+    if dist.get_rank() == 0:
+        serial = copied(first.gate)
+        optimizer = torch.optim.AdamW(serial.parameters(), lr=1e-2)
+        checkpoint.load(folder, serial, None, optimizer)
+        step(serial, optimizer, None, 1)
+        far["serial"] = farthest({name: p.detach() for name, p in serial.named_parameters()}, wanted)
+    return far
+
+
+def refused() -> list[str]:
+    mesh = Mesh(Grid(2, 1, 2))
+    split_already = build("k 1", 2)
+    next(moe_layers(split_already)[0].deepspeed_moe.experts.parameters()).tensor_model_parallel = True
+    made_for_others = build("k 1", 2)
+    for parameter in moe_layers(made_for_others)[0].deepspeed_moe.experts.parameters():
+        parameter.data += dist.get_rank() % 2
+    here = ValueError("rank 2 alone finds this") if dist.get_rank() == 2 else None
+    only_one = build("k 1", 2)
+    if here is not None:
+        moe_layers(only_one)[0].deepspeed_moe.use_tutel = True
+    return [
+        refusal(partial(split_with_experts, model, mesh, Ted.model_validate(ted), plan))
+        for model, ted, plan in [
+            (build("k 1", 4), {}, "auto"),
+            (build("k 1", 2), {"tensor": 4}, "auto"),
+            (build("k 1", 2), {}, {"*.deepspeed_moe.*.fc1": "normal"}),
+            (build("k 1", 2), {}, "automatic"),
+            (split_already, {}, {}),
+            (made_for_others, {}, {}),
+            (only_one, {}, {}),
+        ]
+    ]
+
+
+REFUSALS = [
+    "ep_size = 4 of the MoE layers does not divide gz*gdata = 2*1 = 2, the ranks that read different data",
+    "tensor = 4, but gx*gy = 2*1 = 2 ranks split the dense layers",
+    "plan '*.deepspeed_moe.*.fc1' names parts of MoE layers alone",
+    "plan = 'automatic' is not a plan",
+    "layer blocks.1.moe has experts that are split already (tensor_model_parallel), and gx*gy = 2",
+    "the experts' weights are equal on ranks [0, 2], and TED has the same experts on [0, 1]",
+    "layer blocks.1.moe has use_tutel = true",
+]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_equals_one_process(ranks: int) -> None:
+    chosen = cases(ranks)
+    for case in chosen:
+        expected(case.gate, case.grid.batch)
+    for found in run_ranks(all_errors, ranks, chosen, timeout=400):
+        for case, differences in found.items():
+            assert not isinstance(differences, str), (case, differences)
+            assert max(differences.values()) < TOLERANCE, (case, differences)
+
+
+def test_stages_have_experts_of_their_own() -> None:
+    expected("k 2, drops, residual", 2)
+    for rank, (found, ranks) in enumerate(run_ranks(in_stages, 8)):
+        for case, differences in found.items():
+            assert not isinstance(differences, str), (case, differences)
+            assert max(differences.values()) < TOLERANCE, (case, differences)
+        assert ranks == ([rank % 2, rank % 2 + 2] if rank < 4 else None)
+
+
+def test_several_passes_and_steps() -> None:
+    assert max(run_ranks(trained, 4)) < TOLERANCE
+
+
+def test_refusals() -> None:
+    for found in run_ranks(refused, 4):
+        for message, expected_words in zip(found, REFUSALS, strict=True):
+            assert expected_words in message, (message, expected_words)
+
+
+def test_whole_experts_must_fit_the_plane() -> None:
+    with pytest.raises(ValueError, match="ep_size = 2 of the MoE layers, whose experts expert_tensor_parallel = false"):
+        find_split(build("k 1", 2), Grid(3, 1, 2), Ted.model_validate(WHOLE), {})
+
+
+def test_auto_splits_the_stream_across_experts() -> None:
+    split = find_split(build("k 2", 2), Grid(2, 2, 2), Ted.model_validate({}))
+    kinds = {name: layer.kind for name, layer in split.plan.items()}
+    assert kinds["tokens"] == "embedding" and kinds["blocks.1.ln2"] == "norm" and kinds["head"] == "head"
+    assert not split.plan["tokens"].whole_tokens
+
+
+def test_a_checkpoint_is_read_on_other_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(resumed, 4, str(tmp_path / "checkpoint")):
+        assert max(found.values()) < TOLERANCE, found
