@@ -23,6 +23,7 @@ from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
+from axonn_plugins.hosts.deepspeed.optim.double_zero import DoubleZero
 from axonn_plugins.hosts.deepspeed.optim.param_groups import extend_scheduler, schedulers_of, split_groups
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
@@ -106,7 +107,7 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(OwnStates, TracedEngine):
+class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     client_lr_scheduler: Any
@@ -147,7 +148,7 @@ class AxonnEngine(OwnStates, TracedEngine):
         # DeepSpeed's groups are those of one grid, and experts beside split weights are on another.
         self._by_layout = block.tensor_parallel is not None and block.ted is not None
         self._apart = self._states is None and not self._by_layout and self._mark_apart(model)
-        self._double = any(p.dtype == torch.float64 for p in model.parameters())
+        self._wide = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
             print(f"axonn {__version__}: {self._described(split)}", file=sys.stderr, flush=True)
             if split.report is not None:
@@ -240,7 +241,7 @@ class AxonnEngine(OwnStates, TracedEngine):
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """DeepSpeed's gradient sum at stage 0; what it does not know, as float64, we sum by layouts."""
-        if self._states is None and (self._double or self._by_layout) and grads is None:
+        if self._states is None and (self._wide or self._by_layout) and grads is None:
             sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
         else:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)

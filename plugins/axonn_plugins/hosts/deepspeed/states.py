@@ -194,7 +194,7 @@ class OwnStates(CheckedCheckpoints):
         if self._pruning is not None:
             self.optimizer.prune(self._pruning.forget())
 
-    def _loaded(self) -> None:
+    def _after_loading(self) -> None:
         """A model that comes dense is pruned at once if its step is beyond `start_step`."""
         if not self._searching:
             self._prune_when_due()

@@ -45,10 +45,10 @@ class CheckedCheckpoints(DeepSpeedEngine):
             tag = find(load_dir, tag)
         found = self._read(load_dir, tag, *rest, **keywords)
         if tag is not None:
-            self._loaded()
+            self._after_loading()
         return found
 
-    def _loaded(self) -> None:
+    def _after_loading(self) -> None:
         """Called when a checkpoint has been read."""
 
     def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:

@@ -48,7 +48,9 @@ class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
                     # In parts, so that a copy in float64 takes no memory to speak of.
                     total += sum(part.double().square().sum() for part in gradient.reshape(-1).split(_PART))
         dist.all_reduce(total)
-        return (total.sqrt() if total.isfinite() else -torch.ones_like(total)).float()
+        norm = total.sqrt() if total.isfinite() else -torch.ones_like(total)
+        wide = any(flat.dtype == torch.float64 for flat in self.single_partition_of_fp32_groups)
+        return norm if wide else norm.float()
 
 
 class MixedPrecisionOptimizer(ZeROOptimizer):

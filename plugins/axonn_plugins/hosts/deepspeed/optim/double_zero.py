@@ -1,4 +1,4 @@
-"""ZeRO-1 of a model in float64, in float64: DeepSpeed takes it for a float32 one, whose sums, master weights and norm are float32."""
+"""ZeRO-1 and 2 of a model in float64, in float64: DeepSpeed takes it for a float32 one, whose sums, master weights and norm are float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class DoubleZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's ZeRO-1 optimizer with float64 master weights and norm."""
+    """DeepSpeed's ZeRO-1 and 2 optimizer with float64 master weights and norm."""
 
     def _configure_master_weights(self, **settings: Any) -> torch.dtype:
         super()._configure_master_weights(**settings)
@@ -45,13 +45,14 @@ class DoubleZeroOptimizer(DeepSpeedZeroOptimizer):
 
 
 class DoubleZero(DeepSpeedEngine):
-    """The part of an engine that makes ZeRO-1's optimizer of a float64 model."""
+    """The part of an engine that makes ZeRO's optimizer of a float64 model."""
 
     _double = False
+    _making = False
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
-        zero = self.zero_optimization_stage() == 1
+        zero = self.zero_optimization_stage() in (1, 2)
         found = torch.tensor(
             [any(p.dtype == torch.float64 for p in self.module.parameters())], device=self.device
         ).int()
@@ -67,7 +68,8 @@ class DoubleZero(DeepSpeedEngine):
     def communication_data_type(self) -> torch.dtype:
         """DeepSpeed's type in which gradients are averaged, float64 where that is the model's and no other is asked for."""
         given = self._config.communication_data_type
-        return torch.float64 if given is None and self._double else super().communication_data_type
+        wide = given is None and self._double and not self._making
+        return torch.float64 if wide else super().communication_data_type
 
     @communication_data_type.setter
     def communication_data_type(self, value: torch.dtype) -> None:
@@ -76,8 +78,16 @@ class DoubleZero(DeepSpeedEngine):
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         before = engine.DeepSpeedZeroOptimizer
         if self._double:
-            engine.DeepSpeedZeroOptimizer = DoubleZeroOptimizer
+            bases = (DoubleZeroOptimizer,) if before is DeepSpeedZeroOptimizer else (DoubleZeroOptimizer, before)
+            engine.DeepSpeedZeroOptimizer = type(before.__name__, bases, {})
+        # DeepSpeed refuses float64 for stage 2, whose sums do not care.
+        self._making = True
         try:
-            return super()._configure_zero_optimizer(optimizer)
+            made = super()._configure_zero_optimizer(optimizer)
         finally:
-            engine.DeepSpeedZeroOptimizer = before
+            engine.DeepSpeedZeroOptimizer, self._making = before, False
+        if self._double:
+            wanted = self.communication_data_type
+            made.ipg_buckets[wanted] = made.ipg_buckets.pop(made.communication_data_type)
+            made.communication_data_type = wanted
+        return made
