@@ -216,12 +216,16 @@ def config(case: Case, readers: int) -> dict[str, Any]:
         "zero_optimization": {"stage": case.stage, "reduce_bucket_size": 10**5, "allgather_bucket_size": 10**5},
         "axonn": case.block | ({"pipeline": case.block.get("pipeline", {})} if case.stages else {}),
     }
+    if "train_batch_size" in case.extra:
+        del made["train_micro_batch_size_per_gpu"]
     return made | case.extra
 
 
-def readers_of(case: Case) -> int:
-    """Ranks that read different data."""
-    tensor = case.block.get("tensor_parallel", {})
+def readers_of(case: Case, engine: Any = None) -> int:
+    """Ranks that read different data, which only the engine knows where sizes are "auto"."""
+    if engine is not None and hasattr(engine, "mesh"):
+        return engine.mesh.grid.batch
+    tensor = {axis: size for axis, size in case.block.get("tensor_parallel", {}).items() if size != "auto"}
     plane = tensor.get("gx", 1) * tensor.get("gy", 1) * case.block.get("ted", {}).get("tensor", 1)
     return dist.get_world_size() // plane // max(case.stages, 1)
 
@@ -256,7 +260,7 @@ def start(case: Case) -> Any:
 
 def train(engine: Any, case: Case, steps: range | None = None) -> tuple[list[float], list[float]]:
     """Losses and norms."""
-    readers = readers_of(case)
+    readers = readers_of(case, engine)
     mesh = getattr(engine, "mesh", None)
     reader = (
         mesh.rank("batch")
@@ -288,10 +292,10 @@ def train(engine: Any, case: Case, steps: range | None = None) -> tuple[list[flo
 def run(case: Case) -> tuple[list[float], list[float], list[float], list[float]]:
     """Losses and norms of the engine, and those of the serial run."""
     engine = start(case)
-    found = train(engine, case)
+    found, readers = train(engine, case), readers_of(case, engine)
     engine.destroy()
     dist.barrier()
-    return *found, *serial_run(case, readers_of(case))
+    return *found, *serial_run(case, readers)
 
 
 def run_all(cases: dict[str, Case], attempt: Callable[..., Any]) -> dict[str, Any]:

@@ -9,25 +9,12 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.config import ConfigError, compose, parse
 from axonn_plugins.hosts.deepspeed import config_hook
 from axonn_plugins.hosts.deepspeed.pipeline import config as pipeline_config
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "TED": ({"ted": {}}, {}, ("axonn.pipeline", "axonn.ted", "leave one")),
-    "TP of a size to be found": ({"tensor_parallel": {"gx": "auto"}}, {}, ('"auto"', "give gx, gy and gz")),
-    "TP, stage 1": (
-        {"tensor_parallel": {}},
-        {"zero_optimization": {"stage": 1}},
-        ("zero_optimization.stage = 1", "axonn.tensor_parallel", "larger gz"),
-    ),
-    "TP, tuned": ({"tensor_parallel": {"tune_matmuls": True}}, {}, ("tune_matmuls", "turn it off")),
     "TP, traced": ({"tensor_parallel": {"trace_steps": [1, 2]}}, {}, ("trace_steps", "record_events")),
-    "SAMO, stage 1": (
-        {"samo": {"sparsity": 0.9}},
-        {"zero_optimization": {"stage": 1}},
-        ("zero_optimization.stage = 1", "axonn.samo", "shard"),
-    ),
     "stage 2": ({}, {"zero_optimization": {"stage": 2}}, ("zero_optimization.stage = 2", "stage 0 or 1")),
     "both halves": ({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("turn one off",)),
     "autocast": (
@@ -43,7 +30,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 def test_refusals(name: str) -> None:
     others, raw, said = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
-        pipeline_config.use(parse({"pipeline": {}, **others}), raw, None)
+        block = parse({"pipeline": {}, **others})
+        compose.check(block)
+        pipeline_config.use(block, raw, None)
     assert all(part in str(caught.value) for part in said), caught.value
 
 

@@ -83,8 +83,8 @@ def runs(folder: str) -> dict[str, Any]:
     found["weights"] = all(torch.equal(weights[name], again[name]) for name in weights)
     engine.destroy()
     engine = start(replace(case, tensor=split(gx=2)))
-    with pytest.raises(ConfigError, match="was written on 2 stages with gx=1 gy=1 gz=2 and can be read there only"):
-        engine.load_checkpoint(folder, tag="half way")
+    engine.load_checkpoint(folder, tag="half way")
+    found["on another grid"] = max(abs(a - b) for a, b in zip(on, train(engine, case, range(2, 4)), strict=True))
     engine.destroy()
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
     return found
@@ -132,12 +132,10 @@ def test_precisions_checkpoints_and_mistakes(tmp_path: Path) -> None:
     for found in run_ranks(runs, 4, str(tmp_path)):
         assert found["fp16"] == pytest.approx(found["fp32"], rel=0.02)
         assert found["bf16"] == pytest.approx(found["fp32"], rel=0.05)
-        assert found["resumed"] and found["weights"]
+        assert found["resumed"] and found["weights"] and found["on another grid"] < 1e-5
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
-    names = {file.name for file in (tmp_path / "half way").iterdir()}
-    assert {f"mp_rank_{number:02d}_model_states.pt" for number in range(4)} <= names
-    assert {"layer_01-model_00-model_states.pt", "layer_01-model_01-model_states.pt"} <= names
+    assert (tmp_path / "half way" / "axonn" / "complete").is_file()
 
 
 def rank_is_killed() -> str:

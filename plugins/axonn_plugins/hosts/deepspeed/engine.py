@@ -71,20 +71,46 @@ def options(block: TensorParallel) -> Options:
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
-def _choose_sizes(model: nn.Module, config_class: Any, optimizer: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them; returns it."""
+def choose_sizes(
+    model: nn.Module,
+    config_class: Any,
+    optimizer: Any,
+    keywords: dict[str, Any],
+    planned: nn.Module | None = None,
+    stage: int = 0,
+    stages: int = 1,
+) -> dict[str, Any]:
+    """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them.
+
+    Args:
+        model: the serial model, or this rank's stage of it.
+        config_class: DeepSpeed's parsed configuration.
+        optimizer: the script's.
+        keywords: other arguments of `deepspeed.initialize`.
+        planned: what the planner looks at, where that is not the model.
+        stage: of a pipeline.
+        stages: how many there are.
+
+    Returns:
+        The configuration with sizes.
+
+    Raises:
+        ConfigError: none fit; the same on every rank.
+    """
     block = config_class.axonn
     problem, chosen, settings, raw = None, None, block.tensor_parallel, config_class.axonn_raw
     assert settings is not None
     try:
         check_shapes(model)
         if dist.get_rank() == 0:
+            plans, ranks = layer_plans(settings), dist.get_world_size() // stages
             chosen = auto_sizes.choose_sizes(
-                model, settings, raw, dist.get_world_size(), layer_plans(settings), options(settings)
+                planned or model, settings, raw, ranks, plans, options(settings), block.ted
             )
     except ValueError as error:
         problem = str(error)
-    chosen = agree(problem, facts_of(model, raw, optimizer, keywords) if problem is None else {}, chosen)
+    facts = facts_of(model, raw, optimizer, keywords) if problem is None else {}
+    chosen = agree(problem, facts, chosen, stage)
     if dist.get_rank() == 0:
         print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
     raw = auto_sizes.with_sizes(raw, chosen.sizes)
@@ -119,7 +145,7 @@ class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
         block: Axonn = config_class.axonn
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
-            keywords["config"] = _choose_sizes(model, config_class, optimizer, keywords)
+            keywords["config"] = choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
         self._states = States.asked(block, config_class.axonn_stage)
         check_has_optimizer(self._states, optimizer, config_class)

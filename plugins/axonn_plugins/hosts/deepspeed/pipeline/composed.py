@@ -18,11 +18,18 @@ from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import check_optimizer, compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
-from axonn_plugins.hosts.deepspeed.engine import options
+from axonn_plugins.hosts.deepspeed.engine import choose_sizes, options
 from axonn_plugins.hosts.deepspeed.optim.by_layout import MixedPrecisionOptimizer
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
-from axonn_plugins.hosts.deepspeed.pipeline.stage_split import KEY, regroup, settings_of, stage_grid, stage_plan
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
+    KEY,
+    StageLayers,
+    regroup,
+    settings_of,
+    stage_grid,
+    stage_plan,
+)
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.states import OwnStates, States, check_has_optimizer
 from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
@@ -53,6 +60,12 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         block: Axonn = config_class.axonn
+        if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
+            planned, stage = StageLayers(model), model.stage_id
+            keywords["config"] = choose_sizes(
+                model, config_class, optimizer, keywords, planned, stage, model.num_stages
+            )
+            block = config_class.axonn
         self._ted, self._split = block.ted, settings_of(block)
         self._states = States.asked(block, config_class.axonn_stage)
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())

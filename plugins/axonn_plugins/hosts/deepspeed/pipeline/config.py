@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import settings_of, stage_grid
 from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
-from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_batch
+from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_automatic, check_batch, stand_in
 from axonn_tp import Grid
 
 
@@ -21,7 +21,10 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     refuse([*_refusals(block, raw), *of_background(raw)])
     split = settings_of(block)
     if isinstance(mpu, PipelineParallelGrid) and split is not None:
-        grid = stage_grid(split, mpu)
+        automatic = len(split.given) < 3
+        grid = stand_in(raw) if automatic else stage_grid(split, mpu)
+        if automatic:
+            check_automatic(split, raw)
         check(raw, grid)
         mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
@@ -72,7 +75,6 @@ class _DualPipe:
 def _refusals(block: Axonn, raw: Mapping[str, Any]) -> list[Refusal]:
     stage = section(raw, "zero_optimization").get("stage", 0)
     return [
-        *_of_tensor_parallel(block, stage),
         (
             stage in (2, 3),
             f"zero_optimization.stage = {stage} does not go with a PipelineModule, which reduces gradients once a batch; use stage 0 or 1",
@@ -85,24 +87,4 @@ def _refusals(block: Axonn, raw: Mapping[str, Any]) -> list[Refusal]:
             "bfloat16, or the fp16 section",
         ),
         (enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or axonn.pipeline"),
-    ]
-
-
-def _of_tensor_parallel(block: Axonn, stage: Any) -> list[Refusal]:
-    settings = block.tensor_parallel
-    if settings is None:
-        return []
-    return [
-        (
-            len(settings.given) < 3,
-            'axonn.tensor_parallel has sizes that are "auto", which do not go with axonn.pipeline yet; give gx, gy and gz as numbers',
-        ),
-        (
-            settings.tune_matmuls,
-            "axonn.tensor_parallel.tune_matmuls does not go with axonn.pipeline yet, whose stages have different matmuls; turn it off",
-        ),
-        (
-            settings.trace_steps is not None,
-            "axonn.tensor_parallel.trace_steps does not go with axonn.pipeline, whose engine has record_events(); leave it out",
-        ),
     ]

@@ -182,7 +182,7 @@ def _check_pairs(placements: Sequence[Placement], module: PipelineModule) -> Non
         )
 
 
-class _Bare(nn.Module):
+class StageLayers(nn.Module):
     """A stage's layers without its groups, which cannot be copied."""
 
     def __init__(self, module: PipelineModule) -> None:
@@ -192,7 +192,7 @@ class _Bare(nn.Module):
                 self.add_module(name, child)
         self.functions = list(module.forward_funcs)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any) -> Any:  # noqa: D102
         for function in self.functions:
             x = function(x)
         return x
@@ -200,7 +200,7 @@ class _Bare(nn.Module):
 
 def _found(module: PipelineModule, grid: Grid) -> dict[str, LayerPlan]:
     """The pairs within this stage."""
-    plan, report = auto_plan(_Bare(module), grid)
+    plan, report = auto_plan(StageLayers(module), grid)
     if module._grid.data_parallel_id == 0 and module._grid.get_slice_parallel_rank() == 0:
         print(f"axonn: stage {module.stage_id}: {report}", file=sys.stderr, flush=True)
     return {name: layer for name, layer in plan.items() if layer.kind in ("normal", "transposed", "group_norm")}

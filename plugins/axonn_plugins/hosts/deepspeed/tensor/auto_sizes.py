@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from torch import nn
 
-from axonn_plugins.config import ConfigError, TensorParallel
+from axonn_plugins.config import ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.deepspeed.sections import enabled, section
+from axonn_plugins.hosts.deepspeed.ted.layers import stand_ins
 from axonn_plugins.hosts.deepspeed.tensor.config import check
 from axonn_plugins.planner import choose, here, machine
 from axonn_plugins.planner.space import factorizations
@@ -44,6 +46,7 @@ def choose_sizes(
     world: int,
     plan: Mapping[str, LayerPlan],
     options: Options,
+    experts: Ted | None = None,
 ) -> Chosen:
     """The grid whose collectives take least time.
 
@@ -54,15 +57,18 @@ def choose_sizes(
         world: number of ranks.
         plan: the block's; where that is "auto", it is found on a grid of 2 x 2.
         options: of the run.
+        experts: how the model's MoE layers are dealt out.
 
     Raises:
         ConfigError: no grid divides layers and batch, none fits, or the tokens of a sample are not known.
     """
     tokens = block.tokens_per_sample or _tokens(model)
-    if block.plan == "auto":
-        plan, _ = auto_plan(model, _REFERENCE, options=options)
     refused: list[str] = []
-    candidates = list(_candidates(model, block, raw, world, plan, options, tokens, refused))
+    # Experts' own traffic is the same on all of these grids: that of ep_size neighbours.
+    with stand_ins(model, boundary=True):
+        if block.plan == "auto":
+            plan, _ = auto_plan(model, _REFERENCE, options=options)
+        candidates = list(_candidates(model, block, raw, world, plan, options, tokens, refused, _dealt(model, experts)))
     if not candidates:
         fixed = "".join(f", {axis} = {size}" for axis, size in block.given.items())
         first = f", for one because {refused[0].partition(';')[0]}" if refused else ""
@@ -106,6 +112,7 @@ def _candidates(
     options: Options,
     tokens: int,
     refused: list[str],
+    ep_size: int,
 ) -> Iterator[choose.Candidate]:
     """Grids that divide the model and the batch; `refused` gets why others do not."""
     for sizes in factorizations(world, 4):
@@ -114,6 +121,8 @@ def _candidates(
             continue
         try:
             check(raw, grid)
+            if grid.batch % ep_size:
+                raise ValueError(f"ep_size = {ep_size} does not divide gz*gdata = {grid.batch}")
             placements = place(model, grid, plan, options)
         except ValueError as error:
             refused.append(str(error))
@@ -123,6 +132,12 @@ def _candidates(
         volumes = step_volumes(model, placements, grid, samples // steps * tokens, steps)
         state = _state_bytes(raw, grid) * local_parameters(model, placements, grid)
         yield choose.candidate(grid, volumes, state)
+
+
+def _dealt(model: nn.Module, experts: Ted | None) -> int:
+    """Ranks that read different data and have different experts."""
+    sizes = [layer.ep_size for layer in model.modules() if isinstance(layer, MoE)]
+    return max(sizes, default=1) if experts is not None and experts.expert_tensor_parallel is not False else 1
 
 
 def _state_bytes(raw: Mapping[str, Any], grid: Grid) -> float:

@@ -48,7 +48,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> BatchRanks:
         )
     check(raw, grid)
     if automatic:
-        _check_automatic(settings, raw)
+        check_automatic(settings, raw)
     from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
 
     deepspeed.DeepSpeedEngine = AxonnEngine
@@ -72,7 +72,12 @@ def grid_for(block: TensorParallel, world: int) -> Grid:
         raise ConfigError(f"axonn.tensor_parallel: {error}") from None
 
 
-def _check_automatic(block: TensorParallel, raw: Mapping[str, Any]) -> None:
+def check_automatic(block: TensorParallel, raw: Mapping[str, Any]) -> None:
+    """Refuse what leaves sizes that are "auto" open.
+
+    Raises:
+        ConfigError: the first.
+    """
     if raw.get("train_batch_size") is None:
         raise ConfigError(
             'axonn.tensor_parallel has sizes that are "auto", which leave open how many ranks read different data; give train_batch_size, '
