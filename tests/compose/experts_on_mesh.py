@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import axonn_tp
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
+from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_recipes.models.gpt import GPTConfig
 from axonn_recipes.models.moe_gpt import MoEGPT
 from axonn_tp import Grid, LayerPlan, Mesh, Options, layout_of
@@ -32,6 +34,7 @@ PAIRS = {
     if layer.kind in ("normal", "transposed")
 }
 PLANS: dict[str, Any] = {"stream": gpt_plan(CONFIG.heads), "pairs": PAIRS, "auto": "auto"}
+PLANS["cuts heads"] = {**PLANS["stream"], "*.qkv": LayerPlan("normal", parts=1, heads=8)}
 GATES: dict[str, dict[str, Any]] = {
     "k 1": {"k": 1, "drop_tokens": False},
     "k 2": {"k": 2, "drop_tokens": False},
@@ -51,9 +54,10 @@ class Case:
     options: Options = Options()
     ted: dict[str, Any] = field(default_factory=dict)
     checkpoint: Callable[..., Any] | None = None
+    stash: bool = False
 
     def __str__(self) -> str:
-        grid, how = self.grid, "checkpointed" if self.checkpoint else ""
+        grid, how = self.grid, ("stashed" if self.stash else "checkpointed") if self.checkpoint else ""
         sizes = f"{grid.gx}x{grid.gy}x{grid.gz}x{grid.gdata}"
         return f"{sizes} ep {self.ep_size}, {self.gate}, {self.plan}, {self.options.layout}, {self.ted} {how}"
 
@@ -151,7 +155,8 @@ def errors(case: Case, mesh: Mesh) -> dict[str, float]:
     model = start(case, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     ids, place = mesh.shard_batch(batches()), mesh.rank("batch")
-    loss = model(ids[:, :-1], ids[:, 1:])
+    with Stashes("device").recording() if case.stash else nullcontext():
+        loss = model(ids[:, :-1], ids[:, 1:])
     aux = [layer.deepspeed_moe.l_aux.item() for layer in moe_layers(model)]
     loss.backward()
     axonn_tp.sync_gradients(model.parameters(), mesh)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from axonn_plugins.config import Ted
+from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import find_split, split_with_experts
 from axonn_recipes.models.gpt import GPT
-from axonn_tp import GradientReducer, Grid, Mesh, Options, checkpoint, factorisations, sync_gradients
+from axonn_tp import GradientReducer, Grid, Mesh, Options, checkpoint, factorisations, first_difference, sync_gradients
 from tests import groups
 from tests.axonn_tp.test_exports import refusal
 from tests.compose.experts_on_mesh import (
@@ -78,6 +79,9 @@ def cases(ranks: int) -> list[Case]:
         Case(Grid(2, 1, 4), 2, "k 2", ted=WHOLE),
         Case(Grid(2, 2, 2), 4, "k 1, drops", ted=WHOLE, checkpoint=REENTRANT),
         Case(Grid(2, 2, 2), 2, "k 2", ted={"duplicate_token_dropping": False, "fused": False}),
+        Case(Grid(2, 2, 1, 2), 2, "k 2, drops, residual", checkpoint=REENTRANT, stash=True),
+        Case(Grid(1, 2, 2, 2), 4, "k 1", checkpoint=PLAIN, stash=True),
+        Case(Grid(2, 2, 2), 2, "k 2", ted={"dropless": True}),
         Case(Grid(2, 2, 2), 2, "k 2", plan="auto"),
         Case(Grid(2, 1, 2, 2), 4, "k 1", plan="auto", options=REPLICATED),
     ]
@@ -123,6 +127,18 @@ def trained() -> float:
         wanted = {name: parameter.detach() for name, parameter in models[1].named_parameters()}
         far = max(far, farthest(whole(models[0], mesh, lambda p: p), wanted))
     return far
+
+
+def verified() -> list[Any]:
+    """What the check of a plan finds: of a right one, with the experts and without them, and of one that cuts heads."""
+    mesh, found = Mesh(Grid(2, 2)), []
+    ids = batches()[:2, :-1]
+    for plan in ("stream", "cuts heads"):
+        model = start(Case(mesh.grid, 1, plan=plan), mesh)
+        found.append(first_difference(model, lambda model=model: model(ids), mesh, 1e-6))
+        with passing_by(model):
+            found.append(first_difference(model, lambda model=model: model(ids), mesh, 1e-6))
+    return found
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh | None, number: int) -> None:
@@ -240,6 +256,12 @@ def test_auto_splits_the_stream_across_experts() -> None:
     kinds = {name: layer.kind for name, layer in split.plan.items()}
     assert kinds["tokens"] == "embedding" and kinds["blocks.1.ln2"] == "norm" and kinds["head"] == "head"
     assert not split.plan["tokens"].whole_tokens
+
+
+def test_a_plan_is_verified_with_and_without_experts() -> None:
+    for right, passing, wrong, wrong_passing in run_ranks(verified, 4):
+        assert right is None and passing is None
+        assert wrong[0] == wrong_passing[0] == "blocks.0.attention.proj"
 
 
 def test_a_checkpoint_is_read_on_other_ranks(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ class Shadow:
     def watch(self, embeddings: Iterable[str], norms: Iterable[str]) -> None:
         """From now on runs record what these modules answer, and passes on a share of the stream ask it of the share.
 
-        So they do of modules whose attribute ``axonn_boundary`` is true: these take activations however the stream is split, give
-        the first of what they return in the same way, and the rest as in the serial model (`axonn_tp.layers.boundary`).
+        So they do of modules whose ``axonn_boundary`` is true: these take a stream however it is split, give the first of what they
+        return in the same way, and the rest as in the serial model (`axonn_tp.layers.boundary`).
         """
         for name in (*embeddings, *norms):
             self.modules[name].forward = self._watched(name, self.modules[name].forward, name in set(norms))  # type: ignore[method-assign]
@@ -215,9 +215,8 @@ class Shadow:
                 self._run.results[name].append(outputs[0].detach())
                 return outputs
             known = self._seat.boundary(name, input)
-            if known is None:
-                return whole(input, *rest, **keywords)
-            return known[1], *whole(known[0], *rest, **keywords)[1:]
+            outputs = whole(input if known is None else known[0], *rest, **keywords)
+            return outputs if known is None else (known[1], *outputs[1:])
 
         return forward
 

@@ -44,7 +44,8 @@ class LayoutZeroOptimizer(DeepSpeedZeroOptimizer):
             for gradient, parameter in zip(gradients, parameters, strict=False):
                 # Under ZeRO every rank of the group that sums a gradient holds another partition, so none is a replica.
                 layout = layout_of(parameter)
-                if layout.counted_here(self.mesh.coordinates, axes={"x", "y"} - set(layout.partial)):
+                at = self.mesh.over(layout.grid).coordinates
+                if layout.counted_here(at, axes={"x", "y"} - set(layout.partial)):
                     # In parts, so that a copy in float64 takes no memory to speak of.
                     total += sum(part.double().square().sum() for part in gradient.reshape(-1).split(_PART))
         dist.all_reduce(total)

@@ -51,7 +51,8 @@ class TedMoE(MoE, StockMoE):
         if self.shared_out and not in_shards():
             raise ValueError(
                 f"{would} this rank's experts alone, or its shares of them; use engine.save_checkpoint, whose layer_*_expert_*.pt and "
-                "mp_rank_00_model_states.pt hold whole weights, and engine.load_checkpoint"
+                "mp_rank_00_model_states.pt hold whole weights, and engine.load_checkpoint; without an engine, axonn_tp.full_state_dict and "
+                "axonn_tp.checkpoint"
             )
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
