@@ -77,7 +77,7 @@ def parallelize(
     elif isinstance(plan, str):
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
-    tuner = Tuner(mesh.device, default_cache()) if options.tune_matmuls else None
+    tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()

@@ -102,6 +102,7 @@ class Tuner:
         device: where the matrices are.
         cache: folder for what was measured, by device and library version; nothing is kept when None.
         timer: measures alternatives, see `measure`.
+        group: the ranks that multiply alike: all, or those of a pipeline's stage.
 
     Attributes:
         times: seconds by mode, by product.
@@ -114,8 +115,9 @@ class Tuner:
         device: torch.device,
         cache: Path | None = None,
         timer: Callable[[list[Callable[[], Tensor]], torch.device], list[float]] = measure,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.device, self._cache, self._timer = device, cache, timer
+        self.device, self._cache, self._timer, self._group = device, cache, timer, group
         self._machine = Machine.of(device)
         self._known = {} if cache is None else read_times(cache, self._machine)
         self.times: dict[Product, dict[str, float]] = {}
@@ -148,16 +150,16 @@ class Tuner:
         return times[product.given] / times[self.choice(product)]
 
     def finish(self) -> None:
-        """The first step is over: all ranks take rank 0's measurements, which prints them and keeps them on disk.
+        """The first step is over: all ranks take the first one's measurements, which prints them and keeps them on disk.
 
         Every rank calls it, at the same place.
         """
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size(self._group) > 1:
             shared = [self.times]
-            dist.broadcast_object_list(shared, src=0, device=self.device)
+            dist.broadcast_object_list(shared, group=self._group, group_src=0, device=self.device)
             self.times.update(shared[0])
         self.finished = True
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank(self._group) == 0:
             print(self.table(), flush=True)
             if self._cache is not None:
                 write_times(

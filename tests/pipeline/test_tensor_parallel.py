@@ -82,7 +82,7 @@ def runs(folder: str) -> dict[str, Any]:
     again = parameters(engine)
     found["weights"] = all(torch.equal(weights[name], again[name]) for name in weights)
     engine.destroy()
-    engine = start(replace(case, tensor=split(gx=2)))
+    engine = start(replace(case, tensor=split()))
     engine.load_checkpoint(folder, tag="half way")
     found["on another grid"] = max(abs(a - b) for a, b in zip(on, train(engine, case, range(2, 4)), strict=True))
     engine.destroy()

@@ -79,6 +79,7 @@ def choose_sizes(
     planned: nn.Module | None = None,
     stage: int = 0,
     stages: int = 1,
+    unit: Any = None,
 ) -> dict[str, Any]:
     """Rank 0 chooses the sizes that are "auto", and every rank parses the configuration again with them.
 
@@ -90,6 +91,7 @@ def choose_sizes(
         planned: what the planner looks at, where that is not the model.
         stage: of a pipeline.
         stages: how many there are.
+        unit: the pipeline's.
 
     Returns:
         The configuration with sizes.
@@ -114,7 +116,7 @@ def choose_sizes(
     if dist.get_rank() == 0:
         print(f"axonn: {chosen.why}", file=sys.stderr, flush=True)
     raw = auto_sizes.with_sizes(raw, chosen.sizes)
-    config_class.__init__(raw)
+    config_class.__init__(raw, unit)
     return raw
 
 

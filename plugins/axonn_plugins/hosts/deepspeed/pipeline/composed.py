@@ -63,7 +63,7 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             planned, stage = StageLayers(model), model.stage_id
             keywords["config"] = choose_sizes(
-                model, config_class, optimizer, keywords, planned, stage, model.num_stages
+                model, config_class, optimizer, keywords, planned, stage, model.num_stages, model.mpu()
             )
             block = config_class.axonn
         self._ted, self._split = block.ted, settings_of(block)
