@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samo.index import BLOCK as _BLOCK
-from samo.index import Index
+from axonn_plugins.optim.index import BLOCK as _BLOCK
+from axonn_plugins.optim.index import Index
 
 BLOCK = tl.constexpr(_BLOCK)
 CHUNK = 1024

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,29 @@ class StepMemory:
     def __or__(self, other: StepMemory) -> StepMemory:
         """What is enough for both."""
         return StepMemory(max(self.first, other.first), max(self.later, other.later))
+
+
+def made(
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """What a factory makes from parameter groups.
+
+    Raises:
+        ValueError: it is no optimizer, or one whose step needs a closure.
+    """
+    optimizer = factory(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the factory returned {type(optimizer).__name__}, not a torch optimizer; pass a function such as "
+            "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss several times a step and looks at all weights together, so it cannot "
+            "work in tiles; use an optimizer such as Adam, AdamW or SGD"
+        )
+    return optimizer
 
 
 class _Allocations(TorchDispatchMode):
@@ -130,3 +154,17 @@ def _two_steps(
         finally:
             optimizer.state.pop(weights, None)
     return most
+
+
+def state_keys(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weights: Tensor) -> set[str]:
+    """Names of the state that an optimizer, which makes it when it steps, has for each element.
+
+    Args:
+        optimizer: left as it was.
+        options: of a parameter group.
+        weights: a stand-in of at least one dim, which is changed.
+    """
+    weights.grad = torch.ones_like(weights)
+    with other_groups(optimizer, [{**options, "params": [weights]}]):
+        optimizer.step()
+    return {key for key, value in optimizer.state.pop(weights, {}).items() if along(value, weights)}

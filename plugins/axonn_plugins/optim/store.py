@@ -10,30 +10,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-class Index(Protocol):
-    """Which elements of a flattened tensor are kept; `samo.Index` is one."""
-
-    kept: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the index takes."""
-
-    def positions(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """Positions of the kept elements number `begin` to `end`: int64, ascending."""
-
-    def compress(self, dense: Tensor, begin: int = 0, end: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Kept elements number `begin` to `end` of a flattened tensor, in `out` if that is given."""
-
-    def expand(self, values: Tensor, into: Tensor, begin: int = 0) -> None:
-        """Write kept elements from number `begin` on to where they belong in a flattened tensor."""
+from axonn_plugins.optim.index import Index
 
 
 @dataclass(eq=False)
