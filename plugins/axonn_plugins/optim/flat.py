@@ -146,8 +146,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take the master weights from the parameters, which were changed from outside."""
-        load_masters(self.stores)
+        """Take the master weights of parameters that were changed from outside from these; those that round to theirs stay."""
+        load_masters(self.stores, self.tile_size)
 
     # Backward
 
@@ -291,13 +291,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         read = read_state(self.stores, self.inner.state)
         state = {numbers[entry.parameter]: values for entry, values in read.items()}
-        groups, count = [], 0
-        for group in self.param_groups:
-            members = list(range(count, count + len(group["params"])))
-            count += len(members)
-            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": members})
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"state": dict(sorted(state.items())), "param_groups": groups, "loss_scale": scale}
+        return {**super().state_dict(), "state": dict(sorted(state.items())), "loss_scale": scale}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -22,13 +22,25 @@ def settle(stores: list[Store]) -> None:
         torch.cuda.synchronize(device)
 
 
-def load_masters(stores: list[Store]) -> None:
-    """Take the master weights from the parameters."""
+def load_masters(stores: list[Store], size: int) -> None:
+    """Take the master weights from the parameters; those that round to theirs stay.
+
+    Args:
+        stores: all of them.
+        size: elements read at a time.
+    """
     settle(stores)
     for store in stores:
         for segment in store.segments if store.master is not None else ():
-            entry = segment.entry
-            segment.weights.copy_(entry.read(entry.flat, segment.begin, segment.begin + segment.length))
+            _load_master(segment, size)
+
+
+def _load_master(segment: Segment, size: int) -> None:
+    entry = segment.entry
+    for done, weights in zip(range(0, segment.length, size), segment.weights.split(size), strict=True):
+        begin = segment.begin + done
+        low = entry.read(entry.flat, begin, begin + weights.numel()).to(weights.device)
+        weights.copy_(torch.where(weights.to(low.dtype) == low, weights, low))
 
 
 def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Entry, dict[str, Any]]:
@@ -68,6 +80,8 @@ def write_state(
 ) -> None:
     """Take up what `read_state` gave on these or other ranks, and have 16-bit parameters be their master weights, rounded.
 
+    Without master weights in it these are taken from the parameters.
+
     Args:
         stores: all of them.
         optimizer: its state is replaced.
@@ -94,6 +108,8 @@ def write_state(
                     mine[key] = value.to(beside, copy=True) if isinstance(value, Tensor) else value
             if mine:
                 optimizer.state[segment.weights] = mine
+            if store.master is not None and MASTER not in read[segment.entry]:
+                _load_master(segment, size)
             if store.master is not None:
                 for done in range(0, segment.length, size):
                     weights = segment.weights[done : done + size].to(store.device)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.optim.lending import TiledStep, along, share_options
-from axonn_plugins.optim.probe import examine, state_keys
+from axonn_plugins.optim.lending import TiledStep, share_options
+from axonn_plugins.optim.probe import examine
 from axonn_plugins.optim.tiles import Slots, visit
 from axonn_plugins.pipeline.host_store import ALIGNED, HostStore, ranges, stores_of
 from axonn_plugins.pipeline.reduction import Chunk, averaged, chunks_of
@@ -73,7 +73,6 @@ class BucketedOptimizer(TiledOptimizer):
         self.bucket_size, self.group, self.coarsening, self.overlap = bucket_size, group, coarsening, overlap
         self._stores: list[HostStore] = []
         self._groups = 0
-        self._keys: set[str] = set()
         self._reduced = False
         super().__init__(optimizer_factory, params, bucket_size, max_norm=max_norm, norm=norm)
 
@@ -99,7 +98,6 @@ class BucketedOptimizer(TiledOptimizer):
             weights = smallest.to(store.device, copy=True)
             state = {key: _moved(value, store.device) for key, value in self.inner.state.get(smallest, {}).items()}
             self._memory |= examine(self.inner, group, weights, state)
-            self._keys |= {k for k, v in state.items() if along(v, weights)} or state_keys(self.inner, group, weights)
         self._adopt_state()
 
     def _adopt_state(self) -> None:
@@ -107,7 +105,7 @@ class BucketedOptimizer(TiledOptimizer):
         for store in self._stores:
             for segment in store.segments:
                 state = self.inner.state.get(segment.master, {})
-                for key in self._keys & state.keys():
+                for key in self._memory.keys & state.keys():
                     store.add_state(key, state[key].dtype)
                     place = store.state_of(key, segment)
                     if place.data_ptr() != state[key].data_ptr():
