@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonn_plugins.optim.gradients import flat_gradient, norm_in_parts
+from axonn_plugins.optim.gradients import clip_factor, flat_gradient, norm_in_parts
 from axonn_plugins.optim.lending import TiledStep, along, parts_of, share_options
-from axonn_plugins.optim.probe import StepMemory, examine, made
+from axonn_plugins.optim.probe import StepMemory, examine, make_optimizer
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -73,7 +73,9 @@ class TiledOptimizer(torch.optim.Optimizer):
         self.overflow = False
         super().__init__(params, {})
         self._live: dict[Tensor, nn.Parameter] = {}
-        self.inner = inner = made(optimizer_factory, [self._with_masters(group) for group in self.param_groups])
+        self.inner = inner = make_optimizer(
+            optimizer_factory, [self._with_masters(group) for group in self.param_groups]
+        )
         self.defaults, self.state = inner.defaults, inner.state
         share_options(inner.param_groups, self.param_groups)
         self._memory = StepMemory(1, 1)
@@ -164,7 +166,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             return factor
         norm = self._norm()
         self.total_norm = norm if factor is None else norm * factor.to(norm.device)
-        clip = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+        clip = clip_factor(self.total_norm, self.max_norm)
         return clip if factor is None else clip * factor.to(clip.device)
 
     def _norm(self) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.optim.gradients import squares_of
+from axonn_plugins.optim.gradients import clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
-from axonn_plugins.optim.probe import examine, made
+from axonn_plugins.optim.probe import examine, make_optimizer
 from axonn_plugins.optim.reducer import Reducer, gather_weights
 from axonn_plugins.optim.segments import make_tiles, step_tiles
 from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
@@ -126,7 +126,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _make_inner(self) -> torch.optim.Optimizer:
-        inner = made(self.factory, [{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
+        inner = make_optimizer(self.factory, [{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
         inner.state.clear()
         for options, group in zip(inner.param_groups, self.param_groups, strict=True):
             kinds = {(p.device, torch.promote_types(p.dtype, torch.float32)) for p in group["params"]}
@@ -259,7 +259,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(self.overflow)
         self.total_norm = norm
         factor = torch.full_like(norm, 1.0 / scale)
-        return factor if self.max_norm is None else factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return factor if self.max_norm is None else factor * clip_factor(norm, self.max_norm)
 
     def _norm(self) -> Tensor:
         """The 2-norm of the averaged gradient, in float32 at least."""

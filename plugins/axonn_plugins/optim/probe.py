@@ -44,7 +44,7 @@ class StepMemory:
         return StepMemory(max(self.first, other.first), max(self.later, other.later), self.keys | other.keys)
 
 
-def made(
+def make_optimizer(
     factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     """What a factory makes from parameter groups.

@@ -11,15 +11,10 @@ from torch import Tensor
 
 from axonn_plugins.optim.reducer import gather, gather_weights
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
+from axonn_plugins.optim.tiles import settle
 
 MASTER = "master"
 """The name of float32 weights beside the optimizer's own names."""
-
-
-def settle(stores: list[Store]) -> None:
-    """Wait until what is on its way to host memory is there."""
-    for device in {store.device for store in stores if store.host and store.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
 
 
 def load_masters(stores: list[Store], size: int) -> None:
@@ -29,7 +24,7 @@ def load_masters(stores: list[Store], size: int) -> None:
         stores: all of them.
         size: elements read at a time.
     """
-    settle(stores)
+    settle(store.device for store in stores if store.host)
     for store in stores:
         for segment in store.segments if store.master is not None else ():
             _load_master(segment, size)
@@ -54,7 +49,7 @@ def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -
         By entry, copies: "positions" of its kept elements where others are pruned, "master" for 16-bit parameters, and what
         the optimizer has of it, vectors of kept elements.
     """
-    settle(stores)
+    settle(store.device for store in stores if store.host)
     found: dict[Entry, dict[str, Any]] = {}
     for store in stores:
         mine: dict[Bucket, list[Segment]] = {bucket: [] for bucket in store.buckets}
@@ -88,7 +83,7 @@ def write_state(
         read: by entry, vectors of this entry's kept elements; see `on_index`.
         size: elements written at a time.
     """
-    settle(stores)
+    settle(store.device for store in stores if store.host)
     optimizer.state.clear()
     for store in stores:
         store.states.clear()

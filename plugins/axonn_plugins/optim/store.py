@@ -202,9 +202,9 @@ class Store:
         self.segments = list(self._segments())
 
     def _make(self, dtype: torch.dtype) -> Tensor:
-        pinned = self.host and self.device.type == "cuda"
-        device = torch.device("cpu") if self.host else self.device
-        return torch.zeros(self.owned, dtype=dtype, device=device, pin_memory=pinned)
+        if self.host:
+            return host_zeros(self.owned, dtype, self.device)
+        return torch.zeros(self.owned, dtype=dtype, device=self.device)
 
     def place(self, bucket: Bucket) -> int:
         """Where a bucket, in stage 2 this rank's share of it, begins in `gradient`."""
@@ -233,6 +233,11 @@ class Store:
                     owned, length = bucket.owned + begin - low, end - begin
                     weights = nothing.expand(length) if self.master is None else self.master[owned : owned + length]
                     yield Segment(entry, begin - entry.start, begin + moved, owned, length, weights)
+
+
+def host_zeros(length: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
+    """Zeros in host memory, pinned beside a GPU."""
+    return torch.zeros(length, dtype=dtype, pin_memory=beside.type == "cuda")
 
 
 def make_stores(entries: Iterable[Entry], bucket_bytes: int, stage: int = 0, host: bool = False) -> list[Store]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -119,6 +119,13 @@ class Slots:
         for slots in self._slots.values():
             for slot in slots:
                 slot.leave()
+
+
+def settle(devices: Iterable[torch.device]) -> None:
+    """Wait until what is on its way between devices and host memory is there."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def slot_bytes(length: int, *dtypes: torch.dtype) -> int:

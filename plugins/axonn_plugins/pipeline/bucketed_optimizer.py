@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.optim.lending import TiledStep, share_options
 from axonn_plugins.optim.probe import examine
-from axonn_plugins.optim.tiles import Slots, visit
+from axonn_plugins.optim.tiles import Slots, settle, visit
 from axonn_plugins.pipeline.host_store import ALIGNED, HostStore, ranges, stores_of
 from axonn_plugins.pipeline.reduction import Chunk, averaged, chunks_of
 from ted_moe.tiled_optimizer import Factory, TiledOptimizer
@@ -236,9 +236,7 @@ class BucketedOptimizer(TiledOptimizer):
 
     def _settle(self) -> None:
         """Wait until what is on its way to host memory is there."""
-        for device in {store.device for store in self._stores}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        settle(store.device for store in self._stores)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.optim.gradients import flat_gradient
 from axonn_plugins.optim.lending import Part, flat
+from axonn_plugins.optim.store import host_zeros
 from axonn_plugins.optim.tiles import Cut, ParameterCut
 
 ALIGNED = 64
@@ -92,7 +93,7 @@ class HostStore:
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory for every element."""
-        return torch.zeros(self.length, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return host_zeros(self.length, dtype, self.device)
 
     def add_state(self, key: str, dtype: torch.dtype) -> None:
         """Make room for a state; nothing where there is."""
