@@ -223,7 +223,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         factor = self._factor()
         if not self.overflow:
             self._update(factor)
-            gather_weights(self.stores, self.tile_size)
+            if self.stage:
+                gather_weights(self.stores, self.tile_size)
         self.reducer.forget()
         return loss
 
@@ -241,7 +242,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _update(self, factor: Tensor | None) -> None:
         share_options(self.param_groups, self.inner.param_groups)
         done = self._step_by_kernels(factor)
-        step_tiles(self.inner, [tile for tile in self.tiles if tile.store not in done], self.buffers, factor)
+        rest = [tile for tile in self.tiles if tile.store not in done]
+        if rest:
+            step_tiles(self.inner, rest, self.buffers, factor)
 
     def _step_by_kernels(self, factor: Tensor | None) -> list[Store]:
         """Step where a kernel knows how; the stores that are done."""
