@@ -1,9 +1,9 @@
 """SAMO: a pruned network trained with the state of its kept elements only (000, chapter 4)."""
 
+from axonn_plugins.optim.index import Index as Index
+from axonn_plugins.optim.loss_scale import LossScale as LossScale
 from samo.checkpoint import dense_state_dict as dense_state_dict
 from samo.early_bird import EarlyBird as EarlyBird
-from samo.index import Index as Index
-from samo.loss_scale import LossScale as LossScale
 from samo.optimizer import Optimizer as Optimizer
 from samo.pruning import Shard as Shard
 from samo.pruning import Shards as Shards

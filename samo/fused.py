@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from axonn_plugins.optim.store import Entry, Segment, Store
-from samo.index import Index
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -130,7 +129,7 @@ class Plan:
             state["step"] = count
         elif state["step"] is not count:
             state["step"] = count.copy_(torch.as_tensor(state["step"]))
-        index = _stored(entry.index.tensors[0]) if isinstance(entry.index, Index) else (0, 0)
+        index = (0, 0) if entry.index is None else _stored(entry.index.tensors[0])
         averages = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
         return [entry.parameter.data_ptr(), *index, segment.begin, segment.gradient, segment.owned, *averages]
 

@@ -1,7 +1,7 @@
 """SAMO on a GPU: a gradient's compression, and the whole step of Adam, as one Triton kernel each.
 
-Nothing imports this module where triton is missing; `samo.fused` decides, and the torch version in `samo.tiles` is the
-reference. Both kernels give a program consecutive kept elements of one 65,536-element block, so that 16-bit offsets are
+Nothing imports this module where triton is missing; `samo.fused` decides, and the torch version, tiles of
+`axonn_plugins.optim`, is the reference. Both kernels give a program consecutive kept elements of one 65,536-element block, so that 16-bit offsets are
 turned into positions in registers: what moves is 2 bytes an index, not 8.
 """
 
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samo.index import BLOCK as _BLOCK
-from samo.index import Index
+from axonn_plugins.optim.index import BLOCK as _BLOCK
+from axonn_plugins.optim.index import Index
 
 BLOCK = tl.constexpr(_BLOCK)
 CHUNK = 1024

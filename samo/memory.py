@@ -12,8 +12,9 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from samo.index import BLOCK
-from samo.optimizer import TILE, Optimizer
+from axonn_plugins.optim.flat import TILE
+from axonn_plugins.optim.index import BLOCK
+from samo.optimizer import Optimizer
 from samo.pruning import pruned_of
 from samo.targets import Parameters, names_of, targets
 
@@ -168,7 +169,7 @@ def predicted(layers: Sequence[Layer], state: int = ADAM, itemsize: int = 2, ran
         masters=4 * owned if itemsize == 2 else 0,
         state=state * owned,
         indices=sum(index_bytes(layer) for layer in layers),
-        buffers=longest * ((4 + 2) if itemsize == 2 else 4 * pruned),
+        buffers=longest * (4 + 2 * pruned if itemsize == 2 else 4 * pruned),
     )
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from axonn_plugins.optim.store import Entry, Segment, Store
-from samo.index import Index
 
 _SOURCE = Path(__file__).parent / "csrc" / "step.c"
 _FLAGS = [
@@ -130,7 +129,7 @@ class NativeStep:
             gradient: all elements.
             into: room for the kept ones.
         """
-        if gradient.dtype != into.dtype or not isinstance(entry.index, Index):
+        if gradient.dtype != into.dtype or entry.index is None:
             return False
         stored, starts = entry.index.tensors
         where = (None, None, stored.data_ptr()) if starts is None else (stored.data_ptr(), starts.data_ptr(), None)
@@ -211,7 +210,7 @@ def _rates(group: dict[str, Any], number: float, kind: type) -> dict[str, float]
 
 def _cut(store: Store, segment: Segment, state: dict[str, Tensor]) -> list[_Job]:
     gradient, master, entry = store.gradient, store.master, segment.entry
-    stored, starts = entry.index.tensors if isinstance(entry.index, Index) else (None, None)
+    stored, starts = (None, None) if entry.index is None else entry.index.tensors
     where = {"parameter": entry.parameter.data_ptr(), "type": _TYPES[gradient.dtype]}
     if stored is not None:
         where |= (

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.optim.gradients import squares_of
-from axonn_plugins.optim.lending import share_options
-from axonn_plugins.optim.reducer import Reducer, gather_weights
-from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
-from axonn_plugins.optim.store import Entry, Store, make_stores
-from axonn_plugins.optim.tiles import Buffers, make_tiles, step_tiles
+from axonn_plugins.optim.flat import Factory, FlatOptimizer
+from axonn_plugins.optim.index import Index
+from axonn_plugins.optim.store import Entry, Store
 from samo import fused
-from samo.elementwise import require_elementwise
-from samo.index import Index
-from samo.loss_scale import LossScale
 from samo.mask_file import masks_within
 from samo.native import native_step
-from samo.parameters import check_masks, named_groups
-
-Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Ranks = tuple[dist.ProcessGroup | None, int]
-"""Who sums a parameter's gradients, and by what the sum is divided."""
-TILE = 2**18
-"""Kept elements that one tile updates by default: their state fits into a core's cache, and calls cost little."""
+from samo.parameters import check_masks
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(FlatOptimizer):
     """Trains a pruned network with the state of its kept elements only.
 
     The model computes with dense parameters in which pruned elements are zero. Gradients are compressed as soon as backward
@@ -44,39 +30,19 @@ class Optimizer(torch.optim.Optimizer):
         masks = samo.magnitude(model, sparsity=0.9)
         optimizer = samo.Optimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True), model, masks)
 
-    `step` consumes the gradients. Learning-rate schedulers change `param_groups` as ever.
-
     Args:
-        factory: makes an element-wise torch optimizer from parameter groups: torch's Adam, AdamW, SGD, ..., or a fused
-            one of transformer-engine or NVIDIA's apex.
-        params: a module, an iterable of parameters or of (name, parameter), or torch's parameter groups of these.
+        factory: see `FlatOptimizer`.
+        params: see `FlatOptimizer`.
         masks: by parameter name, true where an element is kept; what is not named is kept whole. Names are those of the
             module, or the numbers of the parameters in their order. A state_dict of torch.nn.utils.prune is taken, too.
-            None: nothing is pruned yet (`prune`).
-        max_norm: clip the gradient's norm to this.
-        loss_scale: "dynamic", a number or a `LossScale`: multiply the loss by `scale`; a step whose gradients are not finite
-            is skipped. None: gradients are taken as they are.
-        group: the data-parallel ranks, whose gradients are averaged while backward runs; a function gives for each parameter
-            the ranks that sum its gradients, and the divisor. None: no others.
-        stage: what ranks of `group` hold a share of only, as ZeRO's stages: 0 nothing; 1 master weights and optimizer state;
-            2 reduced gradients, too. In stage 2 every backward pass is reduced, and adds to the share; a bucket's own
-            gradients are there only while backward fills it.
-        host: keep master weights and optimizer state in host memory, pinned beside a GPU; a tile of it at a time visits the
-            parameters' device.
-        tile_size: kept elements updated at a time.
-        bucket_bytes: gradients reduced in one call.
-        norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all: for
-            parameters that are shards. By default their sum.
+            None: nothing is pruned yet (`prune`), or ever.
         kernels: compress and step by Triton's kernels on CUDA, and step by a compiled loop on a CPU, where these know the
-            inner optimizer. They differ from torch in rounding only.
-
-    Attributes:
-        overflow: whether the last step was skipped.
-        total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
+            inner optimizer and state is not in host memory. They differ from torch in rounding only.
+        options: the other arguments of `FlatOptimizer`: max_norm, loss_scale, group, stage, host, tile_size (of kept
+            elements), bucket_bytes and norm.
 
     Raises:
-        ValueError: arguments that are not allowed; masks of unknown parameters or of other shapes; an optimizer that is not
-            element-wise.
+        ValueError: see `FlatOptimizer`; masks of unknown parameters or of other shapes.
     """
 
     def __init__(
@@ -85,65 +51,15 @@ class Optimizer(torch.optim.Optimizer):
         params: nn.Module | Iterable[Any],
         masks: Mapping[str, Tensor] | None = None,
         *,
-        max_norm: float | None = None,
-        loss_scale: LossScale | float | str | None = None,
-        group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None = None,
-        stage: int = 0,
-        host: bool = False,
-        tile_size: int = TILE,
-        bucket_bytes: int = 25 * 2**20,
-        norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
         kernels: bool = True,
+        **options: Any,
     ) -> None:
-        if tile_size < 1:
-            raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
-        if stage not in (0, 1, 2):
-            raise ValueError(f"stage = {stage!r} is not what ranks share; use 0, 1 (state) or 2 (gradients, too)")
-        if stage and group is None:
-            raise ValueError(
-                f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
-            )
-        self.factory, self.max_norm, self.norm, self.kernels = factory, max_norm, norm, kernels
-        self.stage, self.host, self.tile_size, self.bucket_bytes = int(stage), host, tile_size, bucket_bytes
-        self.loss_scale = LossScale.make(loss_scale)
-        self.overflow = False
-        self.total_norm: Tensor | None = None
-        groups, names = named_groups(params)
-        super().__init__(groups, {})
-        self.names = names
-        require_elementwise(factory)
-        inner = self._make_inner()
-        self.defaults = dict(inner.defaults)
-        share_options(inner.param_groups, self.param_groups)
-        self.entries: list[Entry] = []
-        self._frozen: list[nn.Parameter] = []
-        for number, parameters in enumerate(self.param_groups):
-            for parameter in parameters["params"]:
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.contiguous()
-                    ranks, divisor = _ranks(group, parameter)
-                    self.entries.append(Entry(names[parameter], parameter, number, None, ranks, divisor))
-                else:
-                    self._frozen.append(parameter)
-        self._apply(masks or {})
-        self._build(inner)
-        self.refresh_masters()
-        self._hooks = [
-            entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._compress(entry))
-            for entry in self.entries
-        ]
+        self.kernels, self._masks = kernels, masks or {}
+        super().__init__(factory, params, **options)
 
-    # Layout
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the optimizer is made.
-
-        Raises:
-            ValueError: always, then.
-        """
-        if hasattr(self, "entries"):
-            raise ValueError("samo.Optimizer lays out its state once: give all parameter groups when you make it")
-        super().add_param_group(param_group)
+    def _select(self) -> None:
+        self._apply(self._masks)
+        self._masks = {}
 
     def _apply(self, masks: Mapping[str, Tensor]) -> None:
         """Give entries the indices of masks, and set what they prune to zero."""
@@ -158,25 +74,11 @@ class Optimizer(torch.optim.Optimizer):
                 mask = masks[entry.name].to(entry.parameter.device)
                 entry.index = None if bool(mask.all()) else Index.from_mask(mask)
 
-    def _make_inner(self) -> torch.optim.Optimizer:
-        inner = self.factory([{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
-        inner.state.clear()
-        return inner
-
     def _build(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host)
-        self.reducer = Reducer(self.stores)
-        self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
-        self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
+        super()._build(inner)
         self._plans: dict[Store, fused.Plan] = {}
         interpreted = any(fused.runs(store.gradient) for store in self.stores)
         self._native = native_step(inner, self.stores) if self.kernels and not interpreted else None
-
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the master weights from the parameters, which were changed from outside."""
-        load_masters(self.stores)
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on, or further: state of what is kept stays.
@@ -192,186 +94,13 @@ class Optimizer(torch.optim.Optimizer):
         self._build(self._make_inner())
         self.load_state_dict(state)
 
-    # Backward
+    def _compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
+        if self.kernels and fused.compress(entry, gradient, into):
+            return True
+        return self._native is not None and self._native.compress(entry, gradient, into)
 
-    @torch.no_grad()
-    def _compress(self, entry: Entry) -> None:
-        parameter = entry.parameter
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if gradient.layout != torch.strided:
-            raise ValueError(
-                f"{entry.name!r} has a {gradient.layout} gradient; make its layer give dense ones (Embedding(sparse=False))"
-            )
-        whole = self.reducer.place(entry)
-        flat = gradient.reshape(-1)
-        done = self.kernels and fused.compress(entry, flat, whole)
-        done = done or (self._native is not None and self._native.compress(entry, flat, whole))
-        for begin in range(0, 0 if done else entry.kept, self.tile_size):
-            end = min(begin + self.tile_size, entry.kept)
-            into = whole[begin:end]
-            values = entry.read(flat, begin, end)
-            into.add_(values) if entry.filled else into.copy_(values)
-        self.reducer.written(entry)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in the ``with`` block only accumulate; all but the last of those that make a step."""
-        return self.reducer.no_sync()
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
-        return loss if self.loss_scale is None else loss * self.loss_scale.scale
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step has consumed, those of frozen parameters too."""
-        self.reducer.forget()
-        super().zero_grad()
-
-    @torch.no_grad()
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's gradient of the coming step, as a vector of its kept elements, zeros where none has come.
-
-        It is this rank's own as long as backward passes only accumulate (`no_sync`, or ``reducer.active = False``), and then
-        the same in all stages: weights tied over ranks can be summed in place here, and `step` reduces the sums. Once the
-        gradient is reduced it is that of all ranks. Changed in place it is what counts.
-
-        Raises:
-            RuntimeError: it is reduced, and ranks have a share of it each.
-        """
-        return self.reducer.gradient_of(next(entry for entry in self.entries if entry.parameter is parameter))
-
-    def release(self) -> None:
-        """Take no more gradients: another optimizer may have the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-
-    # Step
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the kept elements, a tile at a time.
-
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            What the closure returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._take_gradients_set_by_hand()
-        self.reducer.finish()
-        factor = self._factor()
-        if not self.overflow:
-            self._update(factor)
-            gather_weights(self.stores, self.tile_size)
-        self.reducer.forget()
-        return loss
-
-    def _take_gradients_set_by_hand(self) -> None:
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"{self.names[parameter]!r} has a gradient but was frozen when samo.Optimizer was made; "
-                    "set requires_grad before, or make the optimizer anew"
-                )
-        for entry in self.entries:
-            if entry.parameter.grad is not None:
-                self._compress(entry)
-
-    def _update(self, factor: Tensor | None) -> None:
-        share_options(self.param_groups, self.inner.param_groups)
+    def _step_by_kernels(self, factor: Tensor | None) -> list[Store]:
         if self._native is not None:
             self._native.step(1.0 if factor is None else float(factor))
-            return
-        done = [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]
-        step_tiles(self.inner, [tile for tile in self.tiles if tile.store not in done], self.buffers, factor)
-
-    def _factor(self) -> Tensor | None:
-        """By what gradients are to be multiplied; notes overflow and norm."""
-        self.overflow, self.total_norm = False, None
-        if self.max_norm is None and self.loss_scale is None:
-            return None
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        norm = self._norm() / scale
-        if self.loss_scale is not None:
-            self.overflow = not bool(torch.isfinite(norm))
-            self.loss_scale.update(self.overflow)
-        self.total_norm = norm
-        factor = torch.full_like(norm, 1.0 / scale)
-        return factor if self.max_norm is None else factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    def _norm(self) -> Tensor:
-        """The 2-norm of the averaged gradient, in float32 at least."""
-        squares = squares_of(self.stores, self.tile_size)
-        if self.norm is not None:
-            return self.norm(squares).sqrt()
-        device = self.entries[0].parameter.device if self.entries else torch.device("cpu")
-        return sum((square.to(device) for square in squares.values()), torch.zeros((), device=device)).sqrt()
-
-    # State
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state that this rank holds, dense parameters included, the tile's buffers not."""
-        state = sum(
-            value.nbytes for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)
-        )
-        return (
-            state + sum(store.nbytes for store in self.stores) + sum(entry.parameter.nbytes for entry in self.entries)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Compressed state of all parameters, on every rank; in stages 1 and 2 every rank calls it.
-
-        Returns:
-            "state": by the parameter's number: "positions" (absent where all are kept), "master" for 16-bit parameters, and
-            the inner optimizer's; "param_groups" as torch's; "loss_scale".
-        """
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        read = read_state(self.stores, self.inner.state)
-        state = {numbers[entry.parameter]: values for entry, values in read.items()}
-        groups, count = [], 0
-        for group in self.param_groups:
-            members = list(range(count, count + len(group["params"])))
-            count += len(members)
-            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": members})
-        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"state": dict(sorted(state.items())), "param_groups": groups, "loss_scale": scale}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned, of any number of ranks and stage, pruned otherwise or dense.
-
-        A torch optimizer's state_dict of the dense model is taken, too: what is pruned here is dropped.
-
-        Raises:
-            ValueError: it is of other parameters.
-        """
-        parameters, given = self._parameters, state_dict["param_groups"]
-        order = [number for group in given for number in group["params"]]
-        if len(order) != len(parameters) or len(given) != len(self.param_groups):
-            raise ValueError(
-                f"the state is of {len(order)} parameters in {len(given)} groups, the optimizer has "
-                f"{len(parameters)} in {len(self.param_groups)}; make it over the same model"
-            )
-        state = {p: state_dict["state"].get(number, {}) for number, p in zip(order, parameters, strict=True)}
-        read = {entry: on_index(entry, state[entry.parameter]) for entry in self.entries}
-        for ours, group in zip(self.param_groups, given, strict=True):
-            ours.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        if self.loss_scale is not None and state_dict.get("loss_scale"):
-            self.loss_scale.load_state_dict(state_dict["loss_scale"])
-        write_state(self.stores, self.inner, read, self.tile_size)
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-def _ranks(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:
-    if group is None:
-        return None, 1
-    return group(parameter) if callable(group) else (group, dist.get_world_size(group))
+            return self.stores
+        return [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]

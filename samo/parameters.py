@@ -1,13 +1,12 @@
-"""Parameters by name, from whatever torch's optimizers take."""
+"""Masks and parameters, by name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
@@ -27,22 +26,3 @@ def check_masks(masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -
                 f"the mask of {name!r} is {mask.dtype} of shape {tuple(mask.shape)}; it must be torch.bool of the "
                 f"parameter's shape {shape}"
             )
-
-
-def named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
-    """Torch's parameter groups without names, and names: those given, or numbers."""
-    given: list[Any] = list(params.named_parameters() if isinstance(params, nn.Module) else params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    names: dict[nn.Parameter, str] = {}
-    plain = []
-    for group in groups:
-        members = group["params"]
-        members = list(members.named_parameters()) if isinstance(members, nn.Module) else members
-        members = [members] if isinstance(members, Tensor) else list(members)
-        found = []
-        for member in members:
-            name, parameter = member if isinstance(member, tuple) else (str(len(names)), member)
-            names[parameter] = name
-            found.append(parameter)
-        plain.append({**group, "params": found})
-    return plain, names

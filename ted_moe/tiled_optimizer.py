@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonn_plugins.optim.gradients import flat_gradient, norm_in_parts
-from axonn_plugins.optim.lending import Loan, Part, TiledStep, along, parts_of, share_options
-from axonn_plugins.optim.probe import StepMemory, examine
-from axonn_plugins.optim.tiles import Buffers
+from axonn_plugins.optim.gradients import clip_factor, flat_gradient, norm_in_parts
+from axonn_plugins.optim.lending import TiledStep, along, parts_of, share_options
+from axonn_plugins.optim.probe import StepMemory, examine, make_optimizer
+from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 TILE = 1_800_000
@@ -73,13 +73,9 @@ class TiledOptimizer(torch.optim.Optimizer):
         self.overflow = False
         super().__init__(params, {})
         self._live: dict[Tensor, nn.Parameter] = {}
-        inner = optimizer_factory([self._with_masters(group) for group in self.param_groups])
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise ValueError(
-                f"optimizer_factory returned {type(inner).__name__}, not a torch optimizer; pass a function such as "
-                "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-            )
-        self.inner = inner
+        self.inner = inner = make_optimizer(
+            optimizer_factory, [self._with_masters(group) for group in self.param_groups]
+        )
         self.defaults, self.state = inner.defaults, inner.state
         share_options(inner.param_groups, self.param_groups)
         self._memory = StepMemory(1, 1)
@@ -138,44 +134,28 @@ class TiledOptimizer(torch.optim.Optimizer):
         size = self._memory.elements(self.tile_size, first=not all(self.state.get(master) for master in self._live))
         buffers = Buffers(size)
         for tile in self._tiles(size):
-            begin, loans = 0, []
-            for part in tile:
-                weights = part.weights if part.whole else part.of(part.weights)
-                loans.append(Loan(part, weights, self._gradient(part, factor, buffers, begin)))
-                begin += part.end - part.begin
-            step.tile(loans)
-            for part in tile:
-                parameter = self._live[part.weights]
-                if parameter is not part.weights:
-                    part.of(parameter).copy_(part.of(part.weights))
+            update(step, tile, buffers, factor)
         step.finish()
         share_options(self.inner.param_groups, self.param_groups)
 
-    def _tiles(self, size: int) -> Iterator[list[Part]]:
+    def _tiles(self, size: int) -> Iterator[list[ParameterCut]]:
         """Parts of all parameters that have gradients, at most `size` elements together."""
-        tile: list[Part] = []
-        room = size
+        tile: list[ParameterCut] = []
+        used = 0
         for number, group in enumerate(self.inner.param_groups):
             for master in group["params"]:
-                if self._live[master].grad is None:
+                parameter = self._live[master]
+                if parameter.grad is None:
                     continue
                 for part in parts_of(number, master, size):
-                    if part.end - part.begin > room:
+                    length = part.end - part.begin
+                    if used + length > size:
                         yield tile
-                        tile, room = [], size
-                    tile.append(part)
-                    room -= part.end - part.begin
+                        tile, used = [], 0
+                    tile.append(ParameterCut(part, slice(used, used + length), parameter))
+                    used += length
         if tile:
             yield tile
-
-    def _gradient(self, part: Part, factor: Tensor | None, buffers: Buffers, begin: int) -> Tensor:
-        """A part's gradient in the masters' type times `factor`, in the buffer from `begin` where it has to be made."""
-        weights = part.weights
-        gradient = flat_gradient(self._live[weights])[part.begin : part.end]
-        if factor is None and gradient.dtype == weights.dtype:
-            return gradient
-        made = buffers.get(weights.dtype, weights.device)[begin : begin + gradient.numel()].copy_(gradient)
-        return made if factor is None else made.mul_(factor.to(weights.device))
 
     def _factor(self) -> Tensor | None:
         """By what gradients are to be multiplied; notes the norm."""
@@ -186,7 +166,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             return factor
         norm = self._norm()
         self.total_norm = norm if factor is None else norm * factor.to(norm.device)
-        clip = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+        clip = clip_factor(self.total_norm, self.max_norm)
         return clip if factor is None else clip * factor.to(clip.device)
 
     def _norm(self) -> Tensor:

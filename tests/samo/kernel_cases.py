@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import samo
+from axonn_plugins.optim.index import BLOCK, Index
 from samo import fused, kernels
-from samo.index import BLOCK, Index
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

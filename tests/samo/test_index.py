@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from axonn_plugins.optim.index import BLOCK
 from samo import Index
-from samo.index import BLOCK
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import samo
-from samo.index import Index
+from axonn_plugins.optim.index import Index
 from samo.native import library
 from tests.samo.test_optimizer import FACTORIES, pair, train
 

@@ -315,3 +315,51 @@ def test_sixteen_bits_with_an_overflow_on_one_rank():
     for one, other in ((0, 2), (1, 3)):
         for case, (_, _, _, weights) in everywhere[one].items():
             assert (weights == everywhere[other][case][3]).all()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_masters_that_a_state_dict_lacks_are_the_parameters(host):
+    model, masks = whole(torch.bfloat16)
+    first = samo.Optimizer(FACTORIES["adamw"], model, masks)
+    for _ in range(3):
+        model(torch.randn(5, 7, dtype=torch.bfloat16), 0, True).backward()
+        first.step()
+    state = samo.dense_state_dict(first)
+    for values in state["state"].values():
+        del values["master"]
+    again, _ = whole(torch.bfloat16)
+    second = samo.Optimizer(FACTORIES["adamw"], again, masks, host=host, tile_size=11)
+    again.load_state_dict(model.state_dict())
+    second.load_state_dict(state)
+    assert all(torch.equal(*both) for both in zip(again.parameters(), model.parameters(), strict=True))
+    masters = {segment.entry.name: segment.weights for store in second.stores for segment in store.segments}
+    for entry in second.entries:
+        assert torch.equal(masters[entry.name], entry.read(entry.flat, 0, entry.kept).float())
+    moments = second.state_dict()["state"]
+    for number, values in first.state_dict()["state"].items():
+        assert all(torch.equal(moments[number][key], value) for key, value in values.items() if key != "master")
+
+
+def test_host_memory_beside_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    found = []
+    for host in (False, True):
+        torch.manual_seed(5)
+        model = nn.Sequential(*(nn.Linear(300, 300, dtype=torch.bfloat16) for _ in range(6))).cuda()
+        masks = {name: torch.rand(p.shape) < 0.3 for name, p in model.named_parameters() if p.dim() > 1}
+        optimizer = samo.Optimizer(
+            FACTORIES["adamw"], model, masks, host=host, kernels=False, max_norm=0.1, tile_size=1000
+        )
+        for _ in range(5):
+            model(torch.randn(9, 300, dtype=torch.bfloat16, device="cuda")).float().square().mean().backward()
+            optimizer.step()
+        if host:
+            vectors = [store.master for store in optimizer.stores]
+            vectors += [state for store in optimizer.stores for state in store.states.values()]
+            assert len(vectors) == 3 and all(vector.is_pinned() for vector in vectors)
+        found.append((optimizer.state_dict()["state"], [p.clone() for p in model.parameters()]))
+    (device, weights), (visiting, same) = found
+    assert all(torch.equal(*both) for both in zip(weights, same, strict=True))
+    for number, values in device.items():
+        assert all(torch.equal(value.cpu(), visiting[number][key].cpu()) for key, value in values.items())

@@ -34,6 +34,11 @@ def norm_in_parts(gradient: Tensor, size: int) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
+def clip_factor(norm: Tensor, most: float) -> Tensor:
+    """By what gradients of this norm are multiplied so that it is at most `most`."""
+    return (most / (norm + 1e-6)).clamp(max=1.0)
+
+
 def squares_of(stores: list[Store], size: int) -> dict[str, Tensor]:
     """Squares of the 2-norms of gradients that have arrived, by the parameters' names, the same on all ranks that share them.
 

@@ -41,6 +41,10 @@ class Part:
         """Whether the tensor ends with it."""
         return self.end == self.weights.numel()
 
+    def like(self, value: Tensor) -> Tensor:
+        """Memory for a state of the whole tensor, of which `value` is this part's."""
+        return torch.empty_like(self.weights, dtype=value.dtype, device=value.device, requires_grad=False)
+
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of a tensor with the strides of the weights, flat."""
         return tensor.detach().as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
@@ -56,8 +60,8 @@ class Loan:
         gradient: theirs, flat, in the same type.
         visitors: the state's values of these elements, by key, where they are copies of what is kept elsewhere; None: they are
             views of it.
-        keep: makes memory for a new state of the whole tensor from its key and from its values of this part; None: tensors
-            like the whole.
+        keep: makes memory for a new state of the whole tensor from its key and from its values of this part; None: as
+            `Part.like`.
     """
 
     part: Part
@@ -178,17 +182,13 @@ class TiledStep:
         for key, value in found.items():
             if along(value, loan.weights):
                 if key not in kept:
-                    kept[key] = (loan.keep or _like(part.weights))(key, value)
+                    kept[key] = part.like(value) if loan.keep is None else loan.keep(key, value)
                 place = (loan.visitors or {}).get(key)
                 place = part.of(kept[key]) if place is None else place
                 if place.data_ptr() != value.data_ptr():
                     place.copy_(value, non_blocking=True)
             elif part.last:
                 kept[key] = value
-
-
-def _like(weights: Tensor) -> Callable[[str, Tensor], Tensor]:
-    return lambda key, value: torch.empty_like(weights, dtype=value.dtype, device=value.device, requires_grad=False)
 
 
 def _copy(value: Any, device: torch.device | None) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,12 @@ class StepMemory:
     Attributes:
         first: in the step that makes the state.
         later: in any other.
+        keys: names of the state that has a value for each element.
     """
 
     first: int
     later: int
+    keys: frozenset[str] = frozenset()
 
     def elements(self, tile_size: int, first: bool) -> int:
         """Elements updated at a time, so that everything temporary is as large as one tile of gradients."""
@@ -38,7 +41,30 @@ class StepMemory:
 
     def __or__(self, other: StepMemory) -> StepMemory:
         """What is enough for both."""
-        return StepMemory(max(self.first, other.first), max(self.later, other.later))
+        return StepMemory(max(self.first, other.first), max(self.later, other.later), self.keys | other.keys)
+
+
+def make_optimizer(
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """What a factory makes from parameter groups.
+
+    Raises:
+        ValueError: it is no optimizer, or one whose step needs a closure.
+    """
+    optimizer = factory(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the factory returned {type(optimizer).__name__}, not a torch optimizer; pass a function such as "
+            "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss several times a step and looks at all weights together, so it cannot "
+            "work in tiles; use an optimizer such as Adam, AdamW or SGD"
+        )
+    return optimizer
 
 
 class _Allocations(TorchDispatchMode):
@@ -86,12 +112,12 @@ def examine(
     kept = {key: value for key, value in state.items() if not along(value, weights)}
     moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
     results: list[Tensor] = []
-    peaks = [0, 0]
+    peaks, keys = [0, 0], frozenset[str]()
     for part in (slice(0, _ELEMENTS), slice(_ELEMENTS // 8, _ELEMENTS // 2)):
         stand_in = start[part].clone()
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
         mine |= {key: value.expand(stand_in.shape).clone() for key, value in moments.items()}
-        measured = _two_steps(optimizer, options, stand_in, gradient[part], mine)
+        measured, keys = _two_steps(optimizer, options, stand_in, gradient[part], mine)
         peaks = peaks if results else measured
         results.append(stand_in)
     if not torch.allclose(results[0][part], results[1], rtol=1e-5, atol=0):
@@ -101,7 +127,7 @@ def examine(
         )
     one = results[0].nbytes
     first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
-    return StepMemory(first, later)
+    return StepMemory(first, later, keys)
 
 
 def _two_steps(
@@ -110,8 +136,8 @@ def _two_steps(
     weights: Tensor,
     gradient: Tensor,
     state: dict[str, Any],
-) -> list[int]:
-    """Step twice; the most bytes allocated in each step."""
+) -> tuple[list[int], frozenset[str]]:
+    """Step twice; the most bytes allocated in each step, and the state's keys."""
     if state:
         optimizer.state[weights] = state
     most = []
@@ -128,5 +154,5 @@ def _two_steps(
                     optimizer.step()
                 most.append(allocations.most)
         finally:
-            optimizer.state.pop(weights, None)
-    return most
+            found = optimizer.state.pop(weights, {})
+    return most, frozenset(key for key, value in found.items() if along(value, weights))

@@ -60,7 +60,6 @@ class Reducer:
 
     def __init__(self, stores: list[Store]) -> None:
         self.active = True
-        self._stores = stores
         self._order = [
             (store, bucket)
             for store in stores

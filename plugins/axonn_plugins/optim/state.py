@@ -11,24 +11,31 @@ from torch import Tensor
 
 from axonn_plugins.optim.reducer import gather, gather_weights
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
+from axonn_plugins.optim.tiles import settle
 
 MASTER = "master"
 """The name of float32 weights beside the optimizer's own names."""
 
 
-def settle(stores: list[Store]) -> None:
-    """Wait until what is on its way to host memory is there."""
-    for device in {store.device for store in stores if store.host and store.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+def load_masters(stores: list[Store], size: int) -> None:
+    """Take the master weights from the parameters; those that round to theirs stay.
 
-
-def load_masters(stores: list[Store]) -> None:
-    """Take the master weights from the parameters."""
-    settle(stores)
+    Args:
+        stores: all of them.
+        size: elements read at a time.
+    """
+    settle(store.device for store in stores if store.host)
     for store in stores:
         for segment in store.segments if store.master is not None else ():
-            entry = segment.entry
-            segment.weights.copy_(entry.read(entry.flat, segment.begin, segment.begin + segment.length))
+            _load_master(segment, size)
+
+
+def _load_master(segment: Segment, size: int) -> None:
+    entry = segment.entry
+    for done, weights in zip(range(0, segment.length, size), segment.weights.split(size), strict=True):
+        begin = segment.begin + done
+        low = entry.read(entry.flat, begin, begin + weights.numel()).to(weights.device)
+        weights.copy_(torch.where(weights.to(low.dtype) == low, weights, low))
 
 
 def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Entry, dict[str, Any]]:
@@ -42,7 +49,7 @@ def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -
         By entry, copies: "positions" of its kept elements where others are pruned, "master" for 16-bit parameters, and what
         the optimizer has of it, vectors of kept elements.
     """
-    settle(stores)
+    settle(store.device for store in stores if store.host)
     found: dict[Entry, dict[str, Any]] = {}
     for store in stores:
         mine: dict[Bucket, list[Segment]] = {bucket: [] for bucket in store.buckets}
@@ -68,13 +75,15 @@ def write_state(
 ) -> None:
     """Take up what `read_state` gave on these or other ranks, and have 16-bit parameters be their master weights, rounded.
 
+    Without master weights in it these are taken from the parameters.
+
     Args:
         stores: all of them.
         optimizer: its state is replaced.
         read: by entry, vectors of this entry's kept elements; see `on_index`.
         size: elements written at a time.
     """
-    settle(stores)
+    settle(store.device for store in stores if store.host)
     optimizer.state.clear()
     for store in stores:
         store.states.clear()
@@ -94,6 +103,8 @@ def write_state(
                     mine[key] = value.to(beside, copy=True) if isinstance(value, Tensor) else value
             if mine:
                 optimizer.state[segment.weights] = mine
+            if store.master is not None and MASTER not in read[segment.entry]:
+                _load_master(segment, size)
             if store.master is not None:
                 for done in range(0, segment.length, size):
                     weights = segment.weights[done : done + size].to(store.device)

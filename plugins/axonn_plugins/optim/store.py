@@ -10,30 +10,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-class Index(Protocol):
-    """Which elements of a flattened tensor are kept; `samo.Index` is one."""
-
-    kept: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the index takes."""
-
-    def positions(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """Positions of the kept elements number `begin` to `end`: int64, ascending."""
-
-    def compress(self, dense: Tensor, begin: int = 0, end: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Kept elements number `begin` to `end` of a flattened tensor, in `out` if that is given."""
-
-    def expand(self, values: Tensor, into: Tensor, begin: int = 0) -> None:
-        """Write kept elements from number `begin` on to where they belong in a flattened tensor."""
+from axonn_plugins.optim.index import Index
 
 
 @dataclass(eq=False)
@@ -220,9 +202,9 @@ class Store:
         self.segments = list(self._segments())
 
     def _make(self, dtype: torch.dtype) -> Tensor:
-        pinned = self.host and self.device.type == "cuda"
-        device = torch.device("cpu") if self.host else self.device
-        return torch.zeros(self.owned, dtype=dtype, device=device, pin_memory=pinned)
+        if self.host:
+            return host_zeros(self.owned, dtype, self.device)
+        return torch.zeros(self.owned, dtype=dtype, device=self.device)
 
     def place(self, bucket: Bucket) -> int:
         """Where a bucket, in stage 2 this rank's share of it, begins in `gradient`."""
@@ -251,6 +233,11 @@ class Store:
                     owned, length = bucket.owned + begin - low, end - begin
                     weights = nothing.expand(length) if self.master is None else self.master[owned : owned + length]
                     yield Segment(entry, begin - entry.start, begin + moved, owned, length, weights)
+
+
+def host_zeros(length: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
+    """Zeros in host memory, pinned beside a GPU."""
+    return torch.zeros(length, dtype=dtype, pin_memory=beside.type == "cuda")
 
 
 def make_stores(entries: Iterable[Entry], bucket_bytes: int, stage: int = 0, host: bool = False) -> list[Store]:

@@ -1,85 +1,37 @@
-"""The optimizer's step on stores, a tile at a time: upcast, update, downcast, write back (000, sections 4.1.3 and 3.3.2).
+"""A tile's step: gradients upcast, weights updated, rounded and written back (000, sections 4.1.3, 7.2 and 3.3.2).
 
-The dissertation upcasts the whole compressed gradient and keeps a second copy of the 16-bit weights while it expands them:
-6 bytes a kept element. Tiles need these for one tile only. Where state is in host memory it is copied to the device and back
-a tile at a time, one tile while another is updated.
+Upcasting whole gradients and rounding whole weights takes 6 bytes an element; here it takes them for one tile. State in host
+memory is copied to the device and back a tile at a time, one tile while another is updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import cycle
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from axonn_plugins.optim.lending import Loan, Part, TiledStep
-from axonn_plugins.optim.store import Segment, Store
+from axonn_plugins.optim.gradients import flat_gradient
+from axonn_plugins.optim.lending import Loan, Part, TiledStep, flat
 
 _SLOTS = 2  # one tile is on its way in or out while the other is updated
+_ALIGNED = 16
 
 
-@dataclass(eq=False)
-class Cut:
-    """A segment within one tile.
+class Memory(Protocol):
+    """Where temporary vectors of a tile are."""
 
-    Attributes:
-        segment: what it is part of the state of.
-        part: its elements of `segment.weights`.
-        within: its elements in the tile.
-    """
-
-    segment: Segment
-    part: Part
-    within: slice
-
-    def gradient(self, store: Store) -> Tensor:
-        """Its gradient, a view."""
-        begin = self.segment.gradient + self.part.begin
-        return store.gradient[begin : begin + self.part.end - self.part.begin]
-
-    def read(self, out: Tensor | None) -> Tensor:
-        """Its weights from the parameter: a view, or in `out` where there is an index."""
-        entry, begin = self.segment.entry, self.segment.begin
-        return entry.read(entry.flat, begin + self.part.begin, begin + self.part.end, out)
-
-    def write(self, weights: Tensor) -> None:
-        """Put its weights into the parameter."""
-        self.segment.entry.write(weights, self.segment.begin + self.part.begin)
-
-
-@dataclass(eq=False)
-class Tile:
-    """The elements `begin` to `end` of those whose state this rank holds, updated together."""
-
-    store: Store
-    begin: int
-    end: int
-    cuts: list[Cut]
-
-
-def make_tiles(store: Store, size: int) -> list[Tile]:
-    """Cut a store's elements into tiles of at most `size`."""
-    tiles: list[Tile] = []
-    for segment in store.segments:
-        done = 0
-        while done < segment.length:
-            place = segment.owned + done
-            begin = place - place % size
-            end = min(begin + size, store.owned)
-            length = min(segment.length - done, end - place)
-            if not tiles or tiles[-1].begin != begin:
-                tiles.append(Tile(store, begin, end, []))
-            part = Part(segment.entry.group, segment.weights, done, done + length)
-            tiles[-1].cuts.append(Cut(segment, part, slice(place - begin, place - begin + length)))
-            done += length
-    return tiles
+    def get(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tile's vector of this kind, the same one until the next tile."""
 
 
 class Buffers:
-    """Memory for one tile, reused by all tiles of one kind.
+    """Memory for one tile, kept for the next.
 
     Args:
         size: elements of the longest tile.
@@ -90,19 +42,19 @@ class Buffers:
         self._made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def get(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of this kind."""
+        """See `Memory`."""
         if (dtype, device) not in self._made:
             self._made[dtype, device] = torch.empty(self.size, dtype=dtype, device=device)
         return self._made[dtype, device]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all vectors."""
         return sum(buffer.nbytes for buffer in self._made.values())
 
 
 class Slot:
-    """Device memory for one tile at a time; beside a GPU with a stream of its own, in which its tiles follow each other.
+    """Device memory for one visiting tile at a time; beside a GPU with a stream of its own, in which its tiles follow each other.
 
     Args:
         nbytes: of the memory.
@@ -111,27 +63,33 @@ class Slot:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._used = 0
+        self._used = self._length = 0
+        self._made: dict[torch.dtype, Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The slot is another tile's."""
-        self._used = 0
+    def turn(self, length: int) -> Iterator[None]:
+        """The slot is another tile's, of `length` elements."""
+        self._used, self._length, self._made = 0, length, {}
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
-    def room(self, dtype: torch.dtype, count: int) -> Tensor:
-        """Memory for `count` elements."""
-        nbytes = count * dtype.itemsize
-        self._used += nbytes
-        return self._memory[self._used - nbytes : self._used].view(dtype)
+    def get(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Memory`."""
+        if dtype not in self._made:
+            self._made[dtype] = self._room(dtype)
+        return self._made[dtype]
 
     def fetch(self, host: Tensor) -> Tensor:
         """A copy of a vector."""
-        return self.room(host.dtype, host.numel()).copy_(host, non_blocking=True)
+        return self._room(host.dtype).copy_(host, non_blocking=True)
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        begin = -(-self._used // _ALIGNED) * _ALIGNED
+        self._used = begin + self._length * dtype.itemsize
+        return self._memory[begin : self._used].view(dtype)
 
     def leave(self) -> None:
         """Have what comes next on the device wait for the slot's tiles."""
@@ -139,108 +97,153 @@ class Slot:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
-def step_tiles(
-    optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], buffers: Buffers, factor: Tensor | None
-) -> None:
-    """Update every tile's elements whose gradients have arrived, and write them to the parameters.
+class Slots:
+    """Slots of devices, each in its turn.
 
     Args:
-        optimizer: over the segments' weights.
-        tiles: of any stores.
-        buffers: for the longest of those whose state is on the device.
-        factor: by which gradients are multiplied; None: by nothing.
+        nbytes: of a slot, by device.
     """
-    step = TiledStep(optimizer)
-    visits: dict[Store, _Visits] = {}
-    for tile in tiles:
-        cuts = [cut for cut in tile.cuts if cut.segment.entry.arrived]
-        if not cuts:
-            continue
-        if tile.store.host:
-            if tile.store not in visits:
-                visits[tile.store] = _Visits(step, tile.store, max(each.end - each.begin for each in tiles))
-            visits[tile.store].update(tile, cuts, factor)
-        else:
-            _update(step, tile, cuts, buffers, factor)
-    step.finish()
-    for visit in visits.values():
-        visit.finish()
+
+    count = _SLOTS
+
+    def __init__(self, nbytes: Mapping[torch.device, int]) -> None:
+        self._slots = {device: deque(Slot(size, device) for _ in range(_SLOTS)) for device, size in nbytes.items()}
+
+    def next(self, device: torch.device) -> Slot:
+        """The slot whose turn it is."""
+        self._slots[device].rotate()
+        return self._slots[device][0]
+
+    def leave(self) -> None:
+        """Have what comes next on the devices wait for all visits."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.leave()
 
 
-def _update(step: TiledStep, tile: Tile, cuts: list[Cut], buffers: Buffers, factor: Tensor | None) -> None:
-    store = tile.store
-    loans = []
-    for cut in cuts:
-        gradient = cut.gradient(store)
-        if store.master is not None:
-            gradient = buffers.get(torch.float32, store.device)[cut.within].copy_(gradient)
-            weights = cut.part.weights if cut.part.whole else cut.part.of(cut.part.weights)
-        else:
-            room = None if cut.segment.entry.index is None else buffers.get(store.dtype, store.device)[cut.within]
-            weights = cut.read(room)
-        loans.append(Loan(cut.part, weights, gradient if factor is None else gradient.mul_(factor)))
-    step.tile(loans)
-    if store.master is not None:
-        low = buffers.get(store.dtype, store.device)[: tile.end - tile.begin]
-        low.copy_(store.master[tile.begin : tile.end])
-        for cut in cuts:
-            cut.write(low[cut.within])
-    else:
-        for cut, loan in zip(cuts, loans, strict=True):
-            if cut.segment.entry.index is not None:
-                cut.write(loan.weights)
+def settle(devices: Iterable[torch.device]) -> None:
+    """Wait until what is on its way between devices and host memory is there."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
-class _Visits:
-    """Visits of a store's state in host memory to its device.
+def slot_bytes(length: int, *dtypes: torch.dtype) -> int:
+    """Bytes of a slot for vectors of these dtypes."""
+    return sum(length * dtype.itemsize + _ALIGNED for dtype in dtypes)
+
+
+@dataclass(eq=False)
+class Cut(ABC):
+    """The part of a parameter that is in a tile.
+
+    Attributes:
+        part: its elements of the tensor on which the optimizer's state is keyed.
+        within: its elements of the tile.
+    """
+
+    part: Part
+    within: slice
+
+    @abstractmethod
+    def weights(self, memory: Memory) -> Tensor:
+        """What the optimizer updates where state is on the device: flat, in the type of the update."""
+
+    @abstractmethod
+    def gradient(self, dtype: torch.dtype, factor: Tensor | None, memory: Memory) -> Tensor:
+        """The gradient times `factor`, flat, in the type of the update."""
+
+    @abstractmethod
+    def write(self, weights: Tensor, memory: Memory) -> None:
+        """Round the updated weights, and put them into the parameter."""
+
+    def keep(self, key: str, value: Tensor) -> Tensor:
+        """Memory for a new state of the whole tensor, of which `value` is this part's."""
+        return self.part.like(value)
+
+
+@dataclass(eq=False)
+class ParameterCut(Cut):
+    """That of a parameter whose gradient is its own, and stays.
+
+    Attributes:
+        parameter: without holes in memory, as `part.weights`, which are it or its master weights.
+    """
+
+    parameter: nn.Parameter
+
+    def weights(self, memory: Memory) -> Tensor:
+        """See `Cut`."""
+        return self.part.weights if self.part.whole else self.part.of(self.part.weights)
+
+    def gradient(self, dtype: torch.dtype, factor: Tensor | None, memory: Memory) -> Tensor:
+        """See `Cut`."""
+        gradient = flat_gradient(self.parameter)[self.part.begin : self.part.end]
+        if factor is None and gradient.dtype == dtype:
+            return gradient
+        made = memory.get(dtype, gradient.device)[self.within].copy_(gradient)
+        return made if factor is None else made.mul_(factor.to(made.device))
+
+    def write(self, weights: Tensor, memory: Memory) -> None:
+        """See `Cut`."""
+        if self.parameter is not self.part.weights:
+            self.part.of(self.parameter).copy_(flat(weights))
+
+
+def update(
+    step: TiledStep,
+    cuts: Sequence[Cut],
+    memory: Memory,
+    factor: Tensor | None,
+    weights: Tensor | None = None,
+    visitors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Update a tile.
 
     Args:
         step: of the optimizer.
-        store: with state in host memory.
-        size: elements of the longest tile.
+        cuts: the parts of parameters in it that have gradients.
+        memory: for vectors of its length.
+        factor: by which gradients are multiplied; None: by nothing.
+        weights: those of the tile, to be updated; None: each cut's own.
+        visitors: the tile's state, to be updated, by key; None: what the optimizer keeps.
     """
-
-    def __init__(self, step: TiledStep, store: Store, size: int) -> None:
-        self._step, self._store = step, store
-        self._dtype = store.dtype if store.master is None else store.master.dtype
-        vectors = 2 + len(store.states)  # weights and gradient
-        self._slots = [Slot(vectors * size * self._dtype.itemsize, store.device) for _ in range(_SLOTS)]
-        self._next = cycle(self._slots)
-        self._known = dict(store.states)
-
-    def update(self, tile: Tile, cuts: list[Cut], factor: Tensor | None) -> None:
-        """Update a tile's elements."""
-        store, span = self._store, slice(tile.begin, tile.end)
-        slot = next(self._next)
-        with slot.turn():
-            length = tile.end - tile.begin
-            master = slot.room(self._dtype, length) if store.master is None else slot.fetch(store.master[span])
-            states = {key: slot.fetch(state[span]) for key, state in self._known.items()}
-            gradients = slot.room(self._dtype, length)
-            loans = []
-            for cut in cuts:
-                gradient = gradients[cut.within].copy_(cut.gradient(store))
-                if factor is not None:
-                    gradient.mul_(factor)
-                weights = master[cut.within] if store.master is not None else cut.read(master[cut.within])
-                visitors = {key: state[cut.within] for key, state in states.items()}
-                loans.append(Loan(cut.part, weights, gradient, visitors, _keeper(store, cut.segment)))
-            self._step.tile(loans)
-            for cut, loan in zip(cuts, loans, strict=True):
-                if store.master is not None:
-                    cut.write(loan.weights.to(store.dtype))
-                elif cut.segment.entry.index is not None:
-                    cut.write(loan.weights)
-            if store.master is not None:
-                store.master[span].copy_(master, non_blocking=True)
-            for key, state in states.items():
-                self._known[key][span].copy_(state, non_blocking=True)
-
-    def finish(self) -> None:
-        """Have the device wait for all visits."""
-        for slot in self._slots:
-            slot.leave()
+    loans = []
+    for cut in cuts:
+        mine = cut.weights(memory) if weights is None else weights[cut.within]
+        state = None if visitors is None else {key: vector[cut.within] for key, vector in visitors.items()}
+        loans.append(Loan(cut.part, mine, cut.gradient(mine.dtype, factor, memory), state, cut.keep))
+    step.tile(loans)
+    for cut, loan in zip(cuts, loans, strict=True):
+        cut.write(loan.weights, memory)
 
 
-def _keeper(store: Store, segment: Segment) -> Callable[[str, Tensor], Tensor]:
-    return lambda key, value: store.state_of(key, segment, value.dtype)
+def visit(
+    step: TiledStep,
+    cuts: Sequence[Cut],
+    slot: Slot,
+    factor: Tensor | None,
+    span: slice,
+    weights: Tensor | None,
+    states: Mapping[str, Tensor],
+    wait: Callable[[], Any] = lambda: None,
+) -> None:
+    """Update a tile whose state is in host memory, with copies of it on the device.
+
+    Args:
+        step: see `update`.
+        cuts: see `update`.
+        slot: where the tile visits.
+        factor: see `update`.
+        span: the tile's elements of the vectors in host memory.
+        weights: float32 weights in host memory; None: each cut's own.
+        states: in host memory, by key, as far as it was there when the step began.
+        wait: for the gradients.
+    """
+    with slot.turn(span.stop - span.start):
+        wait()
+        here = {} if weights is None else {weights: slot.fetch(weights[span])}
+        visitors = {key: slot.fetch(state[span]) for key, state in states.items()}
+        update(step, cuts, slot, factor, None if weights is None else here[weights], visitors)
+        for host, visitor in [*here.items(), *((states[key], visitors[key]) for key in states)]:
+            host[span].copy_(visitor, non_blocking=True)

@@ -10,17 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.optim.lending import along, share_options
+from axonn_plugins.optim.lending import TiledStep, share_options
 from axonn_plugins.optim.probe import examine
-from axonn_plugins.optim.tiles import Slot
+from axonn_plugins.optim.tiles import Slots, settle, visit
 from axonn_plugins.pipeline.host_store import ALIGNED, HostStore, ranges, stores_of
 from axonn_plugins.pipeline.reduction import Chunk, averaged, chunks_of
-from axonn_plugins.pipeline.visit import Visits, state_keys
 from ted_moe.tiled_optimizer import Factory, TiledOptimizer
 
 BUCKET = 16_000_000
 """Elements of a bucket by default, the dissertation's."""
-_SLOTS = 2  # one bucket is on its way in or out while the other is updated
 
 
 class BucketedOptimizer(TiledOptimizer):
@@ -75,7 +73,6 @@ class BucketedOptimizer(TiledOptimizer):
         self.bucket_size, self.group, self.coarsening, self.overlap = bucket_size, group, coarsening, overlap
         self._stores: list[HostStore] = []
         self._groups = 0
-        self._keys: set[str] = set()
         self._reduced = False
         super().__init__(optimizer_factory, params, bucket_size, max_norm=max_norm, norm=norm)
 
@@ -101,7 +98,6 @@ class BucketedOptimizer(TiledOptimizer):
             weights = smallest.to(store.device, copy=True)
             state = {key: _moved(value, store.device) for key, value in self.inner.state.get(smallest, {}).items()}
             self._memory |= examine(self.inner, group, weights, state)
-            self._keys |= {k for k, v in state.items() if along(v, weights)} or state_keys(self.inner, group, weights)
         self._adopt_state()
 
     def _adopt_state(self) -> None:
@@ -109,7 +105,7 @@ class BucketedOptimizer(TiledOptimizer):
         for store in self._stores:
             for segment in store.segments:
                 state = self.inner.state.get(segment.master, {})
-                for key in self._keys & state.keys():
+                for key in self._memory.keys & state.keys():
                     store.add_state(key, state[key].dtype)
                     place = store.state_of(key, segment)
                     if place.data_ptr() != state[key].data_ptr():
@@ -169,24 +165,29 @@ class BucketedOptimizer(TiledOptimizer):
             return
         share_options(self.param_groups, self.inner.param_groups)
         sizes = {store: self._elements(store) for store in self._stores}
-        visits = Visits(self.inner, self._slots(), factor)
+        step, slots = TiledStep(self.inner), Slots(self._slot_bytes())
+        known = {store: dict(store.states) for store in self._stores}
         for chunk in self._averaged():
-            for begin, end in ranges(chunk.begin, chunk.end, sizes[chunk.store]):
-                visits.update(chunk.store, begin, end, chunk.wait)
-        visits.finish()
+            store = chunk.store
+            for begin, end in ranges(chunk.begin, chunk.end, sizes[store]):
+                if cuts := store.cuts(begin, end):
+                    slot, span = slots.next(store.device), slice(begin, end)
+                    visit(step, cuts, slot, factor, span, store.weights, known[store], chunk.wait)
+        step.finish()
+        slots.leave()
         share_options(self.inner.param_groups, self.param_groups)
 
-    def _slots(self) -> dict[torch.device, list[Slot]]:
+    def _slot_bytes(self) -> dict[torch.device, int]:
         sizes: dict[torch.device, int] = {}
         for store in self._stores:
             vectors = 2 + len(store.states)  # weights and gradient
             nbytes = vectors * store.weights.itemsize * self._elements(store)
             sizes[store.device] = max(nbytes, sizes.get(store.device, 0))
-        return {device: [Slot(nbytes, device) for _ in range(_SLOTS)] for device, nbytes in sizes.items()}
+        return sizes
 
     def _elements(self, store: HostStore) -> int:
         """Elements of half a bucket, such that all that a step has on the device is 16·bucket_size bytes."""
-        count = 16 * self.bucket_size // (_SLOTS * store.weights.itemsize * self._vectors(store))
+        count = 16 * self.bucket_size // (Slots.count * store.weights.itemsize * self._vectors(store))
         return min(max(count - count % ALIGNED, ALIGNED), store.length)
 
     def _vectors(self, store: HostStore) -> int:
@@ -204,7 +205,7 @@ class BucketedOptimizer(TiledOptimizer):
     def step_bytes(self) -> int:
         """Bytes that the next step will have on a device beside these: at most 16·bucket_size."""
         needs = (self._elements(s) * s.weights.itemsize * self._vectors(s) for s in self._stores)
-        return _SLOTS * max(needs, default=0)
+        return Slots.count * max(needs, default=0)
 
     @property
     def host_bytes(self) -> int:
@@ -235,9 +236,7 @@ class BucketedOptimizer(TiledOptimizer):
 
     def _settle(self) -> None:
         """Wait until what is on its way to host memory is there."""
-        for device in {store.device for store in self._stores}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        settle(store.device for store in self._stores)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

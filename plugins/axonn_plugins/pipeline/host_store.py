@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from axonn_plugins.optim.gradients import flat_gradient
 from axonn_plugins.optim.lending import Part, flat
+from axonn_plugins.optim.store import host_zeros
+from axonn_plugins.optim.tiles import Cut, ParameterCut
 
 ALIGNED = 64
 """Elements to whose multiples parameters and buckets begin: vector instructions then take the same elements together as in a
@@ -46,6 +48,19 @@ class Slice:
     packed: int
 
 
+@dataclass(eq=False)
+class HostCut(ParameterCut):
+    """That of a parameter whose state is in a store."""
+
+    store: HostStore
+    segment: Slice
+
+    def keep(self, key: str, value: Tensor) -> Tensor:
+        """See `axonn_plugins.optim.tiles.Cut`."""
+        self.store.add_state(key, value.dtype)
+        return self.store.state_of(key, self.segment)
+
+
 class HostStore:
     """The parameters of one parameter group that have one type and device.
 
@@ -78,7 +93,7 @@ class HostStore:
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory for every element."""
-        return torch.zeros(self.length, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return host_zeros(self.length, dtype, self.device)
 
     def add_state(self, key: str, dtype: torch.dtype) -> None:
         """Make room for a state; nothing where there is."""
@@ -118,14 +133,14 @@ class HostStore:
             flat(place).copy_(flat_gradient(parameter))
             parameter.grad = place
 
-    def parts(self, begin: int, end: int) -> list[tuple[Slice, Part, slice]]:
-        """Parts of parameters in a bucket, the elements `begin` to `end` of the store, and where they are in it."""
-        found = []
+    def cuts(self, begin: int, end: int) -> list[Cut]:
+        """Parts of parameters that have gradients in a bucket, the elements `begin` to `end` of the store."""
+        found: list[Cut] = []
         for segment in self.segments:
             first, last = max(begin, segment.begin), min(end, segment.end)
-            if first < last:
+            if first < last and segment.parameter.grad is not None:
                 part = Part(self.group, segment.master, first - segment.begin, last - segment.begin)
-                found.append((segment, part, slice(first - begin, last - begin)))
+                found.append(HostCut(part, slice(first - begin, last - begin), segment.parameter, self, segment))
         return found
 
     @property

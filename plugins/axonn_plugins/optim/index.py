@@ -6,7 +6,9 @@ one count a block says which block is meant: half the bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,11 +82,23 @@ class Index:
         """The most kept elements of one block of offsets; all of them in the form of positions."""
         return self.kept if self._starts is None else int(self._starts.diff().amax()) if self.kept else 0
 
+    @cached_property
+    def _edges(self) -> list[int]:
+        assert self._starts is not None
+        return self._starts.tolist()
+
     def positions(self, begin: int = 0, end: int | None = None) -> Tensor:
         """Positions of the kept elements number `begin` to `end`: int64, ascending."""
         end = self.kept if end is None else end
         wide = self._stored[begin:end].long()
         if self._starts is None:
+            return wide
+        first, last = bisect_right(self._edges, begin), bisect_left(self._edges, end)
+        # On a CPU a sum for each block takes half the time of all blocks' bases repeated, if blocks are long.
+        if wide.device.type == "cpu" and (last - first) * 1024 <= end - begin:
+            edges = [begin, *self._edges[first:last], end]
+            for number, (low, high) in enumerate(pairwise(edges), first - 1):
+                wide[low - begin : high - begin] += number * BLOCK
             return wide
         counts = self._starts.clamp(begin, end).diff()
         bases = torch.arange(counts.numel(), device=counts.device) * BLOCK

@@ -1,0 +1,351 @@
+"""Any element-wise torch optimizer on flat stores: mixed precision, several groups of ranks, ZeRO's stages, host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_plugins.optim.gradients import clip_factor, squares_of
+from axonn_plugins.optim.lending import share_options
+from axonn_plugins.optim.loss_scale import LossScale
+from axonn_plugins.optim.probe import examine, make_optimizer
+from axonn_plugins.optim.reducer import Reducer, gather_weights
+from axonn_plugins.optim.segments import make_tiles, step_tiles
+from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
+from axonn_plugins.optim.store import Entry, Store, make_stores
+from axonn_plugins.optim.tiles import Buffers
+
+Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Ranks = tuple[dist.ProcessGroup | None, int]
+"""Who sums a parameter's gradients, and by what the sum is divided."""
+TILE = 2**18
+"""Elements that one tile updates by default: their state fits into a core's cache, and calls cost little."""
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """Steps any element-wise torch optimizer in tiles, on state and gradients that stand end to end.
+
+    Gradients are taken as soon as backward has produced them, and `parameter.grad` is let go. Parameters of 16 bits have
+    float32 master weights; others are updated as they are. The result is that of the torch optimizer on all ranks' mean
+    gradients. `step` consumes the gradients. Learning-rate schedulers change `param_groups` as ever.
+
+    Args:
+        factory: makes an element-wise torch optimizer from parameter groups: torch's Adam, AdamW, SGD, ..., or a fused
+            one of transformer-engine or NVIDIA's apex.
+        params: a module, an iterable of parameters or of (name, parameter), or torch's parameter groups of these.
+        max_norm: clip the gradient's norm to this.
+        loss_scale: "dynamic", a number or a `LossScale`: multiply the loss by `scale`; a step whose gradients are not finite
+            is skipped. None: gradients are taken as they are.
+        group: the data-parallel ranks, whose gradients are averaged while backward runs; a function gives for each parameter
+            the ranks that sum its gradients, and the divisor. None: no others.
+        stage: what ranks of `group` hold a share of only, as ZeRO's stages: 0 nothing; 1 master weights and optimizer state;
+            2 reduced gradients, too. In stage 2 a backward pass outside `no_sync` adds to the share, and a bucket's own
+            gradients are there only while backward fills it.
+        host: keep master weights and optimizer state in host memory, pinned beside a GPU; a tile of it at a time visits the
+            parameters' device.
+        tile_size: elements updated at a time.
+        bucket_bytes: gradients reduced in one call.
+        norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
+            every rank, which also decides whether a step is skipped: for parameters that are shards, or that not all ranks
+            have. By default their sum.
+
+    Attributes:
+        overflow: whether the last step was skipped.
+        total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
+
+    Raises:
+        ValueError: arguments that are not allowed; an optimizer that is not element-wise.
+    """
+
+    def __init__(
+        self,
+        factory: Factory,
+        params: nn.Module | Iterable[Any],
+        *,
+        max_norm: float | None = None,
+        loss_scale: LossScale | float | str | None = None,
+        group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None = None,
+        stage: int = 0,
+        host: bool = False,
+        tile_size: int = TILE,
+        bucket_bytes: int = 25 * 2**20,
+        norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
+    ) -> None:
+        if tile_size < 1:
+            raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
+        if stage not in (0, 1, 2):
+            raise ValueError(f"stage = {stage!r} is not what ranks share; use 0, 1 (state) or 2 (gradients, too)")
+        if stage and group is None:
+            raise ValueError(
+                f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
+            )
+        self.factory, self.max_norm, self.norm = factory, max_norm, norm
+        self.stage, self.host, self.tile_size, self.bucket_bytes = stage, host, tile_size, bucket_bytes
+        self.loss_scale = LossScale.make(loss_scale)
+        self.overflow = False
+        self.total_norm: Tensor | None = None
+        groups, self.names = named_groups(params)
+        super().__init__(groups, {})
+        inner = self._make_inner()
+        self.defaults = dict(inner.defaults)
+        share_options(inner.param_groups, self.param_groups)
+        self.entries: list[Entry] = []
+        self._frozen: list[nn.Parameter] = []
+        for number, options in enumerate(self.param_groups):
+            for parameter in options["params"]:
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.contiguous()
+                    ranks, divisor = _ranks(group, parameter)
+                    self.entries.append(Entry(self.names[parameter], parameter, number, None, ranks, divisor))
+                else:
+                    self._frozen.append(parameter)
+        self._select()
+        self._build(inner)
+        self.refresh_masters()
+        self._hooks = [
+            entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._take(entry))
+            for entry in self.entries
+        ]
+
+    # Layout
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after the optimizer is made.
+
+        Raises:
+            ValueError: always, then.
+        """
+        if hasattr(self, "entries"):
+            name = type(self).__name__
+            raise ValueError(f"{name} lays out its state once: give all parameter groups when you make it")
+        super().add_param_group(param_group)
+
+    def _make_inner(self) -> torch.optim.Optimizer:
+        inner = make_optimizer(self.factory, [{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
+        inner.state.clear()
+        for options, group in zip(inner.param_groups, self.param_groups, strict=True):
+            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32)) for p in group["params"]}
+            for device, dtype in kinds:
+                examine(inner, options, torch.zeros(0, device=device, dtype=dtype), {})
+        return inner
+
+    def _select(self) -> None:
+        """Give entries the indices of the elements that are kept."""
+
+    def _build(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host)
+        self.reducer = Reducer(self.stores)
+        self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
+        self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the master weights of parameters that were changed from outside from these; those that round to theirs stay."""
+        load_masters(self.stores, self.tile_size)
+
+    # Backward
+
+    @torch.no_grad()
+    def _take(self, entry: Entry) -> None:
+        parameter = entry.parameter
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"{entry.name!r} has a {gradient.layout} gradient; make its layer give dense ones (Embedding(sparse=False))"
+            )
+        into, flat = self.reducer.place(entry), gradient.reshape(-1)
+        if not self._compress(entry, flat, into):
+            for begin in range(0, entry.kept, self.tile_size):
+                part = into[begin : begin + self.tile_size]
+                values = entry.read(flat, begin, begin + part.numel())
+                part.add_(values) if entry.filled else part.copy_(values)
+        self.reducer.written(entry)
+
+    def _compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
+        """Put a flattened gradient's kept elements into their place, or add them, by a kernel; False: nothing done."""
+        return False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in the ``with`` block only accumulate; all but the last of those that make a step."""
+        return self.reducer.no_sync()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no step has consumed, those of frozen parameters too."""
+        self.reducer.forget()
+        super().zero_grad()
+
+    @torch.no_grad()
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's gradient of the coming step, as a vector of its kept elements, zeros where none has come.
+
+        It is this rank's own as long as backward passes only accumulate (`no_sync`, or ``reducer.active = False``), and then
+        the same in all stages: weights tied over ranks can be summed in place here, and `step` reduces the sums. Once the
+        gradient is reduced it is that of all ranks. Changed in place it is what counts.
+
+        Raises:
+            RuntimeError: it is reduced, and ranks have a share of it each.
+        """
+        return self.reducer.gradient_of(next(entry for entry in self.entries if entry.parameter is parameter))
+
+    def release(self) -> None:
+        """Take no more gradients: another optimizer may have the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the kept elements, a tile at a time.
+
+        Args:
+            closure: computes the loss anew, and its gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_gradients_set_by_hand()
+        self.reducer.finish()
+        factor = self._factor()
+        if not self.overflow:
+            self._update(factor)
+            if self.stage:
+                gather_weights(self.stores, self.tile_size)
+        self.reducer.forget()
+        return loss
+
+    def _take_gradients_set_by_hand(self) -> None:
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"{self.names[parameter]!r} has a gradient but was frozen when the optimizer was made; "
+                    "set requires_grad before, or make the optimizer anew"
+                )
+        for entry in self.entries:
+            if entry.parameter.grad is not None:
+                self._take(entry)
+
+    def _update(self, factor: Tensor | None) -> None:
+        share_options(self.param_groups, self.inner.param_groups)
+        done = self._step_by_kernels(factor)
+        rest = [tile for tile in self.tiles if tile.store not in done]
+        if rest:
+            step_tiles(self.inner, rest, self.buffers, factor)
+
+    def _step_by_kernels(self, factor: Tensor | None) -> list[Store]:
+        """Step where a kernel knows how; the stores that are done."""
+        return []
+
+    def _factor(self) -> Tensor | None:
+        """By what gradients are to be multiplied; notes overflow and norm."""
+        self.overflow, self.total_norm = False, None
+        if self.max_norm is None and self.loss_scale is None:
+            return None
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        norm = self._norm() / scale
+        if self.loss_scale is not None:
+            self.overflow = not bool(torch.isfinite(norm))
+            self.loss_scale.update(self.overflow)
+        self.total_norm = norm
+        factor = torch.full_like(norm, 1.0 / scale)
+        return factor if self.max_norm is None else factor * clip_factor(norm, self.max_norm)
+
+    def _norm(self) -> Tensor:
+        """The 2-norm of the averaged gradient, in float32 at least."""
+        squares = squares_of(self.stores, self.tile_size)
+        if self.norm is not None:
+            return self.norm(squares).sqrt()
+        device = self.entries[0].parameter.device if self.entries else torch.device("cpu")
+        return sum((square.to(device) for square in squares.values()), torch.zeros((), device=device)).sqrt()
+
+    # State
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state that this rank holds, dense parameters included, the tile's buffers not."""
+        state = sum(
+            value.nbytes for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)
+        )
+        return (
+            state + sum(store.nbytes for store in self.stores) + sum(entry.parameter.nbytes for entry in self.entries)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Compressed state of all parameters, on every rank; in stages 1 and 2 every rank calls it.
+
+        Returns:
+            "state": by the parameter's number: "positions" (absent where all are kept), "master" for 16-bit parameters, and
+            the inner optimizer's; "param_groups" as torch's; "loss_scale".
+        """
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        read = read_state(self.stores, self.inner.state)
+        state = {numbers[entry.parameter]: values for entry, values in read.items()}
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        return {**super().state_dict(), "state": dict(sorted(state.items())), "loss_scale": scale}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned, of any number of ranks and stage, pruned otherwise or dense.
+
+        A torch optimizer's state_dict of the dense model is taken, too: what is pruned here is dropped.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        parameters, given = self._parameters, state_dict["param_groups"]
+        order = [number for group in given for number in group["params"]]
+        if len(order) != len(parameters) or len(given) != len(self.param_groups):
+            raise ValueError(
+                f"the state is of {len(order)} parameters in {len(given)} groups, the optimizer has "
+                f"{len(parameters)} in {len(self.param_groups)}; make it over the same model"
+            )
+        state = {p: state_dict["state"].get(number, {}) for number, p in zip(order, parameters, strict=True)}
+        read = {entry: on_index(entry, state[entry.parameter]) for entry in self.entries}
+        for ours, group in zip(self.param_groups, given, strict=True):
+            ours.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        if self.loss_scale is not None and state_dict.get("loss_scale"):
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        write_state(self.stores, self.inner, read, self.tile_size)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _ranks(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:
+    if group is None:
+        return None, 1
+    return group(parameter) if callable(group) else (group, dist.get_world_size(group))
+
+
+def named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
+    """Torch's parameter groups without names, and names: those given, or numbers."""
+    given: list[Any] = list(params.named_parameters() if isinstance(params, nn.Module) else params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    names: dict[nn.Parameter, str] = {}
+    plain = []
+    for group in groups:
+        members = group["params"]
+        members = list(members.named_parameters()) if isinstance(members, nn.Module) else members
+        members = [members] if isinstance(members, Tensor) else list(members)
+        found = []
+        for member in members:
+            name, parameter = member if isinstance(member, tuple) else (str(len(names)), member)
+            names[parameter] = name
+            found.append(parameter)
+        plain.append({**group, "params": found})
+    return plain, names
