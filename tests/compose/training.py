@@ -181,6 +181,8 @@ def serial_run(case: Case, readers: int) -> tuple[list[float], list[float]]:
             loss = model(ids[:, :-1], ids[:, 1:]) / (readers * ACCUMULATION)
             loss.backward()
             total += loss.item()
+        if "gradient_noise" in case.block:
+            _add_noise(case, parameters, number)
         for name, mask in masks.items():
             parameters[name].grad.mul_(mask)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip or torch.inf).item())
@@ -188,6 +190,18 @@ def serial_run(case: Case, readers: int) -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         losses.append(total)
     return losses, norms
+
+
+def _add_noise(case: Case, parameters: dict[str, nn.Parameter], steps: int) -> None:
+    from tests.compose.noise import GradientNoise, NoiseBlock
+
+    noise = GradientNoise(NoiseBlock.model_validate(case.block["gradient_noise"]), None)  # type: ignore[arg-type]
+    for name, parameter in parameters.items():
+        # A pipeline's names have no prefix, and others for ties.
+        known = name.replace("tied.", "tied_modules.") if case.stages else name
+        known = known.removeprefix("layers.") if case.stages else known
+        assert parameter.grad is not None
+        parameter.grad.add_(noise.draw(known, tuple(parameter.shape), steps))
 
 
 def ready(staged: bool) -> None:

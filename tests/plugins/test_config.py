@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from axonn_plugins.config import Axonn, ConfigError, LayerKind, parse, schema, shipped_schema
-from axonn_plugins.hosts.deepspeed.engine import layer_plans
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans
 from axonn_recipes.quickstart.settings import Settings
 from axonn_tp import KINDS
 

@@ -20,7 +20,7 @@ import axonn_plugins
 from axonn_plugins.cli import main
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.engine import layer_plans
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.data import load

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from axonn_plugins import __version__
@@ -23,6 +32,7 @@ from axonn_plugins.config.base import Size as Size
 from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.config.pipeline import Pipeline
 from axonn_plugins.config.samo import EarlyBird, Pruner, Samo
+from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.pccl.options import Options
 
 LayerKind = Literal[
@@ -321,6 +331,12 @@ class Axonn(Block):
         None, description="Float32 weights and optimizer state in host memory."
     )
     pipeline: Pipeline | None = Field(None, description="The message-driven pipeline under a PipelineModule.")
+    _others: dict[str, Block] = PrivateAttr(default_factory=dict)
+
+    @property
+    def others(self) -> dict[str, Block]:
+        """Keys of systems that others have registered (`axonn_plugins.hosts.host`)."""
+        return self._others
 
 
 def parse(block: Any) -> Axonn:
@@ -331,10 +347,18 @@ def parse(block: Any) -> Axonn:
     """
     if isinstance(block, Mapping):
         _check_version(block)
+    given = block if isinstance(block, Mapping) else {}
+    others = {key: value for key, value in given.items() if key in REGISTERED and value is not None}
     try:
-        found = Axonn.model_validate(block)
+        found = Axonn.model_validate({k: v for k, v in given.items() if k not in REGISTERED} if others else block)
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors(include_url=False)[0])) from None
+    for key, value in others.items():
+        try:
+            found._others[key] = REGISTERED[key].block.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigError(_sentence({**first, "loc": (key, *first["loc"])})) from None
     if found.samo is not None:
         found.samo.require_whole()
     return found
@@ -373,7 +397,8 @@ def _block_at(location: tuple[str | int, ...]) -> tuple[type[Block], str]:
     """The class of the block at a location, and its documented path."""
     block: type[Block] = Axonn
     for part in location:
-        block = _CLASSES.get(str(part), block)
+        registered = REGISTERED.get(str(part))
+        block = registered.block if registered is not None else _CLASSES.get(str(part), block)
     return block, ".".join(["axonn", *(str(part) for part in location)])
 
 
@@ -385,7 +410,7 @@ def _sentence(error: Any) -> str:
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     if kind == "extra_forbidden":
         parent, _ = _block_at(location[:-1])
-        known = sorted(parent.model_fields)
+        known = sorted([*parent.model_fields, *(REGISTERED if parent is Axonn else ())])
         near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)[0]
         return f'{path} is not a key; use "{near}", or another of {", ".join(known)}'
     if kind == "missing":

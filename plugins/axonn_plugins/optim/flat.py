@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -58,6 +58,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         overflow: whether the last step was skipped.
         total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
 
+        on_gradients: called in each step when gradients are reduced, before their norm is taken.
+
     Raises:
         ValueError: arguments that are not allowed; an optimizer that is not element-wise.
     """
@@ -89,6 +91,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.loss_scale = LossScale.make(loss_scale)
         self.overflow = False
         self.total_norm: Tensor | None = None
+        self.on_gradients: list[Callable[[], None]] = []
         groups, self.names = named_groups(params)
         super().__init__(groups, {})
         inner = self._make_inner()
@@ -199,6 +202,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         return self.reducer.gradient_of(next(entry for entry in self.entries if entry.parameter is parameter))
 
+    def reduced(self) -> Iterator[tuple[Entry, int, Tensor]]:
+        """The reduced gradients that this rank has, loss scale included, while `on_gradients` is called; changed in place they count.
+
+        Yields:
+            A parameter's entry, the number of the first of its kept elements, and consecutive ones' gradients.
+        """
+        for store in self.stores:
+            for segment in store.segments:
+                if segment.entry.arrived:
+                    part = store.gradient[segment.gradient : segment.gradient + segment.length]
+                    yield segment.entry, segment.begin, part
+
     def release(self) -> None:
         """Take no more gradients: another optimizer may have the parameters."""
         for hook in self._hooks:
@@ -220,6 +235,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._take_gradients_set_by_hand()
         self.reducer.finish()
+        for change in self.on_gradients:
+            change()
         factor = self._factor()
         if not self.overflow:
             self._update(factor)

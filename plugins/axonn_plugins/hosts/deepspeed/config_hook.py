@@ -59,7 +59,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     for key, packages in _PACKAGES.items():
         if getattr(block, key) is not None:
             names.require(f"axonn.{key}", *packages)
-    if not any(getattr(block, key) is not None for key in _SYSTEMS):
+    if not block.others and not any(getattr(block, key) is not None for key in _SYSTEMS):
         _tile(block, raw)
         _stock_engine()
         if block.pccl is None:

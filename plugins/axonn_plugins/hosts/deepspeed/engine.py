@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
@@ -27,7 +28,7 @@ from axonn_plugins.hosts.deepspeed.optim.double_zero import DoubleZero
 from axonn_plugins.hosts.deepspeed.optim.param_groups import extend_scheduler, schedulers_of, split_groups
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
-from axonn_plugins.hosts.deepspeed.states import OwnStates, States, check_has_optimizer
+from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.hosts.deepspeed.tracing import TracedEngine
@@ -36,7 +37,6 @@ from axonn_tp import (
     Grid,
     LayerPlan,
     Mesh,
-    Options,
     Placement,
     auto_plan,
     clip_grad_norm_,
@@ -54,21 +54,6 @@ _EXPERT_TABLES = (
 )
 _named: Counter[str] = Counter()
 """Engines that use a name in these tables."""
-
-
-def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
-    """The block's plan as axonn_tp takes it; nothing for "auto", which `auto_plan` finds in a model."""
-    given = {} if block.plan == "auto" else block.plan
-    return {
-        pattern: LayerPlan(layer.kind, layer.parts, layer.heads, tuple(layer.counts), layer.reads, layer.whole_tokens)
-        for pattern, layer in given.items()
-    }
-
-
-def options(block: TensorParallel) -> Options:
-    """The block's choices as axonn_tp takes them; types of gradients are DeepSpeed's to choose."""
-    known = type(block).model_fields
-    return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
 
 
 def choose_sizes(
@@ -149,8 +134,7 @@ class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             keywords["config"] = choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
-        self._states = States.asked(block, config_class.axonn_stage)
-        check_has_optimizer(self._states, optimizer, config_class)
+        self._own_states(config_class, optimizer)
         self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
@@ -175,7 +159,7 @@ class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
         self._names: set[str] = set()
         # DeepSpeed's groups are those of one grid, and experts beside split weights are on another.
         self._by_layout = block.tensor_parallel is not None and block.ted is not None
-        self._apart = self._states is None and not self._by_layout and self._mark_apart(model)
+        self._apart = not self._owns and not self._by_layout and self._mark_apart(model)
         self._wide = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
             print(f"axonn {__version__}: {self._described(split)}", file=sys.stderr, flush=True)
@@ -269,7 +253,7 @@ class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """DeepSpeed's gradient sum at stage 0; what it does not know, as float64, we sum by layouts."""
-        if self._states is None and (self._wide or self._by_layout) and grads is None:
+        if not self._owns and (self._wide or self._by_layout) and grads is None:
             sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
         else:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)
@@ -330,7 +314,7 @@ class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the whole model's norm."""
-        if self._states is None:
+        if not self._owns:
             norm = clip_grad_norm_(self.module.parameters(), self.mesh, self.gradient_clipping())
             self._global_grad_norm = norm.item()
 

@@ -44,7 +44,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
 
 
 def _engine_of_states(block: Axonn, raw: Mapping[str, Any]) -> Any:
-    if block.samo is None and not section(raw, "zero_optimization").get("stage", 0):
+    if block.samo is None and not block.others and not section(raw, "zero_optimization").get("stage", 0):
         from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
 
         return OffloadEngine

@@ -32,7 +32,7 @@ def owned(block: Axonn, stage: int) -> bool:
 
     DeepSpeed's sharding of states knows neither experts beside split weights nor split weights in a pipeline.
     """
-    if any(getattr(block, key) is not None for key in OWNERS):
+    if block.others or any(getattr(block, key) is not None for key in OWNERS):
         return True
     splits = [key for key in ("tensor_parallel", "ted") if getattr(block, key) is not None]
     return stage > 0 and (len(splits) == 2 or (bool(splits) and block.pipeline is not None))
@@ -49,9 +49,9 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
     Raises:
         ConfigError: the first.
     """
-    for name, does in OWNERS.items():
-        if getattr(block, name) is not None:
-            _check(f"axonn.{name}", does, block, raw, mpu)
+    owners = {name: does for name, does in OWNERS.items() if getattr(block, name) is not None}
+    for name, does in (owners | dict.fromkeys(block.others, "changes gradients before they are clipped")).items():
+        _check(f"axonn.{name}", does, block, raw, mpu)
 
 
 def _check(key: str, does: str, block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:

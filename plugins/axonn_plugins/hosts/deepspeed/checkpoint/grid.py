@@ -33,9 +33,9 @@ class GridCheckpoints(CheckedCheckpoints):
     """The part of `AxonnEngine` that saves and loads."""
 
     mesh: Mesh
-    _forget_masks: Any
     _splits: bool
-    _states: Any
+    _owns: bool
+    composition: Any
     has_moe_layers: bool
     _without_portable = "resumes on the same grid only"
 
@@ -72,7 +72,7 @@ class GridCheckpoints(CheckedCheckpoints):
             self.optimizer = before
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
-        if self._states is None:
+        if not self._owns:
             with self._without_experts(), as_shards():
                 super()._write(save_dir, tag, client_state, **keywords)
         elif not self._splits:
@@ -92,7 +92,7 @@ class GridCheckpoints(CheckedCheckpoints):
         try:
             collected = state.collect(client_state)
         except CheckpointError as error:
-            if self._states is not None:
+            if self._owns:
                 raise ConfigError(str(error)) from None
             if dist.get_rank() == 0:
                 print(f"axonn: this checkpoint {self._without_portable}: {error}", file=sys.stderr, flush=True)
@@ -112,9 +112,9 @@ class GridCheckpoints(CheckedCheckpoints):
             ConfigError: they are not, and there are no portable ones.
         """
         note = folder / _LAYOUTS
-        if self._states is not None and (folder / _PORTABLE).is_dir():
+        if self._owns and (folder / _PORTABLE).is_dir():
             return False
-        if self._states is not None and not self._splits:
+        if self._owns and not self._splits:
             return True
         if not note.is_file():
             raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")
@@ -169,8 +169,8 @@ class GridCheckpoints(CheckedCheckpoints):
             )
         if tag is not None and not self._same_layouts(Path(load_dir) / tag):
             return self._load_portable(Path(load_dir) / tag, *rest, **keywords)
-        if self._states is not None and tag is not None:
-            self._forget_masks()
+        if self._owns and tag is not None:
+            self.composition.forget_masks()
         with self._without_experts(), as_shards():
             return super()._read(load_dir, tag, *rest, **keywords)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from axonn_plugins.samo.pruning import Masks, Pruning
+from axonn_plugins.hosts.common.composition import Composition
+from axonn_plugins.samo.pruning import Masks
 from axonn_tp import layout_of
 from axonn_tp.checkpoint.planner import Shard
 from axonn_tp.checkpoint.state import Notes, Shards
@@ -27,11 +28,13 @@ class OwnState:
     Attributes:
         view: has the parameter groups, and while a checkpoint is written or read the dense states.
         masters: float32 weights of 16-bit parameters, by name.
+        composition: the engine's.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._states = engine, engine.optimizer.states
-        self._pruning: Pruning | None = engine._pruning
+        self.composition: Composition = engine.composition
+        self._pruning = self.composition.pruning
         self._names = {parameter: name for name, parameter in engine.module.named_parameters()}
         self.view: torch.optim.Optimizer = object.__new__(type(self._states.inner))
         self.view.param_groups, self.view.state = self._states.param_groups, {}  # type: ignore[assignment]

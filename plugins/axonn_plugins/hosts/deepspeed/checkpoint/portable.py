@@ -85,6 +85,7 @@ class PortableState:
         if self.own is not None:
             masks, notes["samo"] = self.own.masks()
             shards |= masks
+            notes["systems"] = self.own.composition.state_dict()
         return shards, notes
 
     def _outward(self, shards: Shards) -> Shards:
@@ -139,6 +140,8 @@ class PortableState:
             self._restore_scale(notes.get("loss_scaler", {}))
         elif hasattr(self.engine.optimizer, "refresh_fp32_params"):
             self.engine.optimizer.refresh_fp32_params()
+        if self.own is not None and states:
+            self.own.composition.load_state_dict(notes.get("systems", {}))
         if counters:
             for name, value in notes["counters"].items():
                 setattr(self.engine, name, value)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
+from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import check_optimizer, compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
-from axonn_plugins.hosts.deepspeed.engine import choose_sizes, options
+from axonn_plugins.hosts.deepspeed.engine import choose_sizes
 from axonn_plugins.hosts.deepspeed.optim.by_layout import MixedPrecisionOptimizer
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
@@ -31,7 +32,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     stage_plan,
 )
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
-from axonn_plugins.hosts.deepspeed.states import OwnStates, States, check_has_optimizer
+from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
@@ -67,10 +68,9 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
             )
             block = config_class.axonn
         self._ted, self._split = block.ted, settings_of(block)
-        self._states = States.asked(block, config_class.axonn_stage)
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
         compare(model, config_class, optimizer, keywords, _problem_with(model, optimizer, self._split, self._ted))
-        check_has_optimizer(self._states, optimizer, config_class)
+        self._own_states(config_class, optimizer)
         plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
         self._verify = self._split is not None and self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
@@ -158,13 +158,13 @@ class ComposedPipelineEngine(OwnStates, StagedCheckpoints, MessageDrivenEngine):
 
     def buffered_allreduce_fallback(self, *rest: Any, **keywords: Any) -> None:
         """The sum that each weight's layout asks for, in place of DeepSpeed's."""
-        if self._states is None and self._split is not None:
+        if not self._owns and self._split is not None:
             sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
         else:
             super().buffered_allreduce_fallback(*rest, **keywords)
 
     def _exec_reduce_tied_grads(self) -> None:
-        if self._states is None:
+        if not self._owns:
             super()._exec_reduce_tied_grads()
             return
         for weight, group in self.module.get_tied_weights_and_groups():

@@ -37,17 +37,23 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
 
 
 def _engine(block: Axonn, stage: int) -> type[PipelineEngine]:
-    if block.offload_optimizer is not None and (block.samo, block.tensor_parallel, block.ted, stage) == (
-        None,
-        None,
-        None,
-        0,
+    if (
+        block.offload_optimizer is not None
+        and not block.others
+        and (block.samo, block.tensor_parallel, block.ted, stage)
+        == (
+            None,
+            None,
+            None,
+            0,
+        )
     ):
         from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
         from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
 
         return type("OffloadPipelineEngine", (OffloadEngine, MessageDrivenEngine), {})
-    if any(key is not None for key in (block.samo, block.tensor_parallel, block.ted, block.offload_optimizer)):
+    others = (block.samo, block.tensor_parallel, block.ted, block.offload_optimizer)
+    if block.others or any(key is not None for key in others):
         from axonn_plugins.hosts.deepspeed.pipeline.composed import ComposedPipelineEngine
 
         return ComposedPipelineEngine

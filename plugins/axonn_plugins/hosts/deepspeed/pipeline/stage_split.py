@@ -17,8 +17,8 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from torch import nn
 
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_shapes, refuse_experts
-from axonn_plugins.hosts.deepspeed.engine import layer_plans, options
 from axonn_plugins.hosts.deepspeed.ted.layers import stand_ins
 from axonn_tp import Grid, LayerPlan, Mesh, Placement, auto_plan, place
 

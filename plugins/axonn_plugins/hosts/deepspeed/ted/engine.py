@@ -17,10 +17,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
-from axonn_plugins.hosts.deepspeed.engine import AxonnEngine, Split, layer_plans, options
+from axonn_plugins.hosts.deepspeed.engine import AxonnEngine, Split
 from axonn_plugins.hosts.deepspeed.states_config import owned
 from axonn_plugins.hosts.deepspeed.ted.config import check_experts, check_rest
 from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, refuse_others, refuse_split

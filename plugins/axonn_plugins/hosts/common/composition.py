@@ -1,0 +1,148 @@
+"""Systems at work on one model, under any host: what becomes of its gradients, its optimizer's states and its checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import samo
+from axonn_plugins import __version__
+from axonn_plugins.config import Axonn
+from axonn_plugins.config.systems import REGISTERED
+from axonn_plugins.hosts.host import Gradient, Host, System
+from axonn_plugins.samo.pruning import Masks, Pruning
+from axonn_tp.comm.gradients import sum_ranks
+
+
+class Composition:
+    """The systems of a block whose optimizer is `samo.Optimizer`.
+
+    Args:
+        block: the block.
+        stage: of ZeRO: 1 shares states out over the ranks that sum a parameter's gradients, 2 gradients as well.
+        host: what trains; its model is split already.
+
+    Attributes:
+        pruning: SAMO's; None where nothing is pruned.
+        systems: those that others have registered, by key.
+        optimizer: known from `attach` on.
+    """
+
+    optimizer: samo.Optimizer
+
+    def __init__(self, block: Axonn, stage: int, host: Host) -> None:
+        self.block, self.host = block, host
+        self.stage = max(stage, int(block.samo is not None and block.samo.shard))
+        self.pruning: Pruning | None = None
+        self.systems: dict[str, System] = {
+            key: REGISTERED[key].system(settings, host) for key, settings in block.others.items()
+        }
+        self._masks: Masks | None = None
+
+    def settings(self, trained: set[nn.Parameter], names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        """Arguments of `samo.Optimizer`; every rank calls it.
+
+        Args:
+            trained: the parameters that the optimizer has.
+            names: of all of the model's.
+
+        Raises:
+            ConfigError: the model cannot be pruned so; the same on every rank.
+        """
+        host, offload = self.host, self.block.offload_optimizer
+        if self.block.samo is not None:
+            self.pruning = Pruning(self.block.samo, host.model, trained, host.mesh, names, host.stages_with)
+            self._masks = self.pruning.first()
+        return {
+            "masks": self._masks,
+            "group": lambda parameter: sum_ranks(parameter, host.mesh),
+            "stage": self.stage,
+            "host": offload is not None,
+            "norm": self._square_of_all,
+            **({} if offload is None else {"tile_size": offload.bucket_size // 2}),
+        }
+
+    def attach(self, optimizer: samo.Optimizer) -> None:
+        """Take part in the steps of the optimizer that was made of `settings`."""
+        self.optimizer = optimizer
+        if self.systems:
+            optimizer.on_gradients.append(self._hand_out_gradients)
+        if self._masks is not None:
+            self._note(self._masks)
+
+    def _square_of_all(self, squares: dict[str, Tensor]) -> Tensor:
+        """The square of the whole model's norm, in which each parameter counts once."""
+        named = {entry.name: entry.parameter for entry in self.optimizer.entries}
+        device = self.host.mesh.device
+        counted = [square.double().to(device) for name, square in squares.items() if self.host.counts(named[name])]
+        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        return total
+
+    def _hand_out_gradients(self) -> None:
+        for system in self.systems.values():
+            system.gradients(self._gradients())
+
+    def _gradients(self) -> Iterator[Gradient]:
+        scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.scale
+        for entry, begin, values in self.optimizer.reduced():
+
+            def select(local: Tensor, entry: Any = entry, begin: int = begin, count: int = values.numel()) -> Tensor:
+                return entry.read(local, begin, begin + count)
+
+            yield Gradient(entry.name, entry.parameter, values, scale, select, self.host.mesh)
+
+    # Steps
+
+    def stepped(self) -> None:
+        """The optimizer has made a step, or skipped it; every rank calls it."""
+        for system in self.systems.values():
+            system.stepped()
+        self.prune_when_due()
+
+    def prune_when_due(self) -> None:
+        """Prune, if so many steps are taken; every rank calls it."""
+        masks = None if self.pruning is None else self.pruning.after(self.host.steps)
+        if masks is not None:
+            self.optimizer.prune(masks)
+            self._note(masks)
+
+    def _note(self, masks: Masks) -> None:
+        """Note that the model is pruned; rank 0 prints what its part keeps, by layer."""
+        assert self.pruning is not None
+        self.pruning.take(masks)
+        if dist.get_rank() == 0:
+            table = samo.sparsity_table(masks, self.pruning.parameters.items())
+            size = f"{self.optimizer.nbytes / 2**20:,.1f} MiB of weights, gradients and state"
+            print(
+                f"axonn {__version__}: SAMO: pruned after step {self.host.steps}; {size}\n{table}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # Checkpoints
+
+    def forget_masks(self) -> None:
+        """Be dense, as a checkpoint that is to be read; every rank calls it."""
+        if self.pruning is not None:
+            self.optimizer.prune(self.pruning.forget())
+
+    def loaded(self) -> None:
+        """A checkpoint has been read: a model that came dense is pruned at once if its step is beyond `start_step`."""
+        if self.block.samo is not None and self.block.samo.search is None:
+            self.prune_when_due()
+
+    def state_dict(self) -> dict[str, Any]:
+        """States of others' systems, by key."""
+        return {key: system.state_dict() for key, system in self.systems.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; a system that was not there begins anew."""
+        for key, system in self.systems.items():
+            if key in state:
+                system.load_state_dict(state[key])

@@ -1,0 +1,23 @@
+"""The ``"tensor_parallel"`` key as `axonn_tp` takes it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from axonn_plugins.config import TensorParallel
+from axonn_tp import LayerPlan, Options
+
+
+def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
+    """The block's plan as axonn_tp takes it; nothing for "auto", which `auto_plan` finds in a model."""
+    given = {} if block.plan == "auto" else block.plan
+    return {
+        pattern: LayerPlan(layer.kind, layer.parts, layer.heads, tuple(layer.counts), layer.reads, layer.whole_tokens)
+        for pattern, layer in given.items()
+    }
+
+
+def options(block: TensorParallel) -> Options:
+    """The block's choices as axonn_tp takes them; types of gradients are the host's to choose."""
+    known = type(block).model_fields
+    return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})

@@ -1,0 +1,93 @@
+"""A system of a user's own works under every host, on any grid, beside the suite's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.hosts.plain import compose
+from tests.compose.noise import GradientNoise
+from tests.compose.training import ACCUMULATION, Case, ready, run, serial_run
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+
+NOISE: dict[str, Any] = {"gradient_noise": {"std": 0.3}}
+BLOCKS: dict[str, tuple[dict[str, Any], int, int | None]] = {
+    "alone": ({}, 1, None),
+    "split": ({"tensor_parallel": {"gx": 2, "gz": 2, "plan": "auto"}}, 2, None),
+    "pruned": ({"samo": {"sparsity": 0.6}, "tensor_parallel": {"gy": 2, "plan": "auto"}}, 1, None),
+    "experts": ({"ted": {"tensor": 2}, "offload_optimizer": {}}, 2, 2),
+}
+
+
+def plain(case: Case) -> Any:
+    """In a loop of one's own: losses, norms, and those of one process."""
+    model = case.serial()
+    made = compose(
+        model,
+        lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
+        case.block,
+        stage=case.stage,
+        max_norm=case.clip,
+    )
+    readers, losses, norms = made.mesh.grid.batch, [], []
+    for step in case.batches(readers):
+        total = torch.zeros((), dtype=torch.float64)
+        for number, micro in enumerate(step):
+            ids = micro[made.mesh.rank("batch")]
+            with torch.enable_grad():
+                loss = made.model(ids[:, :-1], ids[:, 1:]) / ACCUMULATION
+            if number < ACCUMULATION - 1:
+                with made.no_sync():
+                    made.backward(loss)
+            else:
+                made.backward(loss)
+            total += loss.detach()
+        made.step()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+        assert made.total_norm is not None
+        norms.append(made.total_norm.item())
+    dist.barrier()
+    return losses, norms, *serial_run(case, readers)
+
+
+def runs() -> dict[str, Any]:
+    ready(staged=True)
+    found = {}
+    for name, (block, stage, experts) in BLOCKS.items():
+        case = Case(NOISE | block, stage, experts)
+        found[f"DeepSpeed, {name}"] = attempt(run, case)
+        if experts is None:
+            found[f"plain PyTorch, {name}"] = attempt(plain, case)
+    staged = Case(NOISE | {"tensor_parallel": {"gx": 2, "plan": "auto"}}, 1, stages=2, tied=True)
+    found["DeepSpeed, pipeline"] = attempt(run, staged)
+    return found
+
+
+def test_trains_as_one_process_does() -> None:
+    found = run_ranks(runs, 4, timeout=400)[0]
+    assert len(found) == 8
+    for name, result in found.items():
+        assert not isinstance(result, str), f"{name}: {result}"
+        losses, norms, wanted, wanted_norms = result
+        assert losses == pytest.approx(wanted, rel=1e-10), name
+        assert norms == pytest.approx(wanted_norms, rel=1e-10), name
+
+
+def test_mistakes_in_its_key_are_said_as_in_the_suites() -> None:
+    assert isinstance(parse(NOISE).others["gradient_noise"], GradientNoise.Block)
+    for block, words in {
+        "unknown": ({"gradient_noise": {"std": 1.0, "dcay": 1.0}}, 'use "decay"'),
+        "missing": ({"gradient_noise": {}}, "axonn.gradient_noise.std is missing"),
+        "near": ({"gradient_nois": {}}, 'use "gradient_noise"'),
+    }.values():
+        with pytest.raises(ConfigError) as caught:
+            parse(block)
+        assert words in str(caught.value)
+    with pytest.raises(ValueError, match="axonn.samo is a key of the suite"):
+        type("Mine", (GradientNoise,), {}, key="samo")
