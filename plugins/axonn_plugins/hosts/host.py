@@ -23,12 +23,14 @@ class Host(Protocol):
         model: this rank's part of the model.
         mesh: how the model lies on the ranks, or on those of this rank's pipeline stage; with a data axis alone where nothing is
             split.
-        steps: optimizer steps that were taken.
     """
 
     model: nn.Module
     mesh: Mesh
-    steps: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were taken."""
 
     def serial_names(self) -> dict[nn.Parameter, str]:
         """Names of this rank's parameters in the serial model."""

@@ -28,7 +28,6 @@ from axonn_plugins.hosts.deepspeed.optim.double_zero import DoubleZero
 from axonn_plugins.hosts.deepspeed.optim.param_groups import extend_scheduler, schedulers_of, split_groups
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
-from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.hosts.deepspeed.tracing import TracedEngine
@@ -120,7 +119,7 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
+class AxonnEngine(DoubleZero, TracedEngine):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     client_lr_scheduler: Any
@@ -171,7 +170,7 @@ class AxonnEngine(OwnStates, DoubleZero, TracedEngine):
 
     def _settings(self, block: Axonn) -> TensorParallel:
         self._splits = block.tensor_parallel is not None
-        return block.tensor_parallel or TensorParallel()
+        return block.tensor_parallel or TensorParallel.model_validate({})
 
     def _find_split(self, model: nn.Module) -> Split:
         """What becomes of the model; communicates nothing and changes nothing.

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_plugins.hosts.deepspeed.whole_parameters import ShardShapes, mark
-from axonn_tp import Mesh, full_state_dict, layout_of
+from axonn_tp import full_state_dict, layout_of
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.training import Reading
 from axonn_tp.layers.exports import as_shards
@@ -29,13 +29,10 @@ from axonn_tp.layers.exports import as_shards
 _LAYOUTS, _PORTABLE = "axonn_layouts.json", "axonn"
 
 
-class GridCheckpoints(CheckedCheckpoints):
+class GridCheckpoints(OwnStates):
     """The part of `AxonnEngine` that saves and loads."""
 
-    mesh: Mesh
     _splits: bool
-    _owns: bool
-    composition: Any
     has_moe_layers: bool
     _without_portable = "resumes on the same grid only"
 
@@ -170,6 +167,7 @@ class GridCheckpoints(CheckedCheckpoints):
         if tag is not None and not self._same_layouts(Path(load_dir) / tag):
             return self._load_portable(Path(load_dir) / tag, *rest, **keywords)
         if self._owns and tag is not None:
+            assert self.composition is not None
             self.composition.forget_masks()
         with self._without_experts(), as_shards():
             return super()._read(load_dir, tag, *rest, **keywords)

@@ -53,6 +53,7 @@ class PortableState:
         self.ranks = Ranks(engine.mesh, apart)
         self.parameters = dict(self.module.named_parameters())
         self.own = OwnState(engine) if isinstance(engine.optimizer, StateOptimizer) else None
+        self.optimizer: torch.optim.Optimizer | None
         if self.own is not None:
             self.optimizer, self.pieces = self.own.view, whole_pieces(self.module, self.own.view)
         else:

@@ -63,10 +63,12 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         deepspeed.DeepSpeedEngine = DeepSpeedEngine
         return DeepSpeedEngine(args, model, *rest, config_class=config_class, **keywords)
 
+    _tables: Tables | None = None
+
     def _settings(self, block: Axonn) -> TensorParallel:
         assert block.ted is not None
         self._ted: Ted = block.ted
-        self._splits, self._tables, self._both = True, None, block.tensor_parallel is not None
+        self._splits, self._both = True, block.tensor_parallel is not None
         self._stashes = Stashes(block.ted.stash) if block.ted.communication_aware_checkpointing else None
         if block.tensor_parallel is not None:
             return block.tensor_parallel
