@@ -317,6 +317,32 @@ def test_sixteen_bits_with_an_overflow_on_one_rank():
             assert (weights == everywhere[other][case][3]).all()
 
 
+def unlike_passes():
+    """Passes bring different gradients on different ranks; what tells passes apart is pruned whole, so never summed."""
+    rank, far = dist.get_rank(), []
+    for stage in (0, 1, 2):
+        parameters = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3)]
+        masks = {"0": torch.zeros(3, dtype=torch.bool)}
+        factory = partial(torch.optim.SGD, lr=1.0)
+        optimizer = samo.Optimizer(
+            factory, parameters, masks, group=dist.group.WORLD, stage=stage, bucket_bytes=8, tile_size=2
+        )
+        brought = {0: ((0, 1), (2, 0)), 1: ((1, 0, 2), (0, 2, 1)), 2: ((0,), (0,)), 3: ((2, 0), (0, 2))}
+        for one_pass in brought[rank]:
+            for number in one_pass:
+                parameters[number].backward(torch.ones(3, dtype=torch.float64))
+        optimizer.step()
+        counts = [sum(ones.count(number) for passes in brought.values() for ones in passes) for number in range(1, 3)]
+        expected = torch.tensor([1 - count / RANKS for count in counts], dtype=torch.float64)
+        far.append(max(float((p - e).abs().max()) for p, e in zip(parameters[1:], expected, strict=True)))
+    return far
+
+
+def test_passes_that_bring_different_gradients_on_different_ranks():
+    for far in run_ranks(unlike_passes, RANKS, timeout=60):
+        assert max(far) < 1e-12
+
+
 @pytest.mark.parametrize("host", [False, True])
 def test_masters_that_a_state_dict_lacks_are_the_parameters(host):
     model, masks = whole(torch.bfloat16)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from axonn_plugins.optim.gradients import clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
+from axonn_plugins.optim.parameters import named_groups
 from axonn_plugins.optim.probe import examine, make_optimizer
 from axonn_plugins.optim.reducer import Reducer, gather_weights
 from axonn_plugins.optim.segments import make_tiles, step_tiles
@@ -347,22 +348,3 @@ def _ranks(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, pa
     if group is None:
         return None, 1
     return group(parameter) if callable(group) else (group, dist.get_world_size(group))
-
-
-def named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
-    """Torch's parameter groups without names, and names: those given, or numbers."""
-    given: list[Any] = list(params.named_parameters() if isinstance(params, nn.Module) else params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    names: dict[nn.Parameter, str] = {}
-    plain = []
-    for group in groups:
-        members = group["params"]
-        members = list(members.named_parameters()) if isinstance(members, nn.Module) else members
-        members = [members] if isinstance(members, Tensor) else list(members)
-        found = []
-        for member in members:
-            name, parameter = member if isinstance(member, tuple) else (str(len(names)), member)
-            names[parameter] = name
-            found.append(parameter)
-        plain.append({**group, "params": found})
-    return plain, names

@@ -91,7 +91,7 @@ class Reducer:
 
         Call it before each write: a second pass must not write to what is being reduced.
         """
-        if entry in self._reduced and (self._finished or entry in self._seen):
+        if self._finished or entry in self._seen:
             self._end_round()
             self._reopen()
         bucket = self._bucket_of[entry]
@@ -101,9 +101,11 @@ class Reducer:
     def written(self, entry: Entry) -> None:
         """Call when a gradient has been written."""
         entry.filled = entry.arrived = True
-        if entry not in self._reduced or not self.active:
+        if not self.active:
             return
         self._seen.add(entry)
+        if entry not in self._reduced:
+            return
         self._missing[self._bucket_of[entry]] -= 1
         while self._next < len(self._order) and not self._missing[self._order[self._next][1]]:
             self._launch()
@@ -135,7 +137,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Reduce what is left, and wait for all of it; nothing where no gradient has come since the last step."""
-        if self._finished or not any(entry.arrived for entry in self._reduced):
+        if self._finished or not any(entry.arrived for entry in self._bucket_of):
             return
         self._end_round()
         self._finished = True

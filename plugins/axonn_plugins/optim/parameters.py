@@ -1,0 +1,27 @@
+"""Parameters by name, from whatever torch's optimizers take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
+    """Torch's parameter groups without names, and names: those given, or numbers."""
+    given: list[Any] = list(params.named_parameters() if isinstance(params, nn.Module) else params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    names: dict[nn.Parameter, str] = {}
+    plain = []
+    for group in groups:
+        members = group["params"]
+        members = list(members.named_parameters()) if isinstance(members, nn.Module) else members
+        members = [members] if isinstance(members, Tensor) else list(members)
+        found = []
+        for member in members:
+            name, parameter = member if isinstance(member, tuple) else (str(len(names)), member)
+            names[parameter] = name
+            found.append(parameter)
+        plain.append({**group, "params": found})
+    return plain, names
