@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_tp import report, sides
 from axonn_recipes.bench_tp.measure import Side, compute_only, measure
 from axonn_recipes.bench_tp.settings import Settings, described, parser, resolve, under_torchrun
@@ -36,8 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     measured = _under_torchrun(settings) if under_torchrun() else _launched(settings)
     if first:
         numbers = report.results(settings, measured, left_out)
-        print(report.table(numbers), end="\n\n")
-        print(*report.write(numbers, folder), sep="\n")
+        publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
 
 
