@@ -84,7 +84,7 @@ def test_the_fastest_of_each_are_compared() -> None:
     ]
     numbers = report.results(point, sides, tried)
     assert numbers["ratio"]["range"] == pytest.approx([1.625, 1.625])
-    assert "Megatron / AxoNN, each at its best: 1.62" in report.table(numbers)
+    assert "Megatron / AxoNN, each at its best: 1.62" in report.point_text(numbers)
     assert len(tried["AxoNN"]) == len(point.ours()) + 2 * (len(settings.VARIANTS) - 1)
 
 

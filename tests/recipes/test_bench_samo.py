@@ -9,7 +9,7 @@ import pytest
 
 from axonn_plugins.cli import benchmarks, main
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench_samo.report import table
+from axonn_recipes.bench_samo.report import text
 from axonn_recipes.models.gpt import GPT, GPTConfig
 
 TINY = ["--parameters", "40K", "--hidden", "64", "--context", "8", "--batch", "2", "--copy-mib", "1", "--device", "cpu"]
@@ -34,7 +34,7 @@ def test_every_side_runs_and_is_reported(dtype: str, tmp_path: Path, capsys: pyt
     assert (
         dense["compression"] == [0, 0] and 0 < numbers["compression_share"]["median"] and min(ours["compression"]) > 0
     )
-    assert table(numbers) in capsys.readouterr().out
+    assert text(numbers) in capsys.readouterr().out
     assert numbers["ratios"][0]["side"] == "dense"
 
 

@@ -71,13 +71,17 @@ def compared(found: Mapping[str, Any]) -> str:
 def judged(found: Mapping[str, Any], bar: float, show: Callable[[float], str] = two) -> str:
     """A spread beside what was asked of its median."""
     verdict = "met" if found["median"] >= bar else "not met"
-    return (
-        f"{show(found['median'])} (quartiles {show(found['low'])} to {show(found['high'])}; asked: {show(bar)}, {verdict})"
-    )
+    return f"{show(found['median'])} (quartiles {show(found['low'])} to {show(found['high'])}; asked: {show(bar)}, {verdict})"
 
 
 def publish(folder: Path, numbers: Any, text: str, pictures: Mapping[str, Picture] | None = None) -> list[Path]:
-    """Print a run's table, and write it, the numbers and the pictures into its folder.
+    """Print a run's table, and `write`."""
+    print(text, end="\n\n")
+    return write(folder, numbers, text, pictures)
+
+
+def write(folder: Path, numbers: Any, text: str, pictures: Mapping[str, Picture] | None = None) -> list[Path]:
+    """Write a run's numbers, table and pictures into its folder, and say where they are.
 
     Args:
         folder: the run's.
@@ -88,7 +92,6 @@ def publish(folder: Path, numbers: Any, text: str, pictures: Mapping[str, Pictur
     Returns:
         The files.
     """
-    print(text, end="\n\n")
     folder.mkdir(parents=True, exist_ok=True)
     files = {"results.json": json.dumps(numbers, indent=1), "table.txt": text}
     for name, content in files.items():

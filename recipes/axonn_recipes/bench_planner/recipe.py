@@ -14,6 +14,7 @@ from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_plugins.planner import machine
 from axonn_plugins.planner.choose import outermost
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_network.measure import Measured
 from axonn_recipes.bench_network.measure import measure as measure_network
 from axonn_recipes.bench_network.report import described as network_described
@@ -21,7 +22,7 @@ from axonn_recipes.bench_network.report import toml
 from axonn_recipes.bench_planner.measure import collectives as measure_collectives
 from axonn_recipes.bench_planner.measure import measure
 from axonn_recipes.bench_planner.predict import collectives, counted, formulas
-from axonn_recipes.bench_planner.report import errors, results, table, write
+from axonn_recipes.bench_planner.report import errors, pictures, results, text
 from axonn_recipes.bench_tp.measure import Side
 from axonn_recipes.bench_tp.settings import Settings, add_sizes, name, resolve, under_torchrun
 from axonn_recipes.options import add_run
@@ -60,16 +61,17 @@ def main(arguments: Sequence[str]) -> int:
     network, sides, alone = _run(settings)
     folder.mkdir(parents=True)
     file = folder / "machine.toml"
-    text = toml(network, f"{RING >> 20}M", _described(settings).splitlines()[0])
-    file.write_text(text)
+    measured = toml(network, f"{RING >> 20}M", _described(settings).splitlines()[0])
+    file.write_text(measured)
     on = machine.load(str(file))
     missed = errors([side.name for side in sides], alone, collectives(on, settings))
     # Before the first table.
-    file.write_text(f"collective_error = {missed['collective_error']:.3g}\n{text}")
+    file.write_text(f"collective_error = {missed['collective_error']:.3g}\n{measured}")
     predicted = {"formulas": formulas(on, settings).tolist(), "counted": counted(on, settings).tolist()}
     numbers = results(asdict(settings), sides, predicted) | missed
-    print(f"{network_described(network)}\n\n{table(numbers)}\n")
-    print(file, *write(numbers, folder), sep="\n")
+    print(f"{network_described(network)}\n")
+    publish(folder, numbers, text(numbers), pictures(numbers))
+    print(file)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_samo import report
 from axonn_recipes.bench_samo.measure import passes, steps
 from axonn_recipes.bench_samo.settings import described, parser, resolve
@@ -24,6 +25,5 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     sides, copying = steps(settings)
     numbers = report.results(settings, sides, copying, passes(settings) if settings.passes else [])
-    print(report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    publish(folder, numbers, report.text(numbers))
     return 0

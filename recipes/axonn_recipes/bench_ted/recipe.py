@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_ted import report
 from axonn_recipes.bench_ted.measure import Side, measure
 from axonn_recipes.bench_ted.settings import Settings, described, parser, resolve
@@ -31,8 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("axonn bench ted measures DeepSpeed-MoE, but DeepSpeed is not installed; install deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     numbers = report.results([(settings, run(settings)) for settings in runs])
-    print(report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
 
 

@@ -9,7 +9,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.allocations import most_allocated
+from axonn_recipes.bench.numbers import ratios, spread
+from axonn_recipes.bench.rounds import in_turns, together
 from ted_moe import TiledOptimizer
 
 
@@ -118,13 +119,9 @@ def _rank(options: argparse.Namespace) -> list[tuple[str, list[float], int]]:
             side.step()
         side.prepare()
         side.peak = most_allocated(side.step)
-    for _ in range(options.steps):
-        for side in sides:
-            side.prepare()
-            dist.barrier()
-            start = time.perf_counter()
-            side.step()
-            side.seconds.append(time.perf_counter() - start)
+    for _, side in in_turns(sides, options.steps):
+        side.prepare()
+        side.seconds.append(together(side.step))
     dist.barrier()
     dist.destroy_process_group()
     return [(side.name, side.seconds, side.peak) for side in sides]
@@ -144,12 +141,12 @@ def main(arguments: list[str]) -> int:
     limit = 4 * options.tile_size + 2**20
     print(f"4 * tile + 1 MiB = {limit / 2**20:.1f} MiB")
     for whole, tiled in (measured[:2], measured[2:]):
-        ratios = sorted(a / b for a, b in zip(whole[1], tiled[1], strict=True))
+        speed = spread(ratios(whole[1], tiled[1]))
         for name, seconds, peak in (whole, tiled):
             print(f"{name:<16} {1e3 * statistics.median(seconds):8.1f} ms a step {peak / 2**20:8.1f} MiB temporary")
-        quarter = len(ratios) // 4
-        low, high = ratios[quarter], ratios[-1 - quarter]
-        print(f"{'speed, tiled':<16} {statistics.median(ratios):8.3f} of whole, quartiles {low:.3f} to {high:.3f}")
+        print(
+            f"{'speed, tiled':<16} {speed['median']:8.3f} of whole, quartiles {speed['low']:.3f} to {speed['high']:.3f}"
+        )
     return 0
 
 
