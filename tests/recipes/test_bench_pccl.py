@@ -10,7 +10,8 @@ import pytest
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench_pccl.report import bound, results, speedups, table, write
+from axonn_recipes.bench.output import publish
+from axonn_recipes.bench_pccl.report import bound, pictures, results, speedups, text
 from axonn_recipes.bench_pccl.settings import parser, resolve
 
 SECONDS = {"pccl": 0.3, "gloo": 0.6, "ring": 0.15, "hierarchical_log_direct": 0.3, "hierarchical_ring_direct": 0.2}
@@ -34,14 +35,15 @@ def stored() -> dict[str, Any]:
 
 def test_table_of_a_stored_result(tmp_path: Path) -> None:
     numbers = stored()
-    text = table(numbers)
-    row = next(line.split() for line in text.splitlines() if line.startswith("all_gather  4x2") and " 16M " in line)
+    said = text(numbers)
+    rows = [line.split() for line in said.splitlines()]
+    row = next(row for row in rows if row[:3] == ["all_gather", "4x2", "16M"])
     assert row[3:8] == ["300", "300-450", "600", "2.00", "0.50"]  # twice gloo's speed, half the flat ring's
     assert row[-1] == "ring/2"
-    assert "mpi left out: mpi4py is not installed" in text
-    files = write(numbers, tmp_path / "run")
+    assert "mpi left out: mpi4py is not installed" in said
+    files = publish(tmp_path / "run", numbers, said, pictures(numbers))
     assert [file.name for file in files] == ["results.json", "table.txt", "speedup.png", "halving.png"]
-    assert table(json.loads(files[0].read_text())) == text
+    assert text(json.loads(files[0].read_text())) == said
     assert files[2].read_bytes()[:4] == b"\x89PNG"
 
 

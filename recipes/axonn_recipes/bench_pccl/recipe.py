@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonn_plugins.pccl.build import load
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_pccl import mpi, report
 from axonn_recipes.bench_pccl.measure import measure
 from axonn_recipes.bench_pccl.places import on_each
@@ -39,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if folder:
         reason = mpi.absent()
         numbers = report.results(settings, measured, {"mpi": reason} if reason else {})
-        print(report.table(numbers), end="\n\n")
-        print(*report.write(numbers, folder), sep="\n")
+        publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     mpi.leave()
     return 0
 

@@ -112,8 +112,3 @@ def described(settings: Training) -> str:
         f"{settings.rounds} turns of each side, of {WARM_UP} steps to warm up and {settings.steps} timed ones",
     ]
     return "\n".join(lines)
-
-
-def apart(turn: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of two turns' losses, step by step."""
-    return max(abs(a - b) for a, b in zip(turn["losses"], other["losses"], strict=True))

@@ -27,16 +27,12 @@ def main(arguments: Sequence[str]) -> int:
     from axonn_recipes.bench_pipeline import measure, overlap
 
     if options.figure == "coarsening":
-        found = _on_cluster(overlap.measure, runs[0])
-        print(report.overlap_table(found), end="\n\n")
-        written = report.write_overlap(runs[0], found, folder)
+        report.publish_overlap(runs[0], _on_cluster(overlap.measure, runs[0]), folder)
     else:
         names = None if options.figure == "schedules" else measure.SWEPT[options.figure]
         numbers = report.results([(run, _on_cluster(measure.measure, run, names)) for run in runs])
-        print(report.table(numbers), end="\n\n")
-        written = report.write(numbers, options.figure, folder)
-        written.append(report.write_timeline(_on_cluster(measure.timelines, runs[0]), folder))
-    print(*written, sep="\n")
+        report.publish(numbers, options.figure, folder)
+        report.write_timeline(_on_cluster(measure.timelines, runs[0]), folder)
     return 0
 
 
