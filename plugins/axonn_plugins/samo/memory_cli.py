@@ -6,12 +6,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import samo
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.samo.models import MODELS, gpt, maker
 from samo import memory
 from samo.pruning import require_sparsity, smallest
@@ -60,8 +62,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(str(error)) from None
     print(_report(parsed, model, make, sum(parameter.numel() for parameter in chosen.values())))
     if parsed.picture is not None:
-        draw(parsed.picture)
-        print(f"picture: {parsed.picture}")
+        for file in picture().save(parsed.picture, "--picture"):
+            print(f"picture: {file}")
     return 0
 
 
@@ -150,39 +152,26 @@ def measure(
     return memory.measured(optimizer)
 
 
-def draw(file: Path) -> None:
-    """Figure 4.2: the share of 20φ bytes saved against sparsity, by both formulas and measured on a small GPT.
-
-    Args:
-        file: the picture, in a format that its suffix names.
-
-    Raises:
-        ConfigError: the format is unknown, or the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+def picture() -> Picture:
+    """Figure 4.2: the share of 20φ bytes saved against sparsity, by both formulas and measured on a small GPT."""
     steps = [number / 20 for number in range(21)]
     with torch.device("meta"):
         phi = sum(parameter.numel() for parameter in names_of(small_gpt())[0].values())
     dense = memory.dense_bytes(phi)
-    points = []
-    for sparsity in steps[::2]:
-        with torch.device("meta"):
-            layers = memory.layers_of(small_gpt(), sparsity, ["*"])
-        found = measure(small_gpt, sparsity, torch.bfloat16, _OPTIMIZERS["adamw"][1], ["*"])
-        points.append((1 - sum(layer.kept for layer in layers) / phi, 100 * (1 - found.total / dense)))
-    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
-    axis = figure.subplots()
-    axis.plot(steps, [100 * memory.paper_saving(phi, p) / dense for p in steps], label="SAMO as published, eq. 4.5")
-    axis.plot(steps, [100 * (1 - memory.our_bytes(phi, p) / dense) for p in steps], label="ours, 2φ + 16fφ")
-    axis.plot(*zip(*points, strict=True), "o", label=f"ours, measured: GPT, {phi / 1e6:.1f} million parameters")
-    axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set(xlabel="sparsity", ylabel="memory saved (% of 20φ)", xlim=(0, 1))
-    axis.legend()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            f'--picture = "{file}" cannot be written: {error}; use a file such as figure_4_2.png'
-        ) from None
+
+    def draw(figure: Any) -> None:
+        points = []
+        for sparsity in steps[::2]:
+            with torch.device("meta"):
+                layers = memory.layers_of(small_gpt(), sparsity, ["*"])
+            found = measure(small_gpt, sparsity, torch.bfloat16, _OPTIMIZERS["adamw"][1], ["*"])
+            points.append((1 - sum(layer.kept for layer in layers) / phi, 100 * (1 - found.total / dense)))
+        axis = figure.subplots()
+        axis.plot(steps, [100 * memory.paper_saving(phi, p) / dense for p in steps], label="SAMO as published, eq. 4.5")
+        axis.plot(steps, [100 * (1 - memory.our_bytes(phi, p) / dense) for p in steps], label="ours, 2φ + 16fφ")
+        axis.plot(*zip(*points, strict=True), "o", label=f"ours, measured: GPT, {phi / 1e6:.1f} million parameters")
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set(xlabel="sparsity", ylabel="memory saved (% of 20φ)", xlim=(0, 1))
+        axis.legend()
+
+    return Picture(draw, (6.5, 4.5))

@@ -80,8 +80,8 @@ def _table(parsed: argparse.Namespace) -> int:
     rows = report.search(gpus, experts, memory - reserve, tensor)
     print(report.table(rows, experts, memory, reserve, tensor))
     if parsed.picture is not None:
-        report.draw(Path(parsed.picture), rows)
-        print(f"\npicture: {parsed.picture}")
+        for file in report.picture(rows).save(Path(parsed.picture), "--picture"):
+            print(f"\npicture: {file}")
     if parsed.measure:
         from axonn_plugins.ted import memory_measure as measure
 

@@ -18,8 +18,13 @@ Kind = TypeVar("Kind")
 class Learner(Protocol):
     """A side that learns: its name, and the losses of its first steps."""
 
-    name: str
-    losses: list[float]
+    @property
+    def name(self) -> str:
+        """As shown."""
+
+    @property
+    def losses(self) -> list[float]:
+        """By step."""
 
 
 def in_turns(sides: Sequence[Kind], rounds: int) -> Iterator[tuple[int, Kind]]:

@@ -133,7 +133,7 @@ def overlap_text(found: Sequence[Overlap]) -> str:
     shown = table(
         {
             "coarsening": lambda one: one.coarsening,
-            **{title: lambda one, key=key: ms(statistics.median(getattr(one, key))) for title, key in times.items()},
+            **{title: partial(_median, key) for title, key in times.items()},
             "hidden": lambda one: f"{statistics.median(hidden(one)):.0%}",
         },
         found,
@@ -141,6 +141,10 @@ def overlap_text(found: Sequence[Overlap]) -> str:
     best = min(found, key=lambda one: statistics.median(one.together))
     verdict = judged(spread(hidden(best)), 0.7, lambda share: f"{share:.0%}")
     return f"{shown}\nshare of the shorter phase that is hidden, best at {best.coarsening}: {verdict}"
+
+
+def _median(phase: str, one: Overlap) -> str:
+    return ms(statistics.median(getattr(one, phase)))
 
 
 def publish_overlap(settings: Settings, found: Sequence[Overlap], folder: Path) -> None:

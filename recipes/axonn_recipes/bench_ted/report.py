@@ -94,15 +94,15 @@ def _run(run: dict[str, Any]) -> str:
             "step ms": lambda side: whole(side["median"]),
             "min-max": lambda side: extremes(side["seconds"], whole),
             "compute": lambda side: whole(side["compute"]),
-            **{kind: lambda side, kind=kind: whole(side["parts_median"][kind]) for kind in KINDS},
+            **{kind: partial(lambda kind, side: whole(side["parts_median"][kind]), kind) for kind in KINDS},
             "MiB": lambda side: mib(side["memory"]),
             "stash MiB": lambda side: mib(side["stashed"]),
         },
         run["sides"],
     )
-    cell = lambda side, kind: f"{side['calls'].get(kind, 0)}: {side['sent'].get(kind, 0):,}"  # noqa: E731
+    cell = lambda kind, side: f"{side['calls'].get(kind, 0)}: {side['sent'].get(kind, 0):,}"  # noqa: E731
     counted = table(
-        {"": lambda side: side["name"], **{kind: lambda side, kind=kind: cell(side, kind) for kind in KINDS}},
+        {"": lambda side: side["name"], **{kind: partial(cell, kind) for kind in KINDS}},
         run["sides"],
     )
     bars = [
@@ -117,7 +117,7 @@ def _run(run: dict[str, Any]) -> str:
 def _scaling(runs: list[dict[str, Any]]) -> str:
     names = [side["name"] for side in runs[0]["sides"]]
 
-    def cell(place: int, run: dict[str, Any]) -> str:
+    def cell(run: dict[str, Any], place: int) -> str:
         step = run["sides"][place]["median"]
         rate = run["settings"]["tokens"] / step / run["settings"]["ranks"]
         return f"{step * 1e3:.0f}, {rate:,.0f}"
@@ -125,7 +125,7 @@ def _scaling(runs: list[dict[str, Any]]) -> str:
     shown = table(
         {
             "": lambda place: names[place],
-            **{f"{run['settings']['ranks']} ranks": lambda place, run=run: cell(place, run) for run in runs},
+            **{f"{run['settings']['ranks']} ranks": partial(cell, run) for run in runs},
         },
         range(len(names)),
     )

@@ -32,7 +32,5 @@ def compare(problem: Problem, plan: Plan, side: str, folder: Path) -> int:
     outcomes = {
         name: launch(train, plan.ranks, problem, plan, name == "pruned", folder / name)[0] for name in _SIDES[side]
     }
-    numbers = report.results(problem, plan, outcomes)
-    print("\n" + report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    report.publish(report.results(problem, plan, outcomes), folder)
     return 0
