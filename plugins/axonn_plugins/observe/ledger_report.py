@@ -81,14 +81,3 @@ def picture(kept: dict[str, Any]) -> Picture:
         plot.set_xlabel(f"ms from the start of step {kept['step']}; blue: under way, red: waited for")
 
     return Picture(draw, (10, 1 + 0.6 * len(axes_of)), 150)
-
-
-def main(run: Path) -> int:
-    """Print a run's table and draw its timeline beside it."""
-    kept = read_ledger(run)
-    print(table(kept))
-    for file in picture(kept).save(run / "ledger.png"):
-        print(f"timeline: {file}")
-    for trace in sorted(run.glob("trace-rank*.json")):
-        print(f"Chrome trace: {trace}; open it in ui.perfetto.dev")
-    return 0

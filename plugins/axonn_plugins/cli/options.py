@@ -1,0 +1,75 @@
+"""Options are the fields of a dataclass, whose docstring says what they are; what is wrong with them is one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+from tyro import _errors as wrong
+from tyro.conf import DisallowNone, FlagCreatePairsOff, HelptextFromCommentsOff
+
+from axonn_plugins.config.base import ConfigError
+
+Kind = TypeVar("Kind")
+
+
+def read(kind: type[Kind], arguments: Sequence[str], prog: str = "axonn", default: Kind | None = None) -> Kind:
+    """Options of a command line.
+
+    Args:
+        kind: a dataclass; a field ``dry_run`` is the option ``--dry-run``.
+        arguments: what stands behind the command.
+        prog: the command.
+        default: what options have that are not given; else the fields' own.
+
+    Raises:
+        ConfigError: the first mistake.
+        SystemExit: help was asked for, and has been printed.
+    """
+
+    def refuse(event: wrong.ParseErrorEvent) -> None:
+        if sentence := _sentence(event):
+            raise ConfigError(f"{sentence}; {prog} --help says what there is")
+
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    with wrong.on_parse_error(refuse):
+        return tyro.cli(
+            kind,
+            prog=prog,
+            args=[*arguments],
+            config=(FlagCreatePairsOff, HelptextFromCommentsOff, DisallowNone),
+            **defaults,
+        )
+
+
+def _sentence(event: wrong.ParseErrorEvent) -> str | None:
+    """What is wrong; None where tyro is to say it."""
+    if isinstance(event, wrong.UnrecognizedArgs):
+        return f"unrecognized arguments: {' '.join(event.tokens)}"
+    if isinstance(event, wrong.MissingArgs):
+        missing = ", ".join(_name(one.arg) for one in event.missing_arguments)
+        return f"these arguments are required: {missing}"
+    if isinstance(event, wrong.InvalidChoice):
+        near = difflib.get_close_matches(event.value, event.choices, n=1, cutoff=0.0)[0]
+        others = ", ".join(event.choices)
+        return f'{_name(event.argument)} {event.value} is not known; use "{near}", or another of {others}'
+    if isinstance(event, wrong.BadValue):
+        return f"{_name(event.argument)} is not given what it needs"
+    if isinstance(event, wrong.InstantiationFailure):
+        return event.message if event.argument is None else _misread(event.argument, event.message)
+    return None
+
+
+def _misread(argument: Any, message: str) -> str:
+    """What is wrong with a value, of which tyro's message has the text in quotes."""
+    kind = argument.lowered.metavar or ""
+    takes = {"INT": "a whole number", "FLOAT": "a number"}.get(kind, kind)
+    given = " ".join(re.findall(r"'([^']*)'", message.partition("\n")[0]))
+    return f"{_name(argument)} {given} is not {takes}"
+
+
+def _name(argument: Any) -> str:
+    return argument.display_name()
