@@ -58,9 +58,9 @@ def test_options_are_fields() -> None:
     [
         ([], "required: --steps"),
         (["--steps"], "--steps is not given what it needs"),
-        (["--steps", "x"], "--steps x is not a whole number"),
-        (["--steps", "1", "--mode", "papr"], '--mode papr is not known; use "paper"'),
-        (["--steps", "1", "--window", "1"], "--window 1 is not"),
+        (["--steps", "x"], '--steps = "x" is not a whole number'),
+        (["--steps", "1", "--mode", "papr"], '--mode = "papr" is not known; use "paper"'),
+        (["--steps", "1", "--window", "1"], '--window = "1" is not'),
         (["--steps", "1", "--dryrun"], "unrecognized arguments: --dryrun"),
         (["--steps", "1", "more"], "unrecognized arguments: more"),
     ],

@@ -52,10 +52,15 @@ def _sentence(event: wrong.ParseErrorEvent) -> str | None:
     if isinstance(event, wrong.MissingArgs):
         missing = ", ".join(_name(one.arg) for one in event.missing_arguments)
         return f"these arguments are required: {missing}"
+    if isinstance(event, wrong.MissingMutexGroup):
+        groups = " and ".join(" or ".join(_name(one.arg) for one in group) for group in event.groups)
+        return f"one of these arguments is required: {groups}"
+    if isinstance(event, wrong.MutexConflict):
+        return f"{event.second_token} is not allowed with {event.first_token}"
     if isinstance(event, wrong.InvalidChoice):
         near = difflib.get_close_matches(event.value, event.choices, n=1, cutoff=0.0)[0]
         others = ", ".join(event.choices)
-        return f'{_name(event.argument)} {event.value} is not known; use "{near}", or another of {others}'
+        return f'{_name(event.argument)} = "{event.value}" is not known; use "{near}", or another of {others}'
     if isinstance(event, wrong.BadValue):
         return f"{_name(event.argument)} is not given what it needs"
     if isinstance(event, wrong.InstantiationFailure):
@@ -68,7 +73,7 @@ def _misread(argument: Any, message: str) -> str:
     kind = argument.lowered.metavar or ""
     takes = {"INT": "a whole number", "FLOAT": "a number"}.get(kind, kind)
     given = " ".join(re.findall(r"'([^']*)'", message.partition("\n")[0]))
-    return f"{_name(argument)} {given} is not {takes}"
+    return f'{_name(argument)} = "{given}" is not {takes}'
 
 
 def _name(argument: Any) -> str:
