@@ -77,4 +77,4 @@ def _misread(argument: Any, message: str) -> str:
 
 
 def _name(argument: Any) -> str:
-    return argument.display_name()
+    return argument.lowered.metavar if argument.is_positional() else argument.display_name()

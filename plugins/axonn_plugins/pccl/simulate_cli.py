@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from axonn_plugins.config import ConfigError
+from axonn_plugins.cli.options import read
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pccl.clusters import CLUSTERS, PROCESSES, SIZES, Cluster
 from axonn_plugins.pccl.sweep import COLLECTIVES, Sweep, Timers, comparison, fitted_step, heat_table, sweep
@@ -23,14 +23,26 @@ Where the two differ from what was published: RCCL's and Cray MPICH's rings on 2
 and the published PCCL slower on small data (its messages are MPI's, rendezvous each), than latency and bandwidth explain."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Figures 6.7 to 6.11 of the dissertation, from the alpha-beta model.
+
+    Attributes:
+        cluster: whose libraries and network are modelled.
+        out: folder for pictures and JSON.
+    """
+
+    cluster: Literal["frontier", "perlmutter", "all"] = "all"
+    out: Path = Path("runs/simulate_pccl")
+
+
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="axonn simulate pccl", description=__doc__)
-    parser.add_argument("--cluster", default="all", metavar="NAME", help=f"{', '.join(CLUSTERS)} or all")
-    parser.add_argument("--out", type=Path, default=Path("runs/simulate_pccl"), help="folder for pictures and JSON")
-    parsed = parser.parse_args(arguments)
-    if parsed.cluster not in (*CLUSTERS, "all"):
-        raise ConfigError(f'--cluster = "{parsed.cluster}" is not known; use one of {", ".join(CLUSTERS)}, or all')
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    parsed = read(Options, arguments, "axonn simulate pccl")
     parsed.out.mkdir(parents=True, exist_ok=True)
     for name, cluster in CLUSTERS.items():
         if parsed.cluster in (name, "all"):
