@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from axonn_plugins.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Options of every run.
+
+    Attributes:
+        dry_run: say what would be run and what it needs, and stop.
+        name: the run's folder under --runs; by itself the recipe's name, with a number where there is one.
+        runs: folder of all runs.
+    """
+
+    dry_run: bool = False
+    name: str | None = None
+    runs: Path = Path("runs")
 
 
 def add_numbers(parser: argparse.ArgumentParser, numbers: Iterable[tuple[str, int, str]]) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_ted import report
 from axonn_recipes.bench_ted.blocking import KINDS
 from axonn_recipes.bench_ted.measure import TOLERANCE, Side
-from axonn_recipes.bench_ted.settings import parser, resolve
+from axonn_recipes.bench_ted.settings import Options, resolve
 from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, SIDES
 
 HIDDEN, CONTEXT, BATCH, EXPERTS = 16, 8, 4, 4
@@ -76,12 +77,12 @@ def test_sides_that_compute_something_else_are_not_reported(loss: float) -> None
 
 def test_weak_scaling_has_the_batch_grow() -> None:
     words = ["--nodes", "1,2,4", "--scaling"]
-    assert [run.batch for run in resolve(parser().parse_args([*words, "weak", "--batch", "32"]))] == [8, 16, 32]
-    assert [run.batch for run in resolve(parser().parse_args([*words, "strong", "--batch", "32"]))] == [32, 32, 32]
+    assert [run.batch for run in resolve(read(Options, [*words, "weak", "--batch", "32"]))] == [8, 16, 32]
+    assert [run.batch for run in resolve(read(Options, [*words, "strong", "--batch", "32"]))] == [32, 32, 32]
 
 
 def test_several_numbers_of_ranks_are_drawn_beside_each_other(tmp_path: Path) -> None:
-    runs = resolve(parser().parse_args(["--nodes", "1,2"]))
+    runs = resolve(read(Options, ["--nodes", "1,2"]))
     numbers = report.results([(run, [seconds(name, 1.0, 0.1, 0.2) for name in SIDES]) for run in runs])
     assert tmp_path / "run" / report.SCALING in publish(
         tmp_path / "run", numbers, report.text(numbers), report.pictures(numbers)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_recipes.bench.output import write
 from axonn_recipes.bench.rounds import check_losses, in_turns, say
 from axonn_recipes.bench_megatron import report
 from axonn_recipes.bench_megatron.measure import Run, measure
 from axonn_recipes.bench_megatron.report import MEGATRON, OURS, Side
-from axonn_recipes.bench_megatron.settings import Settings, described, parser, resolve
+from axonn_recipes.bench_megatron.settings import Options, Settings, described, resolve
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 from axonn_recipes.runs import new_folder
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: a mistake of the user's, sides that do not compute the same, or no cluster can be emulated here.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench megatron")
     points = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_megatron")
     print(described(points), end="\n\n", flush=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_recipes.bench.numbers import ratio
 from axonn_recipes.bench.output import compared, extremes, mib, publish, table
 from axonn_recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side, measure
-from axonn_recipes.bench_samo_cluster.settings import HALF, Settings, described, parser, resolve
+from axonn_recipes.bench_samo_cluster.settings import HALF, Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
 
 _TRIES, _TRY_ROUNDS, _CLOSE = 6, 7, 0.03
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or no cluster can be emulated here.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench samo_cluster")
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_samo_cluster")
     print(described(settings), end="\n\n", flush=True)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_tp import report, sides
 from axonn_recipes.bench_tp.measure import Side, compute_only, measure
-from axonn_recipes.bench_tp.settings import Settings, described, parser, resolve, under_torchrun
+from axonn_recipes.bench_tp.settings import Options, Settings, described, resolve, under_torchrun
 from axonn_recipes.runs import new_folder
 
 
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or sides that do not compute the same.
     """
-    options = parser().parse_args(arguments)
-    settings = resolve(options)
+    options = read(Options, arguments, "axonn bench tp")
+    settings = resolve(options, options.grids, options.peers)
     folder = new_folder(options.runs, options.name, "bench_tp")
     first = os.environ.get("RANK", "0") == "0"
     if first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from axonn_plugins.config import ConfigError
 from axonn_recipes.options import at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Dtype = Literal["fp32", "bf16"]
 PRUNERS = ("early_bird", "magnitude")
 SCOPES = ("global", "layer")
 
