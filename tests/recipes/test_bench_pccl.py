@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_pccl.report import bound, pictures, results, speedups, text
-from axonn_recipes.bench_pccl.settings import parser, resolve
+from axonn_recipes.bench_pccl.settings import Options, resolve
 
 SECONDS = {"pccl": 0.3, "gloo": 0.6, "ring": 0.15, "hierarchical_log_direct": 0.3, "hierarchical_ring_direct": 0.2}
 
 
 def stored() -> dict[str, Any]:
     words = ["--layouts", "4x2,1x4", "--sizes", "64K,16M", "--collectives", "all_gather,all_reduce"]
-    settings = resolve(parser().parse_args(words))
+    settings = resolve(read(Options, words))
     cells = [
         {
             **{"nodes": nodes, "ranks_per_node": ranks, "collective": collective, "bytes": size, "side": side},
@@ -83,7 +84,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 )
 def test_mistakes_are_named(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(parser().parse_args(options))
+        resolve(read(Options, options))
 
 
 def test_all_sides_run_in_one_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,15 @@ import pytest
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from axonn_plugins.cli import main  # noqa: E402
+from axonn_plugins.cli.options import read  # noqa: E402
 from axonn_plugins.config import ConfigError  # noqa: E402
 from axonn_recipes.bench.output import publish  # noqa: E402
 from axonn_recipes.bench_pccl.train import results, text  # noqa: E402
-from axonn_recipes.bench_pccl.train_settings import Training, parser, resolve  # noqa: E402
+from axonn_recipes.bench_pccl.train_settings import Options, Training, resolve  # noqa: E402
 
 
 def settings(*words: str) -> Training:
-    return resolve(parser().parse_args(words))
+    return resolve(read(Options, words))
 
 
 def test_the_sides_differ_in_the_block_alone() -> None:

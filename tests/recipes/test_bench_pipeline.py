@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import lacking
 from axonn_plugins.pipeline.events import Event
 from axonn_plugins.pipeline.timeline import mean_split, split
 from axonn_recipes.bench_pipeline.overlap import Overlap, hidden
 from axonn_recipes.bench_pipeline.report import BEST_TORCH, overlap_text, ratios, results, text
-from axonn_recipes.bench_pipeline.settings import SCENARIOS, Settings, parser, resolve
+from axonn_recipes.bench_pipeline.settings import SCENARIOS, Options, Settings, resolve
 from axonn_recipes.bench_pipeline.sides import BLOCKS, OURS, STOCK, TORCH
 from axonn_recipes.bench_pipeline.work import Pace
 
@@ -22,7 +23,7 @@ needs_cluster = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 
 
 def asked(*words: str) -> list[Settings]:
-    return resolve(parser().parse_args(words))
+    return resolve(read(Options, words))
 
 
 def test_runs_that_are_asked_for() -> None:

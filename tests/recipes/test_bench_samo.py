@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import benchmarks, main
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench_samo.report import text
 from axonn_recipes.models.gpt import GPT, GPTConfig
@@ -51,15 +52,15 @@ def test_dry_run_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--hidden", "100"], "--hidden 100 does not divide into heads of 64"),
         (["--sparsity", "1.5"], "--sparsity 1.5 is not a share"),
         (["--parameters", "many"], "--parameters many is not a number"),
-        (["--dtype", "int8"], "--dtype int8 is not known"),
-        (["--device", "tpu"], "--device tpu is not known"),
+        (["--dtype", "int8"], '--dtype = "int8" is not known'),
+        (["--device", "tpu"], '--device = "tpu" is not known'),
         (["--rounds", "0"], "--rounds 0 is not at least 1"),
         (["--copy-mib", "0"], "--copy-mib 0 is not at least 1"),
         (["--passes", "-1"], "--passes -1 is negative"),
     ],
 )
 def test_mistakes(options: list[str], words: str, tmp_path: Path) -> None:
-    from axonn_recipes.bench_samo.settings import parser, resolve
+    from axonn_recipes.bench_samo.settings import Options, resolve
 
     with pytest.raises(ConfigError, match=words):
-        resolve(parser().parse_args(options))
+        resolve(read(Options, options))

@@ -58,8 +58,9 @@ def _sentence(event: wrong.ParseErrorEvent) -> str | None:
     if isinstance(event, wrong.MutexConflict):
         return f"{event.second_token} is not allowed with {event.first_token}"
     if isinstance(event, wrong.InvalidChoice):
-        near = difflib.get_close_matches(event.value, event.choices, n=1, cutoff=0.0)[0]
-        others = ", ".join(event.choices)
+        choices = [choice for choice in event.choices if choice != "None"]  # which is what leaving it out means
+        near = difflib.get_close_matches(event.value, choices, n=1, cutoff=0.0)[0]
+        others = ", ".join(choices)
         return f'{_name(event.argument)} = "{event.value}" is not known; use "{near}", or another of {others}'
     if isinstance(event, wrong.BadValue):
         return f"{_name(event.argument)} is not given what it needs"

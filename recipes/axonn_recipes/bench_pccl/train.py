@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_plugins.pccl.build import load
 from axonn_recipes.bench.numbers import ratios, spread
 from axonn_recipes.bench.output import mib, publish, quartiles, table, three
 from axonn_recipes.bench.rounds import apart
 from axonn_recipes.bench_pccl.places import on_each
-from axonn_recipes.bench_pccl.train_settings import SIDES, Training, described, parser, resolve
+from axonn_recipes.bench_pccl.train_settings import SIDES, Options, Training, described, resolve
 from axonn_recipes.bench_tp.settings import under_torchrun
 from axonn_recipes.runs import new_folder
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, no DeepSpeed, or sides that do not compute the same.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench pccl --train")
     settings = resolve(options)
     first = os.environ.get("RANK", "0") == "0"
     if first:

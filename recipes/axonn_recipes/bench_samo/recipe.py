@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from axonn_plugins.cli.options import read
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_samo import report
 from axonn_recipes.bench_samo.measure import passes, steps
-from axonn_recipes.bench_samo.settings import described, parser, resolve
+from axonn_recipes.bench_samo.settings import Options, described, resolve
 from axonn_recipes.runs import new_folder
 
 
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench samo")
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_samo")
     print(described(settings), end="\n\n", flush=True)
