@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ class Run:
     dry_run: bool = False
     name: str | None = None
     runs: Path = Path("runs")
+
+
+def part(kind: type, options: Any) -> dict[str, Any]:
+    """Of options, those that are fields of a dataclass, by name."""
+    return {field.name: getattr(options, field.name) for field in fields(kind)}
 
 
 def add_numbers(parser: argparse.ArgumentParser, numbers: Iterable[tuple[str, int, str]]) -> None:

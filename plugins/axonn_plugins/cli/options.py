@@ -35,14 +35,11 @@ def read(kind: type[Kind], arguments: Sequence[str], prog: str = "axonn", defaul
             raise ConfigError(f"{sentence}; {prog} --help says what there is")
 
     defaults: dict[str, Any] = {} if default is None else {"default": default}
+    # What is on by default can be said both ways.
+    on = default is not None and any(value is True for value in vars(default).values())
+    markers = (HelptextFromCommentsOff, DisallowNone, *(() if on else (FlagCreatePairsOff,)))
     with wrong.on_parse_error(refuse):
-        return tyro.cli(
-            kind,
-            prog=prog,
-            args=[*arguments],
-            config=(FlagCreatePairsOff, HelptextFromCommentsOff, DisallowNone),
-            **defaults,
-        )
+        return tyro.cli(kind, prog=prog, args=[*arguments], config=markers, **defaults)
 
 
 def _sentence(event: wrong.ParseErrorEvent) -> str | None:

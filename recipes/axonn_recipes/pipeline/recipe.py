@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.observe.metrics import MetricsLogger, format_split
 from axonn_recipes.bench.output import ms, publish, table
 from axonn_recipes.bench.rounds import apart
 from axonn_recipes.data import load
-from axonn_recipes.pipeline.settings import SIDES, Settings, described, parser, resolve
+from axonn_recipes.pipeline.settings import SIDES, Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn train pipeline")
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "pipeline")
     print(described(settings), end="\n\n", flush=True)
