@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tyro
 from tyro import _errors as wrong
-from tyro.conf import DisallowNone, FlagCreatePairsOff, HelptextFromCommentsOff
+from tyro.conf import DisallowNone, FlagCreatePairsOff, HelptextFromCommentsOff, SuppressFixed
 
 from axonn_plugins.config.base import ConfigError
 
@@ -37,7 +37,7 @@ def read(kind: type[Kind], arguments: Sequence[str], prog: str = "axonn", defaul
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     # What is on by default can be said both ways.
     on = default is not None and any(value is True for value in vars(default).values())
-    markers = (HelptextFromCommentsOff, DisallowNone, *(() if on else (FlagCreatePairsOff,)))
+    markers = (HelptextFromCommentsOff, DisallowNone, SuppressFixed, *(() if on else (FlagCreatePairsOff,)))
     with wrong.on_parse_error(refuse):
         return tyro.cli(kind, prog=prog, args=[*arguments], config=markers, **defaults)
 

@@ -14,7 +14,7 @@ from axonn_recipes.bench.output import publish
 from axonn_recipes.runs import new_folder
 from axonn_recipes.samo_gpt.problem import read
 from axonn_recipes.ted_moe import report
-from axonn_recipes.ted_moe.settings import SIDES, parser, resolve
+from axonn_recipes.ted_moe.settings import SIDES, asked, resolve
 from axonn_recipes.ted_moe.sides import train
 
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = asked(arguments)
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "ted_moe")
     print(report.described(settings), end="\n\n", flush=True)
