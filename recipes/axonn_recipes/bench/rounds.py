@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +74,12 @@ def say(text: str) -> None:
 
 
 def apart(losses: Sequence[float], others: Sequence[float], relative: bool = False) -> float:
-    """The largest difference of two sides' losses, step by step; relative to the former's if so asked."""
-    return max(abs(a - b) / (abs(a) if relative else 1.0) for a, b in zip(losses, others, strict=True))
+    """The largest difference of two sides' losses, step by step; relative to the former's if so asked.
+
+    Not a number where a loss is not, at whichever step.
+    """
+    found = [abs(a - b) / (abs(a) if relative else 1.0) for a, b in zip(losses, others, strict=True)]
+    return next(filter(math.isnan, found), max(found))
 
 
 def check_losses(sides: Sequence[Learner], allowed: float, relative: bool = False, advice: str = "") -> None:
