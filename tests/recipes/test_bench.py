@@ -37,7 +37,9 @@ def test_sides_that_learn_otherwise_are_refused() -> None:
     rounds.check_losses([first, near], 1.0)
     rounds.check_losses([first, near], 0.01, relative=True)
     for sides in ([first, near], [first, near, far]):
-        with pytest.raises(ConfigError, match="b and a do not compute the same.* differ by 0.5, .*nothing is reported, use another$"):
+        with pytest.raises(
+            ConfigError, match="b and a do not compute the same.* differ by 0.5, .*nothing is reported, use another$"
+        ):
             rounds.check_losses(sides, 0.1, advice="use another")
     with pytest.raises(ConfigError, match="c and a"):
         rounds.check_losses([first, far], 1.0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.rounds import apart
 from axonn_recipes.data import Corpus, load
 from axonn_recipes.megatron_gpt.settings import VOCABULARY, Options, Settings, resolve
 from axonn_recipes.runs import new_folder
@@ -101,14 +102,12 @@ def _rank(*arguments: Any) -> Outcome:
 def _check(settings: Settings, outcome: Outcome, prefix: Path, load: Path | None) -> int:
     """Train on one rank by Megatron itself, and compare losses and norms step by step."""
     stock = _train(settings.stock(), prefix, None, load, None)
-    apart = {
-        what: max(abs(a - b) / abs(a) for a, b in zip(getattr(stock, what), getattr(outcome, what), strict=True))
-        for what in ("losses", "norms")
-    }
+    losses = apart(stock.losses, outcome.losses, relative=True)
+    norms = apart(stock.norms, outcome.norms, relative=True)
     allowed = TOLERANCES[settings.precision]
-    good = max(apart.values()) <= allowed
+    good = losses <= allowed and norms <= allowed
     print(
-        f"\nlargest relative difference from Megatron on one rank: losses {apart['losses']:.2e}, gradient norms {apart['norms']:.2e}; "
+        f"\nlargest relative difference from Megatron on one rank: losses {losses:.2e}, gradient norms {norms:.2e}; "
         f"{'within' if good else 'BEYOND'} the {allowed:g} that {settings.precision} rounding explains"
     )
     return 0 if good else 1
