@@ -1,44 +1,70 @@
-"""What the benchmarks of a GPT on an emulated cluster share: sizes, options and their checks."""
+"""What the benchmarks of a GPT on an emulated cluster share: sizes and options."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import add_numbers
-
-NUMBERS = ("layers", "hidden", "heads", "context", "batch", "rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterRun:
-    """Where and with which GPT a benchmark runs; sizes are counts.
+class Batch:
+    """A GPT's depth and batch, and how often it is timed; sizes are counts.
+
+    Attributes:
+        layers: transformer blocks.
+        heads: attention heads.
+        context: tokens a sequence.
+        batch: sequences a step, over all ranks.
+        rounds: timed steps of every side; sides take turns.
+    """
+
+    layers: int = 4
+    heads: int = 8
+    context: int
+    batch: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Batch):
+    """A GPT, its batch, and how often it is timed.
+
+    Attributes:
+        hidden: features of the residual stream.
+    """
+
+    hidden: int
+
+
+NUMBERS = tuple(field.name for field in fields(Sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """An emulated cluster.
 
     Attributes:
         nodes: emulated nodes.
         ranks_per_node: ranks on each.
-        latency: between nodes, one way, as for a cluster.
-        bandwidth: of a node in each direction, as for a cluster.
-        layers: transformer blocks.
-        hidden: features of the residual stream.
-        heads: attention heads.
-        context: tokens a sequence.
-        batch: sequences a step, over all ranks.
-        rounds: timed steps of every side.
-        seed: of weights and data.
+        latency: between nodes, one way, such as 100us.
+        bandwidth: of a node in each direction, such as 500Mbit; by itself there is no limit.
     """
 
     nodes: int
     ranks_per_node: int
     latency: str
     bandwidth: str | None
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    batch: int
-    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRun(Sizes, Place):
+    """Where and with which GPT a benchmark runs.
+
+    Attributes:
+        seed: of weights and data.
+    """
+
     seed: int = 1
 
     @property
@@ -55,18 +81,3 @@ class ClusterRun:
     def tokens(self) -> int:
         """Tokens a step, over all ranks."""
         return self.batch * self.context
-
-
-def add_model(made: argparse.ArgumentParser, hidden: int, context: int, batch: int, rounds: int) -> None:
-    """The options for the GPT, its batch and the rounds, the `NUMBERS`, with these defaults."""
-    add_numbers(
-        made,
-        (
-            ("layers", 4, "transformer blocks"),
-            ("hidden", hidden, "features of the residual stream"),
-            ("heads", 8, "attention heads"),
-            ("context", context, "tokens a sequence"),
-            ("batch", batch, "sequences a step, over all ranks"),
-            ("rounds", rounds, "timed steps of every side; sides take turns"),
-        ),
-    )

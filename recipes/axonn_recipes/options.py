@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 
 
-def add_numbers(parser: argparse.ArgumentParser, numbers: Iterable[tuple[str, int, str]]) -> None:
-    """Options that take a number: name, default, what it is."""
-    for name, default, text in numbers:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Options of every run.
+
+    Attributes:
+        dry_run: say what would be run and what it needs, and stop.
+        name: the run's folder under --runs; by itself the recipe's name, with a number where there is one.
+        runs: folder of all runs.
+    """
+
+    dry_run: bool = False
+    name: str | None = None
+    runs: Path = Path("runs")
 
 
-def add_run(parser: argparse.ArgumentParser, recipe: str, dry_run: str = "say what would be run, and stop") -> None:
-    """``--dry-run``, ``--name`` and ``--runs``: see `axonn_recipes.runs`.
+def part(kind: type, options: Any) -> dict[str, Any]:
+    """Of options, those that are fields of a dataclass, by name."""
+    return {field.name: getattr(options, field.name) for field in fields(kind)}
+
+
+class Scaled(Protocol):
+    """Options that begin with the sizes of a scale."""
+
+    @property
+    def scale(self) -> str:
+        """Its name."""
+
+
+Kind = TypeVar("Kind", bound=Scaled)
+
+
+def read_scaled(kind: type[Kind], arguments: Sequence[str], prog: str, of: Callable[[str], Kind]) -> Kind:
+    """Options of a command line; what it does not give is as in the scale that it names.
 
     Args:
-        parser: the recipe's.
-        recipe: its name.
-        dry_run: what ``--dry-run`` does.
+        kind: their dataclass.
+        arguments: what stands behind the command.
+        prog: the command.
+        of: the options of a scale; of "laptop" where none is named.
+
+    Raises:
+        ConfigError: a mistake of the user's.
     """
-    parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    parser.add_argument("--name", help=f"the run's folder under runs/ (default {recipe}, {recipe}-2, ...)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
+    scale = read(kind, arguments, prog, of("laptop")).scale
+    return read(kind, arguments, prog, of(scale))
 
 
 def at_least_one(options: Any, *names: str) -> None:

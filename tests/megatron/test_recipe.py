@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_recipes.data import load
 from axonn_recipes.megatron_gpt.recipe import main
-from axonn_recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve
+from axonn_recipes.megatron_gpt.settings import VOCABULARY, Options, Settings, resolve
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 # Before ranks are forked, which then need not import Megatron each.
@@ -154,7 +155,7 @@ def test_text_is_prepared_and_read(prefix: Path) -> None:
 )
 def test_mistakes_are_one_sentence(options: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as error:
-        resolve(parser().parse_args(options))
+        resolve(read(Options, options))
     assert "\n" not in str(error.value)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from axonn_plugins.cli import main
 from axonn_plugins.cluster import Cluster, address, lacking, processes, units
+from axonn_plugins.cluster.cli import command_apart
 from axonn_plugins.cluster.launch import RankFailed
 from axonn_plugins.config import ConfigError
 
@@ -278,3 +279,18 @@ def test_the_commands(name: str, capfd: pytest.CaptureFixture[str]) -> None:
         assert until(lambda: processes.inside(switch) == [sleeper.pid])
         assert axonn("down", *named) == (0, f'cluster "{name}" is down, and with it 1 process that ran there\n')
     assert axonn("down", *named)[0] == 2 and not left_over(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "positionals", "options"),
+    [
+        (["0", "sh", "-c", "--name"], 1, 1),
+        (["--name", "a", "0", "true"], 1, 3),
+        (["0", "--name=a", "true", "--name", "b"], 1, 2),
+        (["--ranks-per-node", "2", "--", "python"], 0, 2),
+        (["--ranks-per-node", "2", "python", "-m", "x"], 0, 2),
+        (["-1", "true"], 1, 1),
+    ],
+)
+def test_a_command_keeps_its_own_options(words: list[str], positionals: int, options: int) -> None:
+    assert command_apart(words, positionals) == (words[:options], words[options:])

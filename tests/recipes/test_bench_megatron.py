@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import lacking
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench_megatron import report, settings
@@ -68,7 +69,7 @@ def test_sides_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_fastest_of_each_are_compared() -> None:
-    (point,) = settings.resolve(settings.parser().parse_args(["--rounds", "3", "--precision", "bf16"]))
+    (point,) = settings.resolve(read(settings.Options, ["--rounds", "3", "--precision", "bf16"]))
 
     def run(side: Training) -> list[Run]:
         seconds = 2.0 + side.tensor / 8 - 0.5 * side.overlap_grad_reduce
@@ -84,12 +85,12 @@ def test_the_fastest_of_each_are_compared() -> None:
     ]
     numbers = report.results(point, sides, tried)
     assert numbers["ratio"]["range"] == pytest.approx([1.625, 1.625])
-    assert "Megatron / AxoNN, each at its best: 1.62" in report.table(numbers)
+    assert "Megatron / AxoNN, each at its best: 1.62" in report.point_text(numbers)
     assert len(tried["AxoNN"]) == len(point.ours()) + 2 * (len(settings.VARIANTS) - 1)
 
 
 def test_sides_that_learn_otherwise_are_refused() -> None:
-    (point,) = settings.resolve(settings.parser().parse_args(["--precision", "fp32", "--grids", "2,1,4"]))
+    (point,) = settings.resolve(read(settings.Options, ["--precision", "fp32", "--grids", "2,1,4"]))
     losses = {True: [5.0], False: [5.1]}
     with pytest.raises(ConfigError, match="do not compute the same"):
         compare(point, lambda side: [Run(losses[side.grid is None], [1.0])] * point.ranks)
@@ -109,5 +110,5 @@ def test_sides_that_learn_otherwise_are_refused() -> None:
 )
 def test_mistakes_are_one_sentence(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        settings.resolve(settings.parser().parse_args(options))
+        settings.resolve(read(settings.Options, options))
     assert "\n" not in str(error.value)

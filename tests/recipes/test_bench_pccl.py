@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench_pccl.report import bound, results, speedups, table, write
-from axonn_recipes.bench_pccl.settings import parser, resolve
+from axonn_recipes.bench.output import publish
+from axonn_recipes.bench_pccl.report import bound, pictures, results, speedups, text
+from axonn_recipes.bench_pccl.settings import Options, resolve
 
 SECONDS = {"pccl": 0.3, "gloo": 0.6, "ring": 0.15, "hierarchical_log_direct": 0.3, "hierarchical_ring_direct": 0.2}
 
 
 def stored() -> dict[str, Any]:
     words = ["--layouts", "4x2,1x4", "--sizes", "64K,16M", "--collectives", "all_gather,all_reduce"]
-    settings = resolve(parser().parse_args(words))
+    settings = resolve(read(Options, words))
     cells = [
         {
             **{"nodes": nodes, "ranks_per_node": ranks, "collective": collective, "bytes": size, "side": side},
@@ -34,14 +36,15 @@ def stored() -> dict[str, Any]:
 
 def test_table_of_a_stored_result(tmp_path: Path) -> None:
     numbers = stored()
-    text = table(numbers)
-    row = next(line.split() for line in text.splitlines() if line.startswith("all_gather  4x2") and " 16M " in line)
+    said = text(numbers)
+    rows = [line.split() for line in said.splitlines()]
+    row = next(row for row in rows if row[:3] == ["all_gather", "4x2", "16M"])
     assert row[3:8] == ["300", "300-450", "600", "2.00", "0.50"]  # twice gloo's speed, half the flat ring's
     assert row[-1] == "ring/2"
-    assert "mpi left out: mpi4py is not installed" in text
-    files = write(numbers, tmp_path / "run")
+    assert "mpi left out: mpi4py is not installed" in said
+    files = publish(tmp_path / "run", numbers, said, pictures(numbers))
     assert [file.name for file in files] == ["results.json", "table.txt", "speedup.png", "halving.png"]
-    assert table(json.loads(files[0].read_text())) == text
+    assert text(json.loads(files[0].read_text())) == said
     assert files[2].read_bytes()[:4] == b"\x89PNG"
 
 
@@ -81,7 +84,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 )
 def test_mistakes_are_named(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(parser().parse_args(options))
+        resolve(read(Options, options))
 
 
 def test_all_sides_run_in_one_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,15 @@ import pytest
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from axonn_plugins.cli import main  # noqa: E402
+from axonn_plugins.cli.options import read  # noqa: E402
 from axonn_plugins.config import ConfigError  # noqa: E402
-from axonn_recipes.bench_pccl.train import results, table, write  # noqa: E402
-from axonn_recipes.bench_pccl.train_settings import Training, parser, resolve  # noqa: E402
+from axonn_recipes.bench.output import publish  # noqa: E402
+from axonn_recipes.bench_pccl.train import results, text  # noqa: E402
+from axonn_recipes.bench_pccl.train_settings import Options, Training, resolve  # noqa: E402
 
 
 def settings(*words: str) -> Training:
-    return resolve(parser().parse_args(words))
+    return resolve(read(Options, words))
 
 
 def test_the_sides_differ_in_the_block_alone() -> None:
@@ -49,11 +51,11 @@ def test_table_of_a_stored_result(tmp_path: Path) -> None:
     cluster = numbers["clusters"][0]
     assert cluster["gloo"]["median"] == 4.0 and cluster["gloo"]["tokens_per_s"] == 16 * 64 / 4.0
     assert cluster["speedup"] == pytest.approx(4.0 / 1.5) and cluster["speedup_by_turn"] == [2.0, 4.0]
-    text = table(numbers)
-    assert "pccl trains 2.67 times gloo's tokens/s (by turns 2.00 to 4.00)" in text
-    assert "3 all_gather (2.00 MiB)" in text and "5.500000 5.250000" in text
-    files = write(numbers, tmp_path / "run")
-    assert table(json.loads(files[0].read_text())) == text
+    said = text(numbers)
+    assert "pccl trains 2.67 times gloo's tokens/s (by turns 2.00 to 4.00)" in said
+    assert "3 all_gather (2.00 MiB)" in said and "5.500000 5.250000" in said
+    files = publish(tmp_path / "run", numbers, said)
+    assert text(json.loads(files[0].read_text())) == said
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import lacking
 from axonn_plugins.pipeline.events import Event
 from axonn_plugins.pipeline.timeline import mean_split, split
 from axonn_recipes.bench_pipeline.overlap import Overlap, hidden
-from axonn_recipes.bench_pipeline.report import BEST_TORCH, overlap_table, ratios, results, table
-from axonn_recipes.bench_pipeline.settings import SCENARIOS, Settings, parser, resolve
+from axonn_recipes.bench_pipeline.report import BEST_TORCH, overlap_text, ratios, results, text
+from axonn_recipes.bench_pipeline.settings import SCENARIOS, Options, Settings, resolve
 from axonn_recipes.bench_pipeline.sides import BLOCKS, OURS, STOCK, TORCH
 from axonn_recipes.bench_pipeline.work import Pace
 
@@ -22,7 +23,7 @@ needs_cluster = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 
 
 def asked(*words: str) -> list[Settings]:
-    return resolve(parser().parse_args(words))
+    return resolve(read(Options, words))
 
 
 def test_runs_that_are_asked_for() -> None:
@@ -77,14 +78,14 @@ def test_split_and_ratios() -> None:
     sides = [Side(OURS, [1.0], [1.0, 2.0]), Side(STOCK, [1.0], [1.5, 3.0]), Side("torch 1F1B", [1.0], [1.0, 2.2])]
     found = ratios(sides)
     assert found[STOCK]["median"] == 1.5 and found[BEST_TORCH]["median"] == pytest.approx(1.05)
-    text = table(results([(Settings(), sides)]))
-    assert "deepspeed / message driven: 1.50 (1.50-1.50; asked: 1.1, met)" in text
+    said = text(results([(Settings(), sides)]))
+    assert "deepspeed / message driven: 1.50 (quartiles 1.50 to 1.50; asked: 1.10, met)" in said
 
 
 def test_hidden_share() -> None:
     half = Overlap(1, [2.0], [1.0], [3.0], [2.5])
     assert hidden(half) == [0.5] and hidden(Overlap(2, [2.0], [1.0], [3.0], [2.0])) == [1.0]
-    assert "best at 2: 100% of the shorter phase" in overlap_table([half, Overlap(2, [2.0], [1.0], [3.0], [2.0])])
+    assert "best at 2: 100%" in overlap_text([half, Overlap(2, [2.0], [1.0], [3.0], [2.0])])
 
 
 @needs_cluster

@@ -10,7 +10,7 @@ import pytest
 from axonn_plugins.cli import main
 from axonn_plugins.planner import machine
 from axonn_recipes.bench_planner.measure import in_turn
-from axonn_recipes.bench_planner.report import errors, results, spearman, table
+from axonn_recipes.bench_planner.report import errors, results, spearman, text
 from axonn_recipes.bench_tp.measure import Side
 
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
@@ -53,7 +53,7 @@ def test_what_is_judged() -> None:
     said = numbers["judged"]["formulas"]
     assert said["place_of_the_measured_best"] == 2 and said["slowdown_of_the_predicted_best"] == 2.0
     assert said["spearman"] == pytest.approx(0.5) and said["median_error"] == -0.25
-    assert "the measured best is number 2" in table(numbers)
+    assert "the measured best is number 2" in text(numbers)
 
 
 def test_mistakes_and_dry_run(

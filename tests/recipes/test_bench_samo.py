@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import benchmarks, main
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench_samo.report import table
+from axonn_recipes.bench_samo.report import text
 from axonn_recipes.models.gpt import GPT, GPTConfig
 
 TINY = ["--parameters", "40K", "--hidden", "64", "--context", "8", "--batch", "2", "--copy-mib", "1", "--device", "cpu"]
@@ -34,7 +35,7 @@ def test_every_side_runs_and_is_reported(dtype: str, tmp_path: Path, capsys: pyt
     assert (
         dense["compression"] == [0, 0] and 0 < numbers["compression_share"]["median"] and min(ours["compression"]) > 0
     )
-    assert table(numbers) in capsys.readouterr().out
+    assert text(numbers) in capsys.readouterr().out
     assert numbers["ratios"][0]["side"] == "dense"
 
 
@@ -51,15 +52,15 @@ def test_dry_run_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--hidden", "100"], "--hidden 100 does not divide into heads of 64"),
         (["--sparsity", "1.5"], "--sparsity 1.5 is not a share"),
         (["--parameters", "many"], "--parameters many is not a number"),
-        (["--dtype", "int8"], "--dtype int8 is not known"),
-        (["--device", "tpu"], "--device tpu is not known"),
+        (["--dtype", "int8"], '--dtype = "int8" is not known'),
+        (["--device", "tpu"], '--device = "tpu" is not known'),
         (["--rounds", "0"], "--rounds 0 is not at least 1"),
         (["--copy-mib", "0"], "--copy-mib 0 is not at least 1"),
         (["--passes", "-1"], "--passes -1 is negative"),
     ],
 )
 def test_mistakes(options: list[str], words: str, tmp_path: Path) -> None:
-    from axonn_recipes.bench_samo.settings import parser, resolve
+    from axonn_recipes.bench_samo.settings import Options, resolve
 
     with pytest.raises(ConfigError, match=words):
-        resolve(parser().parse_args(options))
+        resolve(read(Options, options))

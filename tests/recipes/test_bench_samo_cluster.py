@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import lacking
 from axonn_recipes.bench_samo_cluster import recipe
 from axonn_recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side
-from axonn_recipes.bench_samo_cluster.settings import parser, resolve
+from axonn_recipes.bench_samo_cluster.settings import Options, resolve
 
 WORDS = ["bench", "samo_cluster", "--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4"]
 
@@ -39,7 +40,7 @@ def test_bandwidth_is_found_at_which_communication_is_half(monkeypatch: pytest.M
         return {DENSE: Side(DENSE, [0.1 + 10 / megabits]), DENSE + ALONE: Side(DENSE + ALONE, [0.1])}
 
     monkeypatch.setattr(recipe, "run", run)
-    settings = resolve(parser().parse_args([]))
+    settings = resolve(read(Options, []))
     assert settings.bandwidth == "half"
     assert recipe.halved(settings).bandwidth == "100.0Mbit"
 
@@ -47,7 +48,7 @@ def test_bandwidth_is_found_at_which_communication_is_half(monkeypatch: pytest.M
 def test_ratios_are_of_rounds() -> None:
     seconds = {DENSE: [2.0, 4.0, 3.0], DENSE + ALONE: [1.0] * 3, SAMO: [1.0, 2.0, 1.0], SAMO + ALONE: [0.5] * 3}
     sides = {name: Side(name, times, kept=1, parameters=1) for name, times in seconds.items()}
-    numbers = recipe.results(resolve(parser().parse_args([])), sides)
+    numbers = recipe.results(resolve(read(Options, [])), sides)
     assert numbers["ratio"]["median"] == 2 and numbers["ratio"]["range"] == [2, 3]
     assert numbers["communication_share_of_dense"] == pytest.approx(2 / 3)
 

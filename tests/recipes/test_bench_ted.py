@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import main
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.output import publish
+from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_ted import report
 from axonn_recipes.bench_ted.blocking import KINDS
-from axonn_recipes.bench_ted.measure import Side, check_losses
-from axonn_recipes.bench_ted.settings import parser, resolve
+from axonn_recipes.bench_ted.measure import TOLERANCE, Side
+from axonn_recipes.bench_ted.settings import Options, resolve
 from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, SIDES
 
 HIDDEN, CONTEXT, BATCH, EXPERTS = 16, 8, 4, 4
@@ -60,30 +63,32 @@ def seconds(name: str, step: float, all_to_all: float, all_reduce: float, scatte
 def test_what_is_judged_is_of_rounds_and_counts_fused_sums() -> None:
     sides = [seconds(DEEPSPEED, 3.3, 0.2, 0.3), seconds(BASELINE, 4.5, 0.4, 0.3), seconds(DTD, 4.0, 0.2, 0.3)]
     sides += [seconds(CAC, 3.6, 0.1, 0.2), seconds(FUSED, 3.0, 0.1, 0.1, 0.05)]
-    found = [each["median"] for each in report.judged(sides)]
+    found = [each["median"] for each in report.asked(sides)]
     assert found == pytest.approx([0.75, 1 / 3, 0.75, 0.5, 1.5, 1.1])
     alone = [seconds(name, 1.0, 0.0, 0.3) for name in SIDES]
-    assert report.judged(alone)[0]["median"] is None
+    assert report.asked(alone)[0]["median"] is None
 
 
 @pytest.mark.parametrize("loss", [1.01, float("nan")])
 def test_sides_that_compute_something_else_are_not_reported(loss: float) -> None:
     with pytest.raises(ConfigError, match="b and a do not compute the same"):
-        check_losses([Side("a", [1.0]), Side("b", [loss])])
+        check_losses([Side("a", [1.0]), Side("b", [loss])], TOLERANCE)
 
 
 def test_weak_scaling_has_the_batch_grow() -> None:
     words = ["--nodes", "1,2,4", "--scaling"]
-    assert [run.batch for run in resolve(parser().parse_args([*words, "weak", "--batch", "32"]))] == [8, 16, 32]
-    assert [run.batch for run in resolve(parser().parse_args([*words, "strong", "--batch", "32"]))] == [32, 32, 32]
+    assert [run.batch for run in resolve(read(Options, [*words, "weak", "--batch", "32"]))] == [8, 16, 32]
+    assert [run.batch for run in resolve(read(Options, [*words, "strong", "--batch", "32"]))] == [32, 32, 32]
 
 
 def test_several_numbers_of_ranks_are_drawn_beside_each_other(tmp_path: Path) -> None:
-    runs = resolve(parser().parse_args(["--nodes", "1,2"]))
+    runs = resolve(read(Options, ["--nodes", "1,2"]))
     numbers = report.results([(run, [seconds(name, 1.0, 0.1, 0.2) for name in SIDES]) for run in runs])
-    assert tmp_path / "run" / report.SCALING in report.write(numbers, tmp_path / "run")
+    assert tmp_path / "run" / report.SCALING in publish(
+        tmp_path / "run", numbers, report.text(numbers), report.pictures(numbers)
+    )
     assert (tmp_path / "run" / report.SCALING).stat().st_size > 1000
-    assert "step ms by ranks" in report.table(numbers)
+    assert "step ms by ranks" in report.text(numbers)
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

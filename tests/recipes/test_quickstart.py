@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.data import load
 from axonn_recipes.quickstart import report
-from axonn_recipes.quickstart.settings import Settings, add_arguments, find_run, resolve
+from axonn_recipes.quickstart.settings import Settings, asked, find_run, resolve
 from axonn_recipes.quickstart.sides import Parallel, Serial
 
 SMALL = {"layers": 2, "heads": 4, "hidden": 48, "context": 16, "batch": 8}
@@ -216,13 +215,12 @@ def test_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_resume_keeps_the_settings(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    stored = Settings(steps=7, hidden=64)
-    assert resolve(parser.parse_args(["--resume"]), stored) == stored
+    stored = Settings(steps=7, hidden=64, tied=True)
+    assert resolve(asked(["--resume"], stored), stored) == stored
+    assert resolve(asked(["--resume", "--tied", "--steps", "7"], stored), stored) == stored
     with pytest.raises(ConfigError, match="--steps 9 contradicts"):
-        resolve(parser.parse_args(["--resume", "--steps", "9"]), stored)
-    elsewhere = resolve(parser.parse_args(["--resume", "--ranks", "8", "--gz", "4"]), stored)
+        resolve(asked(["--resume", "--steps", "9"], stored), stored)
+    elsewhere = resolve(asked(["--resume", "--ranks", "8", "--gz", "4"], stored), stored)
     assert elsewhere == replace(stored, ranks=8, gz=4)
     (tmp_path / "quickstart").mkdir()
     assert find_run(tmp_path, None, resume=False).name == "quickstart-2"

@@ -17,7 +17,7 @@ from axonn_recipes.models.gpt import GPTConfig
 from axonn_recipes.pruned.plan import Plan
 from axonn_recipes.pruned.report import described
 from axonn_recipes.samo_gpt.problem import Text, Tokens, read
-from axonn_recipes.samo_gpt.settings import parser, resolve, scales
+from axonn_recipes.samo_gpt.settings import asked, resolve, scales
 
 TINY = [
     "--layers",
@@ -131,7 +131,7 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
 
 def test_every_scale_makes_a_run() -> None:
     for scale in scales():
-        settings = resolve(parser().parse_args(["--scale", scale]))
+        settings = resolve(asked(["--scale", scale]))
         assert settings.batch % settings.plan.ranks == 0 and math.isfinite(settings.plan.lr)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import parse
-from axonn_recipes.ted_moe.settings import parser, resolve, scales
+from axonn_recipes.ted_moe.settings import asked, resolve, scales
 from axonn_recipes.ted_moe.sides import build
 from ted_moe.memory import TABLE_4_1, parameters
 
@@ -78,7 +78,7 @@ def test_ranks_change_nothing(text: str, tmp_path: Path) -> None:
 
 
 def test_experts_start_by_their_numbers() -> None:
-    settings = resolve(parser().parse_args(words()))
+    settings = resolve(asked(words()))
     models = [build(settings, replica) for replica in range(3)]
     weights = [
         [expert.fc1.weight for expert in model.blocks[1].moe.deepspeed_moe.experts.deepspeed_experts]
@@ -113,10 +113,10 @@ def test_dry_run_says_what_the_papers_configurations_need(tmp_path: Path, capsys
 
 def test_every_scale_makes_a_run() -> None:
     for scale in scales():
-        settings = resolve(parser().parse_args(["--scale", scale]))
+        settings = resolve(asked(["--scale", scale]))
         assert settings.degrees.gpus == settings.ranks and math.isfinite(settings.lr) and settings.source
         assert "axonn" not in settings.ds_config("deepspeed")
-    wide = resolve(parser().parse_args(["--scale", "gpt3_6.7b", "--experts", "128"]))
+    wide = resolve(asked(["--scale", "gpt3_6.7b", "--experts", "128"]))
     assert (wide.experts, wide.expert, wide.degrees.data) == (128, 32, 1)
 
 

@@ -12,7 +12,7 @@ from axonn_plugins.cli import main
 from axonn_recipes.validation import recipe
 from axonn_recipes.validation.problems import PIXELS, discs
 from axonn_recipes.validation.report import Pair
-from axonn_recipes.validation.settings import BOUNDS, parser, resolve
+from axonn_recipes.validation.settings import BOUNDS, Options, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_a_dry_run_says_what_would_be_run(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_everything_is_on() -> None:
-    options = resolve(parser().parse_args([])).options
+    options = resolve(Options()).options
     assert options.layout == "scattered" and options.cache_gathers and options.tune_matmuls
     assert options.overlap_all_reduce and options.overlap_reduce_scatter and options.overlap_all_gather
     assert options.reshard_after_forward
@@ -87,7 +87,7 @@ def test_mistakes_are_one_sentence(options: list[str], words: str, capsys: pytes
 
 
 def test_another_run_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = resolve(parser().parse_args(["--steps", "1"]))
+    settings = resolve(Options(steps=1))
     recipe.report.write([Pair("gpt", "float64", [1.0], [1.0], (1.0, 1.0))], settings, tmp_path)
     assert main(["train", "validation", "--steps", "2", "--dry-run", "--out", str(tmp_path)]) == 2
     assert "holds a run whose steps is 1 and not 2; choose another folder" in capsys.readouterr().err

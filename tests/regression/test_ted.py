@@ -58,8 +58,12 @@ def test_a_difference_is_found(monkeypatch, capfd):
     [
         (["--ranks", "0"], {}, "--ranks = 0 is not a number of ranks"),
         (["--ranks", "8"], {"WORLD_SIZE": "4"}, "--ranks = 8, but the launcher started 4; leave --ranks out"),
-        (["--dtype", "fp32"], {}, "--dtype = fp32 is not known; use float32, float64, bfloat16"),
-        (["--device", "tpu"], {}, '--device = tpu is not known; use "cpu" or "cuda"'),
+        (
+            ["--dtype", "fp32"],
+            {},
+            '--dtype = "fp32" is not known; use "float32", or another of float32, float64, bfloat16',
+        ),
+        (["--device", "tpu"], {}, '--device = "tpu" is not known; use "cpu", or another of cpu, cuda'),
         (["--filter", "tensor 3"], {}, '--filter = "tensor 3" is in no case, such as "tensor 1, expert 1, data 8'),
         (["--rank", "8", "x"], {}, "axonn test ted --help says what there is"),
     ],

@@ -143,7 +143,7 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["none/config.json"], 'there is no file "none/config.json"'),
         (["VGG-19", "--sparsity", "2"], "--sparsity = 2.0 is not a share"),
         (["VGG-19", "--sparsity", "nan"], "--sparsity = nan is not a share"),
-        (["VGG-19", "--dtype", "int8"], '--dtype = "int8" is not known; use one of bf16, fp16, fp32'),
+        (["VGG-19", "--dtype", "int8"], '--dtype = "int8" is not known; use "fp32", or another of bf16, fp16, fp32'),
         (["VGG-19", "--optimizer", "lion"], '--optimizer = "lion" is not known'),
         (["VGG-19", "--shard", "0"], "--shard = 0 is not a number of ranks"),
         (["VGG-19", "--include", "fc"], "include pattern 'fc' matches no parameter"),

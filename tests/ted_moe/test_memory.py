@@ -256,7 +256,7 @@ def test_the_measured_beside_the_formula(capsys, monkeypatch):
         (["--gpus", "32,,64"], "is not a list of numbers"),
         (["--gpus", "64..32"], "is not a list of numbers"),
         (["--gpus", "1000000000"], "is not a list of numbers"),
-        (["--experts"], "expected one argument"),
+        (["--experts"], "--experts is not given what it needs"),
         (["--experts", "-4"], '--experts = "-4" is not a list'),
         (["--experts", "4..x"], "is not a list of numbers"),
         (["--memory", "nan"], '--memory = "nan" is not a size of memory; use a positive number and a unit'),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from tyro import conf
+
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import environment, place_rank, processes, sweep, traffic
 from axonn_plugins.cluster.launch import RankFailed, launch
 from axonn_plugins.cluster.switch import Switch, lacking, start
@@ -19,48 +23,111 @@ from axonn_plugins.config import ConfigError
 DEFAULT_NAME = "axonn"
 
 
-def main(arguments: Sequence[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A cluster.
+
+    Attributes:
+        name: the cluster's.
+    """
+
+    name: str = DEFAULT_NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Up(Named):
+    """Make a cluster that stays until `down`.
+
+    Attributes:
+        nodes: 1 to 64.
+        latency: from node to node, one way: 100us, 0.5ms.
+        bandwidth: of a node, in each direction: 500Mbit, 10Gbit; else there is no limit.
+    """
+
+    nodes: int
+    latency: str = "0us"
+    bandwidth: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exec(Named):
+    """Run a command on one node; the command stands behind the options.
+
+    Attributes:
+        node: the first is 0.
+    """
+
+    node: Annotated[conf.Positional[int], conf.arg(metavar="NODE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Named):
+    """Run a command as ranks on all nodes, with torchrun's variables set; the command stands behind the options.
+
+    Attributes:
+        ranks_per_node: ranks are numbered node by node.
+    """
+
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """Show all clusters of this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down(Named):
+    """Take a cluster down, with everything that runs in it."""
+
+
+def main(arguments: list[str]) -> int:
     """Run ``axonn cluster``; returns the exit code.
 
     Raises:
         ConfigError: a mistake of the user's, or something that the machine lacks.
     """
-    parsed = _parser().parse_args(arguments)
+    known: dict[str, tuple[type, Callable[..., int]]] = {
+        "up": (Up, _up),
+        "exec": (Exec, _exec),
+        "run": (Run, _run),
+        "status": (Status, _status),
+        "down": (Down, _down),
+    }
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = [
+            f"  axonn cluster {name:<8}{(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in known.items()
+        ]
+        print("usage: axonn cluster COMMAND [--help] [OPTIONS]", "", *lines, sep="\n")
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name not in known:
+        raise ConfigError(f'"{name}" is nothing that axonn cluster does; use one of {", ".join(known)}')
+    kind, function = known[name]
+    before, words = command_apart(rest, 1) if kind is Exec else command_apart(rest, 0) if kind is Run else (rest, [])
+    options: Any = read(kind, before, f"axonn cluster {name}")
     if problem := lacking():
         raise ConfigError(problem)
-    return parsed.function(parsed)
+    return function(options, words) if kind in (Exec, Run) else function(options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="axonn cluster",
-        description="Emulate a cluster on this machine: nodes that are network namespaces, behind a switch.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    up = commands.add_parser("up", help="make a cluster that stays until `down`")
-    up.add_argument("--nodes", type=int, required=True, help="1 to 64")
-    up.add_argument("--latency", default="0us", help="from node to node, one way: 100us, 0.5ms (default 0us)")
-    up.add_argument("--bandwidth", help="of a node, in each direction: 500Mbit, 10Gbit (default no limit)")
-    _add_name(up, _up)
-    execute = commands.add_parser("exec", help="run a command on one node")
-    execute.add_argument("node", type=int, metavar="NODE", help="the first is 0")
-    execute.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND...")
-    _add_name(execute, _exec)
-    run = commands.add_parser("run", help="run a command as ranks on all nodes, with torchrun's variables set")
-    run.add_argument("--ranks-per-node", type=int, required=True, help="ranks are numbered node by node")
-    run.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND...")
-    _add_name(run, _run)
-    commands.add_parser("status", help="show all clusters of this machine").set_defaults(function=_status)
-    _add_name(commands.add_parser("down", help="take a cluster down, with everything that runs in it"), _down)
-    return parser
+def command_apart(arguments: list[str], positionals: int) -> tuple[list[str], list[str]]:
+    """Options, all of which take a value, and positional arguments; and the command that is behind them."""
+    at = 0
+    while at < len(arguments):
+        word = arguments[at]
+        if word == "--":
+            break
+        if word.startswith("-") and not word.lstrip("-").isdecimal():
+            at += 1 if "=" in word or word in ("-h", "--help") else 2
+        elif positionals:
+            positionals, at = positionals - 1, at + 1
+        else:
+            break
+    return arguments[:at], arguments[at:]
 
 
-def _add_name(parser: argparse.ArgumentParser, function: object) -> None:
-    parser.add_argument("--name", default=DEFAULT_NAME, help=f"the cluster's (default {DEFAULT_NAME})")
-    parser.set_defaults(function=function)
-
-
-def _up(options: argparse.Namespace) -> int:
+def _up(options: Up) -> int:
     name, nodes = cluster_name(options.name), node_count(options.nodes)
     latency, bandwidth = nanoseconds(options.latency), bits_per_second(options.bandwidth)
     _sweep()
@@ -71,8 +138,8 @@ def _up(options: argparse.Namespace) -> int:
     return 0
 
 
-def _exec(options: argparse.Namespace) -> int:
-    switch, words = _found(options.name), _command(options.words)
+def _exec(options: Exec, command: list[str]) -> int:
+    switch, words = _found(options.name), _command(command)
     if not 0 <= options.node < switch.nodes:
         raise ConfigError(
             f'node {options.node} is not in cluster "{switch.name}"; choose one from 0 to {switch.nodes - 1}'
@@ -87,8 +154,8 @@ def _exec(options: argparse.Namespace) -> int:
         raise ConfigError(f"{words[0]} cannot be run: {error.strerror}; give a command that is installed") from None
 
 
-def _run(options: argparse.Namespace) -> int:
-    switch, words = _found(options.name), _command(options.words)
+def _run(options: Run, command: list[str]) -> int:
+    switch, words = _found(options.name), _command(command)
     place, per_node = place_rank(switch, options.ranks_per_node), options.ranks_per_node
     os.environ[processes.RUN] = str(os.getpid())
     try:
@@ -104,7 +171,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(options: Status) -> int:
     clusters = processes.running()
     for switch in clusters:
         owner = f"ends with process {switch.owner}" if switch.owner else "until `axonn cluster down`"
@@ -117,7 +184,7 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _down(options: argparse.Namespace) -> int:
+def _down(options: Down) -> int:
     swept = _sweep()
     switch = next((found for found in processes.running() if found.name == options.name), None)
     if switch is None and swept:

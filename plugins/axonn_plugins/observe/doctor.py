@@ -29,6 +29,9 @@ MEGATRON_FROM, MEGATRON_BELOW = (0, 16), (0, 21)
 _INSTALL = "run `make setup` in the checkout of axonn-plugins, or pip install that folder"
 _PROBE_SECONDS = 120
 
+_EXTRAS = {"matplotlib": "plots", "tensorboard": "tensorboard", "triton": "triton"}
+"""By which extra of axonn-plugins an optional part comes."""
+
 _GLOO_PROBE = """
 import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
@@ -278,7 +281,8 @@ def _optional_parts() -> Iterable[Check]:
     }
     for name, module in parts.items():
         if importlib.util.find_spec(module) is None:
-            yield Check(name, "optional-missing", "not installed", core=False)
+            extra = f'; pip install "axonn-plugins[{_EXTRAS[name]}]"' if name in _EXTRAS else ""
+            yield Check(name, "optional-missing", f"not installed{extra}", core=False)
         else:
             yield Check(name, "ok", _installed_version(name) or "installed", core=False)
 

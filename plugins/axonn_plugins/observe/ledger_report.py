@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.figures import Picture
 
 LEDGER_FILE = "ledger.json"
 MIB = 2**20
@@ -65,29 +66,18 @@ def table(kept: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(kept: dict[str, Any], picture: Path) -> None:
+def picture(kept: dict[str, Any]) -> Picture:
     """The step as a timeline: a row for each axis; dark where this rank waited."""
-    from matplotlib.figure import Figure
-
     axes_of = sorted({row["axis"] for row in kept["collectives"]})
-    figure = Figure(figsize=(10, 1 + 0.6 * len(axes_of)), layout="constrained")
-    plot = figure.subplots()
-    for row in kept["collectives"]:
-        place = axes_of.index(row["axis"])
-        long, waited = row["ended"] - row["started"], row["exposed"] or 0.0
-        plot.barh(place, long * 1e3, left=row["started"] * 1e3, color="tab:blue", alpha=0.4, height=0.7)
-        plot.barh(place, waited * 1e3, left=(row["ended"] - waited) * 1e3, color="tab:red", height=0.7)
-    plot.set_yticks(range(len(axes_of)), axes_of)
-    plot.set_xlabel(f"ms from the start of step {kept['step']}; blue: under way, red: waited for")
-    figure.savefig(picture, dpi=150)
 
+    def draw(figure: Any) -> None:
+        plot = figure.subplots()
+        for row in kept["collectives"]:
+            place = axes_of.index(row["axis"])
+            long, waited = row["ended"] - row["started"], row["exposed"] or 0.0
+            plot.barh(place, long * 1e3, left=row["started"] * 1e3, color="tab:blue", alpha=0.4, height=0.7)
+            plot.barh(place, waited * 1e3, left=(row["ended"] - waited) * 1e3, color="tab:red", height=0.7)
+        plot.set_yticks(range(len(axes_of)), axes_of)
+        plot.set_xlabel(f"ms from the start of step {kept['step']}; blue: under way, red: waited for")
 
-def main(run: Path) -> int:
-    """Print a run's table and draw its timeline beside it."""
-    kept = read_ledger(run)
-    print(table(kept))
-    draw(kept, run / "ledger.png")
-    print(f"timeline: {run / 'ledger.png'}")
-    for trace in sorted(run.glob("trace-rank*.json")):
-        print(f"Chrome trace: {trace}; open it in ui.perfetto.dev")
-    return 0
+    return Picture(draw, (10, 1 + 0.6 * len(axes_of)), 150)

@@ -10,10 +10,10 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from axonn_plugins.observe.events import Events
+from axonn_plugins.observe.figures import Picture
 
 GIB = 2**30
 
@@ -50,9 +50,9 @@ class MetricsLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         last_kept = -1 if resume_step is None else resume_step
         _keep_until(self.path, last_kept)
-        self._first_step = last_kept + 1
         self._file = self.path.open("a", encoding="utf-8")
-        self._events: SummaryWriter | None = None
+        # purge_step hides what an earlier attempt wrote for the steps that are run again.
+        self._events = Events(self.run_dir / "tensorboard", purge_step=last_kept + 1)
 
     def log(self, step: int, **values: Any) -> None:
         """Write a step's values: numbers, 0-dim tensors, strings or None. `loss` and `val_loss` are what is plotted."""
@@ -60,25 +60,13 @@ class MetricsLogger:
         # One write and a flush: a kill tears the last line at most.
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        events = self._open_events()
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)):
-                events.add_scalar(name, value, step)
+        self._events.add(step, {name: value for name, value in record.items() if isinstance(value, (int, float))})
 
     def finish(self) -> None:
         """Close the files and draw `loss.png` from every step that metrics.jsonl holds, if any has a loss."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        self._events.close()
         _plot_loss(_read(self.path), self.run_dir / "loss.png")
-
-    def _open_events(self) -> SummaryWriter:
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step hides what an earlier attempt wrote for the steps that are run again.
-            self._events = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._first_step)
-        return self._events
 
 
 def format_step(
@@ -183,17 +171,15 @@ def _plot_loss(records: list[dict[str, Any]], path: Path) -> None:
     if not training and not validation:
         return
 
-    # A Figure without pyplot draws with Agg and leaves the caller's backend alone.
-    from matplotlib.figure import Figure
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        if training:
+            axes.plot(*zip(*training, strict=True), linewidth=1.2, label="training")
+        if validation:
+            axes.plot(*zip(*validation, strict=True), "o", markersize=4, label="validation")
+        axes.set_xlabel("step (optimizer updates)")
+        axes.set_ylabel("loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.legend()
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    if training:
-        axes.plot(*zip(*training, strict=True), linewidth=1.2, label="training")
-    if validation:
-        axes.plot(*zip(*validation, strict=True), "o", markersize=4, label="validation")
-    axes.set_xlabel("step (optimizer updates)")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    Picture(draw, dpi=150).save(path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from axonn_plugins.config import ConfigError
+from axonn_plugins.cli.options import read
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pccl.clusters import CLUSTERS, PROCESSES, SIZES, Cluster
 from axonn_plugins.pccl.sweep import COLLECTIVES, Sweep, Timers, comparison, fitted_step, heat_table, sweep
 
@@ -21,14 +23,26 @@ Where the two differ from what was published: RCCL's and Cray MPICH's rings on 2
 and the published PCCL slower on small data (its messages are MPI's, rendezvous each), than latency and bandwidth explain."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Figures 6.7 to 6.11 of the dissertation, from the alpha-beta model.
+
+    Attributes:
+        cluster: whose libraries and network are modelled.
+        out: folder for pictures and JSON.
+    """
+
+    cluster: Literal["frontier", "perlmutter", "all"] = "all"
+    out: Path = Path("runs/simulate_pccl")
+
+
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="axonn simulate pccl", description=__doc__)
-    parser.add_argument("--cluster", default="all", metavar="NAME", help=f"{', '.join(CLUSTERS)} or all")
-    parser.add_argument("--out", type=Path, default=Path("runs/simulate_pccl"), help="folder for pictures and JSON")
-    parsed = parser.parse_args(arguments)
-    if parsed.cluster not in (*CLUSTERS, "all"):
-        raise ConfigError(f'--cluster = "{parsed.cluster}" is not known; use one of {", ".join(CLUSTERS)}, or all')
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    parsed = read(Options, arguments, "axonn simulate pccl")
     parsed.out.mkdir(parents=True, exist_ok=True)
     for name, cluster in CLUSTERS.items():
         if parsed.cluster in (name, "all"):
@@ -66,40 +80,38 @@ def _simulate(cluster: Cluster, out: Path) -> None:
     (out / f"{name}.json").write_text(json.dumps({"cluster": cluster.name, "step": step, "times": rows}, indent=1))
     sizes = {"Frontier": ((64, 128), (256, 512)), "Perlmutter": ((64, 128),)}[cluster.name]
     for collective in COLLECTIVES:
-        _curves(fitted, collective, sizes, out / f"{name}_{collective}.png")
-    _heat_maps(fitted, out / f"{name}_speedup.png")
+        _curves(fitted, collective, sizes).save(out / f"{name}_{collective}.png")
+    _heat_maps(fitted).save(out / f"{name}_speedup.png")
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(1, columns, figsize=(6.5 * columns, 4.5), squeeze=False, layout="constrained")
-
-
-def _curves(found: Sweep, collective: str, panels: tuple[tuple[int, ...], ...], file: Path) -> None:
+def _curves(found: Sweep, collective: str, panels: tuple[tuple[int, ...], ...]) -> Picture:
     """Time against processes, one panel for each group of sizes (Figures 6.7, 6.8 and 6.10)."""
-    figure, axes = _figure(len(panels))
     colours = {"Cray MPICH": "tab:orange", found.cluster.library: "tab:green", "PCCL": "tab:blue", "ours": "tab:purple"}
-    for axis, sizes in zip(axes[0], panels, strict=True):
-        for size, line in zip(sizes, ("-", "--"), strict=True):
-            for system, colour in colours.items():
-                times = [found.times[system, collective, count, size] * 1e3 for count in PROCESSES]
-                axis.plot(PROCESSES, times, line, color=colour, marker="o", label=f"{system}, {size} MB")
-        axis.set(xscale="log", yscale="log", xlabel="processes", ylabel="time (ms), simulated")
-        axis.set_xticks(PROCESSES, [str(count) for count in PROCESSES])
-        axis.legend(fontsize="x-small")
-    figure.suptitle(f"{found.cluster.name}: {collective}")
-    figure.savefig(file, dpi=120)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots(1, len(panels), squeeze=False)
+        for axis, sizes in zip(axes[0], panels, strict=True):
+            for size, line in zip(sizes, ("-", "--"), strict=True):
+                for system, colour in colours.items():
+                    times = [found.times[system, collective, count, size] * 1e3 for count in PROCESSES]
+                    axis.plot(PROCESSES, times, line, color=colour, marker="o", label=f"{system}, {size} MB")
+            axis.set(xscale="log", yscale="log", xlabel="processes", ylabel="time (ms), simulated")
+            axis.set_xticks(PROCESSES, [str(count) for count in PROCESSES])
+            axis.legend(fontsize="x-small")
+        figure.suptitle(f"{found.cluster.name}: {collective}")
+
+    return Picture(draw, (6.5 * len(panels), 4.5))
 
 
-def _heat_maps(found: Sweep, file: Path) -> None:
+def _heat_maps(found: Sweep) -> Picture:
     """Speedup of the published PCCL over the library by size and processes (Figures 6.9 and 6.11)."""
+    return Picture(partial(_heat, found), (6.5 * len(COLLECTIVES), 4.5))
+
+
+def _heat(found: Sweep, figure: Any) -> None:
     from matplotlib.colors import LogNorm
 
-    figure, axes = _figure(len(COLLECTIVES))
+    axes = figure.subplots(1, len(COLLECTIVES), squeeze=False)
     library = found.cluster.library
     for axis, collective in zip(axes[0], COLLECTIVES, strict=True):
         rows = [
@@ -113,4 +125,3 @@ def _heat_maps(found: Sweep, file: Path) -> None:
         axis.set_xticks(range(len(PROCESSES)), [str(count) for count in PROCESSES])
         axis.set_yticks(range(len(SIZES)), [str(size) for size in reversed(SIZES)])
     figure.suptitle(f"{found.cluster.name}, simulated")
-    figure.savefig(file, dpi=120)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pipeline.events import Event
 
 PHASES = ("compute", "point-to-point", "bubble", "collective", "optimizer")
@@ -67,19 +70,23 @@ def mean_split(stages: Sequence[Sequence[Event]]) -> dict[str, float]:
     return {phase: sum(one[phase] for one in splits) / len(splits) for phase in PHASES}
 
 
-def draw(path: Path, stages: Sequence[Sequence[Event]], title: str = "") -> None:
+def draw(path: Path, stages: Sequence[Sequence[Event]], title: str = "") -> list[Path]:
     """Draw a batch as Figure 4.3 does: a row for each stage, forward red and backward blue, with the microbatches' numbers.
 
     Args:
         path: where the picture goes.
         stages: events by stage, on one clock.
         title: above it.
+
+    Returns:
+        The path, or nothing where matplotlib is missing.
     """
-    # A Figure without pyplot draws with Agg and leaves the caller's backend alone.
-    from matplotlib.figure import Figure
+    return Picture(partial(_timeline, stages, title), (11, 1.2 + 0.6 * len(stages)), 150).save(path)
+
+
+def _timeline(stages: Sequence[Sequence[Event]], title: str, figure: Any) -> None:
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 1.2 + 0.6 * len(stages)), layout="constrained")
     axes = figure.subplots()
     began = min((event.start for stage in stages for event in stage), default=0.0)
     ended = max((event.end for stage in stages for event in stage), default=1.0)
@@ -100,4 +107,3 @@ def draw(path: Path, stages: Sequence[Sequence[Event]], title: str = "") -> None
     axes.set_title(title)
     patches = [Patch(color=_COLOURS[kind], label=kind) for kind in kinds]
     axes.legend(handles=patches, ncols=len(kinds), fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.25))
-    figure.savefig(path, dpi=150)

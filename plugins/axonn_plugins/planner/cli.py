@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Literal
 
+from tyro import conf
+
+from axonn_plugins.cli.options import read
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files, machine, model, report
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.step import Setting
-from axonn_plugins.planner.transformer import MODES, STRATEGIES, Mode
+from axonn_plugins.planner.transformer import STRATEGIES, Mode
 
 _LARGEST = {"gpus": 2**20, "batch": 2**24, "top": 1000, "interleave": 1000, "sequence": 2**24}
 _PIPELINED = ("n1", "n2", "np", "nd", "bm", "panels", "v1", "v2", "vp", "vd")
@@ -24,14 +26,78 @@ _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; axonn plan --help says what there is")
+_SIZE = conf.create_mutex_group(required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    # Numbers are read as text, so that what is wrong with them is said in our words.
+    """Which configuration to run on a number of GPUs, the time and memory that it takes, why it wins and what does not fit.
+
+    Attributes:
+        gpus: how many, all used; several as 512,1024 or 512..16384.
+        batch: samples of a step, over all GPUs.
+        tokens_per_batch: positions of a step, instead of --batch; 2M is 2·1024·1024.
+        sequence: positions of a sample; else the model's.
+        strategy: how layers are split.
+        mode: paper: as published, with its defects; default: corrected.
+        recompute: activation checkpointing of whole layers.
+        interleave: parts of the model on each pipeline stage.
+        samo: share that is pruned, with SAMO's state, such as 0.9.
+        ted: experts=E, a mixture of E experts in every second layer, split as TED does.
+        collectives: native: rings; pccl: recursive between domains.
+        whole: also output layer and loss, the optimizer's step, residual sums.
+        attention: fused: one kernel; plain: scores are written to memory.
+        top: configurations to list.
+        tokens: positions to train on, such as 2T, for the days that this takes.
+        explain: why the best wins, what does not fit, what would change it.
+        json: a file for the answer; - is standard output, which then has nothing else.
+        plot: a file for a picture of configurations, memory and shares of time, as Figures 1 to 4 of the paper.
+    """
+
+    model: Annotated[
+        str,
+        conf.arg(
+            help="a name, the path of a TOML or JSON file or of HF's config.json, or layers=24,hidden=2048,heads=16; "
+            f"names: {', '.join(model.names())}"
+        ),
+    ]
+    machine: Annotated[
+        str,
+        conf.arg(
+            help="a name or the path of a TOML or JSON file, with -nvsN for domains of N GPUs; here is what axonn bench network measured, "
+            f"emulated-1ms-500Mbit an emulated cluster; names: {', '.join(machine.names())}"
+        ),
+    ]
+    gpus: str
+    batch: Annotated[str | None, _SIZE] = None
+    tokens_per_batch: Annotated[str | None, _SIZE] = None
+    sequence: str | None = None
+    strategy: Literal["1d", "2d", "summa", "axonn", "all"] = "all"
+    mode: Mode = "default"
+    fix: Annotated[
+        str | None,
+        conf.arg(
+            help=f"sizes that are given, such as np=64,bm=1; of {', '.join(_PIPELINED)}, or of {', '.join(_GRID)} with axonn."
+        ),
+    ] = None
+    recompute: bool = False
+    interleave: str = "1"
+    samo: str | None = None
+    ted: str | None = None
+    collectives: Literal["native", "pccl"] = "native"
+    whole: bool = False
+    attention: Literal["fused", "plain"] = "fused"
+    top: str = "10"
+    tokens: str | None = None
+    explain: bool = False
+    json: str | None = None
+    plot: str | None = None
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
-    parsed = _parser().parse_args(arguments)
+    parsed = read(Options, arguments, "axonn plan")
     if parsed.plot == "-":
         raise ConfigError(
             '--plot = "-" is no file: a picture is not written to the terminal; use a name such as plan.png'
@@ -56,83 +122,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Numbers are read as text, so that what is wrong with them is said in our words.
-    parser = _Parser(prog="axonn plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="a name, the path of a TOML or JSON file or of HF's config.json, or layers=24,hidden=2048,heads=16; "
-        f"names: {', '.join(model.names())}",
-    )
-    parser.add_argument(
-        "--machine",
-        required=True,
-        help="a name or the path of a TOML or JSON file, with -nvsN for domains of N GPUs; here is what axonn bench network measured, "
-        f"emulated-1ms-500Mbit an emulated cluster; names: {', '.join(machine.names())}",
-    )
-    parser.add_argument(
-        "--gpus", required=True, metavar="N", help="how many, all used; several as 512,1024 or 512..16384"
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--batch", metavar="N", help="samples of a step, over all GPUs")
-    size.add_argument("--tokens-per-batch", metavar="N", help="positions of a step; 2M is 2·1024·1024")
-    parser.add_argument("--sequence", metavar="N", help="positions of a sample (default: the model's)")
-    parser.add_argument("--strategy", default="all", help=f"{', '.join(EVERY)} or all (default)")
-    parser.add_argument("--mode", default="default", help="paper: as published, with its defects (default: corrected)")
-    parser.add_argument(
-        "--fix",
-        metavar="SIZES",
-        help=f"sizes that are given, such as np=64,bm=1; of {', '.join(_PIPELINED)}, or of {', '.join(_GRID)} with axonn",
-    )
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of whole layers")
-    parser.add_argument(
-        "--interleave", default="1", metavar="N", help="parts of the model on each pipeline stage (default 1)"
-    )
-    parser.add_argument("--samo", metavar="P", help="share that is pruned, with SAMO's state, such as 0.9")
-    parser.add_argument(
-        "--ted", metavar="experts=E", help="a mixture of E experts in every second layer, split as TED does"
-    )
-    parser.add_argument(
-        "--collectives",
-        default="native",
-        metavar="NAME",
-        help="native: rings (default); pccl: recursive between domains",
-    )
-    parser.add_argument(
-        "--whole", action="store_true", help="also output layer and loss, the optimizer's step, residual sums"
-    )
-    parser.add_argument(
-        "--attention",
-        default="fused",
-        metavar="NAME",
-        help="fused: one kernel (default); plain: scores are written to memory",
-    )
-    parser.add_argument("--top", default="10", metavar="N", help="configurations to list (default 10)")
-    parser.add_argument("--tokens", metavar="N", help="positions to train on, such as 2T, for the days that this takes")
-    parser.add_argument(
-        "--explain", action="store_true", help="why the best wins, what does not fit, what would change it"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the answer; - is standard output, which then has nothing else"
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw configurations, memory and shares of time, as Figures 1 to 4 of the paper"
-    )
-    return parser
-
-
-def _questions(parsed: argparse.Namespace) -> list[Question]:
+def _questions(parsed: Options) -> list[Question]:
     sequence = None if parsed.sequence is None else _number("sequence", parsed.sequence)
     trained = model.load(parsed.model, sequence=sequence)
     strategy = parsed.strategy if isinstance(trained, model.Transformer) else _unets(parsed)
-    _known("collectives", parsed.collectives, ("native", "pccl"))
     where = replace(machine.load(parsed.machine), collectives=parsed.collectives)
     batch = _batch(parsed, trained)
-    _known("mode", parsed.mode, MODES)
-    mode: Mode = parsed.mode
+    mode = parsed.mode
     fixed = _fixed(parsed.fix)
-    _known("attention", parsed.attention, ("fused", "plain"))
     setting = Setting(
         recompute=parsed.recompute,
         interleave=_number("interleave", parsed.interleave),
@@ -145,7 +142,7 @@ def _questions(parsed: argparse.Namespace) -> list[Question]:
     return [Question(where, trained, gpus, batch, strategies, mode, fixed, setting) for gpus in _gpus(parsed.gpus)]
 
 
-def _unets(parsed: argparse.Namespace) -> str:
+def _unets(parsed: Options) -> str:
     """The strategy that splits U-Nets; what counts positions of a text has no meaning for them."""
     for option, value in (
         ("sequence", parsed.sequence),
@@ -169,7 +166,6 @@ def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) 
 
     The published model of 4D grids leaves compute out, so it competes with no other; and grids have no stages to interleave, nor experts.
     """
-    _known("strategy", name, (*EVERY, "all"))
     knows = {strategy: set(fixed) <= set(_GRID if strategy == "axonn" else _PIPELINED) for strategy in EVERY}
     if not any(knows[one] for one in EVERY if name in (one, "all")):
         raise ConfigError(
@@ -213,9 +209,10 @@ def _experts(text: str | None) -> int:
     return int(found[1])
 
 
-def _batch(parsed: argparse.Namespace, trained: model.Model) -> int:
-    if parsed.batch is not None or not isinstance(trained, model.Transformer):
+def _batch(parsed: Options, trained: model.Model) -> int:
+    if parsed.batch is not None:
         return _number("batch", parsed.batch)
+    assert parsed.tokens_per_batch is not None and isinstance(trained, model.Transformer)
     sequence = trained.sequence
     found = re.fullmatch(r"([0-9]{1,12})([KMG]?)", parsed.tokens_per_batch)
     tokens = int(found[1]) * _BINARY[found[2]] if found else 0

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.planner.answer import Answer
 from axonn_plugins.planner.report import GB, PARTS, shares
 from axonn_plugins.planner.search import AnyPlan
 
 
-def draw(path: Path, answers: Sequence[Answer]) -> None:
+def draw(path: Path, answers: Sequence[Answer]) -> list[Path]:
     """Draw the best configurations of one answer, or the best of each of several over numbers of GPUs.
 
     Args:
         path: where the picture goes; its suffix says which kind it is.
         answers: to one question, or to one for each number of GPUs.
+
+    Returns:
+        The path, or nothing where matplotlib is missing.
 
     Raises:
         ConfigError: nothing fits, so there is nothing to draw, or the suffix is of no kind of picture.
@@ -29,32 +34,29 @@ def draw(path: Path, answers: Sequence[Answer]) -> None:
     if not plans:
         raise ConfigError(f'--plot = "{path}" would be empty, as nothing fits; ask for more GPUs or another strategy')
     title = f"{answers[0].question.model.name} on {answers[0].question.machine.name}"
-    try:
-        draw_plans(path, title, "GPUs" if len(answers) > 1 else "configuration", labels, plans)
-    except ValueError as error:
-        raise ConfigError(f'--plot = "{path}" is no kind of picture: {error}; use .png, .pdf or .svg') from None
+    axis = "GPUs" if len(answers) > 1 else "configuration"
+    return of(title, axis, labels, plans).save(path, "--plot")
 
 
-def draw_plans(path: Path, title: str, axis: str, labels: Sequence[str], plans: Sequence[AnyPlan]) -> None:
-    """Draw plans beside one another.
+def of(title: str, axis: str, labels: Sequence[str], plans: Sequence[AnyPlan]) -> Picture:
+    """Plans beside one another.
 
     Args:
-        path: where the picture goes.
-        title: above it.
+        title: above them.
         axis: what the labels are.
         labels: one for each plan.
         plans: which.
     """
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(6.0, 1.1 * len(plans) + 2), 7.0), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    _configurations(above, plans)
-    _shares(below, plans)
-    above.set_title(title)
-    below.set_xticks(range(len(plans)), labels)
-    below.set_xlabel(axis)
-    figure.savefig(path, dpi=120)
+    def draw(figure: Any) -> None:
+        above, below = figure.subplots(2, 1, sharex=True)
+        _configurations(above, plans)
+        _shares(below, plans)
+        above.set_title(title)
+        below.set_xticks(range(len(plans)), labels)
+        below.set_xlabel(axis)
+
+    return Picture(draw, (max(6.0, 1.1 * len(plans) + 2), 7.0))
 
 
 def _configurations(axes, plans: Sequence[AnyPlan]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
+from tyro import conf
 
 import samo
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.samo.models import MODELS, gpt, maker
 from samo import memory
 from samo.pruning import require_sparsity, smallest
@@ -30,26 +34,43 @@ small_gpt = partial(gpt, 2, 192, 512, 128)
 """Makes the model that the picture's points are measured on."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Bytes of model state, dense, by the dissertation's SAMO, by ours, and measured.
+
+    Attributes:
+        sparsity: of the weights that are pruned.
+        dtype: of parameters and gradients.
+        optimizer: adamw, or sgd with momentum.
+        shard: data-parallel ranks that share the state.
+        include: patterns of parameters to prune; "*": tables of embeddings, too.
+        exclude: patterns of parameters not to prune.
+        picture: a file to draw Figure 4.2 into: share saved against sparsity.
+    """
+
+    model: Annotated[
+        conf.Positional[str],
+        conf.arg(
+            metavar="MODEL",
+            help=f"{', '.join(MODELS)}, GPT:layers,hidden,vocabulary[,context], or the path of HF's config.json",
+        ),
+    ]
+    sparsity: float = 0.9
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    shard: int = 1
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = None
+    picture: Path | None = None
+
+
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="axonn samo memory", description=__doc__)
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"{', '.join(MODELS)}, GPT:layers,hidden,vocabulary[,context], or the path of HF's config.json",
-    )
-    parser.add_argument("--sparsity", type=float, default=0.9, help="of the weights that are pruned (default 0.9)")
-    parser.add_argument("--dtype", default="bf16", metavar="DTYPE", help=f"{', '.join(_DTYPES)} (default bf16)")
-    parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="adamw, or sgd with momentum (default adamw)"
-    )
-    parser.add_argument("--shard", type=int, default=1, metavar="N", help="data-parallel ranks that share the state")
-    parser.add_argument(
-        "--include", nargs="+", metavar="PATTERN", help='parameters to prune; "*": tables of embeddings, too'
-    )
-    parser.add_argument("--exclude", nargs="+", metavar="PATTERN", help="parameters not to prune")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw Figure 4.2: share saved against sparsity")
-    parsed = parser.parse_args(arguments)
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    parsed = read(Options, arguments, "axonn samo memory")
     _check(parsed)
     make = maker(parsed.model)
     with torch.device("meta"):
@@ -60,25 +81,21 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(str(error)) from None
     print(_report(parsed, model, make, sum(parameter.numel() for parameter in chosen.values())))
     if parsed.picture is not None:
-        draw(parsed.picture)
-        print(f"picture: {parsed.picture}")
+        for file in picture().save(parsed.picture, "--picture"):
+            print(f"picture: {file}")
     return 0
 
 
-def _check(parsed: argparse.Namespace) -> None:
+def _check(parsed: Options) -> None:
     try:
         require_sparsity(parsed.sparsity)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
-    for key, known in (("dtype", _DTYPES), ("optimizer", _OPTIMIZERS)):
-        value = getattr(parsed, key)
-        if value not in known:
-            raise ConfigError(f'--{key} = "{value}" is not known; use one of {", ".join(known)}')
     if parsed.shard < 1:
         raise ConfigError(f"--shard = {parsed.shard} is not a number of ranks; use 1 or more")
 
 
-def _report(parsed: argparse.Namespace, model: nn.Module, make: Callable[[], nn.Module], prunable: int) -> str:
+def _report(parsed: Options, model: nn.Module, make: Callable[[], nn.Module], prunable: int) -> str:
     layers = memory.layers_of(model, parsed.sparsity, parsed.include, parsed.exclude)
     phi, kept = sum(layer.numel for layer in layers), sum(layer.kept for layer in layers)
     state, factory = _OPTIMIZERS[parsed.optimizer]
@@ -150,39 +167,26 @@ def measure(
     return memory.measured(optimizer)
 
 
-def draw(file: Path) -> None:
-    """Figure 4.2: the share of 20φ bytes saved against sparsity, by both formulas and measured on a small GPT.
-
-    Args:
-        file: the picture, in a format that its suffix names.
-
-    Raises:
-        ConfigError: the format is unknown, or the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+def picture() -> Picture:
+    """Figure 4.2: the share of 20φ bytes saved against sparsity, by both formulas and measured on a small GPT."""
     steps = [number / 20 for number in range(21)]
     with torch.device("meta"):
         phi = sum(parameter.numel() for parameter in names_of(small_gpt())[0].values())
     dense = memory.dense_bytes(phi)
-    points = []
-    for sparsity in steps[::2]:
-        with torch.device("meta"):
-            layers = memory.layers_of(small_gpt(), sparsity, ["*"])
-        found = measure(small_gpt, sparsity, torch.bfloat16, _OPTIMIZERS["adamw"][1], ["*"])
-        points.append((1 - sum(layer.kept for layer in layers) / phi, 100 * (1 - found.total / dense)))
-    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
-    axis = figure.subplots()
-    axis.plot(steps, [100 * memory.paper_saving(phi, p) / dense for p in steps], label="SAMO as published, eq. 4.5")
-    axis.plot(steps, [100 * (1 - memory.our_bytes(phi, p) / dense) for p in steps], label="ours, 2φ + 16fφ")
-    axis.plot(*zip(*points, strict=True), "o", label=f"ours, measured: GPT, {phi / 1e6:.1f} million parameters")
-    axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set(xlabel="sparsity", ylabel="memory saved (% of 20φ)", xlim=(0, 1))
-    axis.legend()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            f'--picture = "{file}" cannot be written: {error}; use a file such as figure_4_2.png'
-        ) from None
+
+    def draw(figure: Any) -> None:
+        points = []
+        for sparsity in steps[::2]:
+            with torch.device("meta"):
+                layers = memory.layers_of(small_gpt(), sparsity, ["*"])
+            found = measure(small_gpt, sparsity, torch.bfloat16, _OPTIMIZERS["adamw"][1], ["*"])
+            points.append((1 - sum(layer.kept for layer in layers) / phi, 100 * (1 - found.total / dense)))
+        axis = figure.subplots()
+        axis.plot(steps, [100 * memory.paper_saving(phi, p) / dense for p in steps], label="SAMO as published, eq. 4.5")
+        axis.plot(steps, [100 * (1 - memory.our_bytes(phi, p) / dense) for p in steps], label="ours, 2φ + 16fφ")
+        axis.plot(*zip(*points, strict=True), "o", label=f"ours, measured: GPT, {phi / 1e6:.1f} million parameters")
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set(xlabel="sparsity", ylabel="memory saved (% of 20φ)", xlim=(0, 1))
+        axis.legend()
+
+    return Picture(draw, (6.5, 4.5))

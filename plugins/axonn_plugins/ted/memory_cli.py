@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated
 
+from tyro import conf
+
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_plugins.ted import memory_report as report
 from ted_moe.memory import TABLE_4_1, Degrees, Transformer, require_divides
@@ -18,14 +21,50 @@ _ONE, _MANY = ("expert", "data", "tokens"), ("gpus", "reserve", "picture")
 """Options of one configuration, and of the table."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; axonn ted memory --help says what there is")
+_GPT = "GPT:layers,hidden,vocabulary[,context]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    # Everything is read as text, so that what is wrong with it is said in our words.
+    """The largest MoE that fits, by number of GPUs (Figure 7.9), or with MODEL the bytes of one configuration.
+
+    Attributes:
+        memory: of a GPU; in the table 16GB, Summit's V100, if not given.
+        experts: in every second layer: 16, or for the table 4,8,16 or 4..128, its default.
+        tensor: tensor degree, 1 if not given; in the table the highest allowed, or "max", 6 if not given, a node of Summit.
+        measure: train stock DeepSpeed-MoE for a step on this machine and count: MODEL, or for the table a small GPT.
+        gpus: of the table: numbers of GPUs, 32,64,128,256,512 if not given.
+        reserve: of the table: kept free on each GPU for activations and workspace, 0GB if not given.
+        picture: of the table: a file to draw Figure 7.9 into.
+        expert: of MODEL: expert-parallel ranks; one for each expert if not given.
+        data: of MODEL: replicas of an expert, 1 if not given; GPUs are tensor × expert × data, equation 7.1.
+        tokens: of MODEL: of a microbatch, for activations; the model's context if not given.
+    """
+
+    model: Annotated[
+        conf.Positional[str | None],
+        conf.arg(metavar="[MODEL]", help=f"{', '.join(TABLE_4_1)} or {_GPT}: the base model"),
+    ] = None
+    memory: str | None = None
+    experts: str | None = None
+    tensor: str | None = None
+    measure: bool = False
+    gpus: str | None = None
+    reserve: str | None = None
+    picture: str | None = None
+    expert: str | None = None
+    data: str | None = None
+    tokens: str | None = None
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    parsed = _parser().parse_args(arguments)
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    parsed = read(Options, arguments, "axonn ted memory")
     misplaced = [name for name in (_MANY if parsed.model else _ONE) if getattr(parsed, name) is not None]
     if misplaced:
         what = "is for the table, which is printed without MODEL" if parsed.model else "belongs to one MODEL"
@@ -33,41 +72,7 @@ def main(arguments: list[str]) -> int:
     return _one(parsed) if parsed.model else _table(parsed)
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Everything is read as text, so that what is wrong with it is said in our words.
-    parser = _Parser(prog="axonn ted memory", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{', '.join(TABLE_4_1)} or {_GPT}: the base model")
-    table, one = (parser.add_argument_group(title) for title in ("of the table", "of one configuration, with MODEL"))
-    parser.add_argument("--memory", metavar="SIZE", help="of a GPU (table: default 16GB, Summit's V100)")
-    parser.add_argument(
-        "--experts", metavar="E", help="in every second layer: 16, or for the table 4,8,16 or 4..128 (its default)"
-    )
-    parser.add_argument(
-        "--tensor",
-        metavar="N",
-        help=f'tensor degree (default 1), in the table the highest allowed, or "max"\n(default {_SUMMIT_NODE}, a node of Summit)',
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="train stock DeepSpeed-MoE for a step on this machine and count: MODEL, or for the table a small GPT",
-    )
-    table.add_argument("--gpus", metavar="G", help="numbers of GPUs (default 32,64,128,256,512)")
-    table.add_argument(
-        "--reserve", metavar="SIZE", help="kept free on each GPU for activations and workspace (default 0GB)"
-    )
-    table.add_argument("--picture", metavar="FILE", help="draw Figure 7.9")
-    one.add_argument("--expert", metavar="N", help="expert-parallel ranks (default: one for each expert)")
-    one.add_argument(
-        "--data", metavar="N", help="replicas of an expert (default 1); GPUs are tensor × expert × data, equation 7.1"
-    )
-    one.add_argument(
-        "--tokens", metavar="N", help="of a microbatch, for activations (default: the context of the model)"
-    )
-    return parser
-
-
-def _table(parsed: argparse.Namespace) -> int:
+def _table(parsed: Options) -> int:
     gpus = _numbers("gpus", parsed.gpus or "32,64,128,256,512")
     experts = _numbers("experts", parsed.experts or "4..128")
     tensor = max(gpus) if parsed.tensor == "max" else _number("tensor", parsed.tensor, _SUMMIT_NODE, 'or "max"')
@@ -80,8 +85,8 @@ def _table(parsed: argparse.Namespace) -> int:
     rows = report.search(gpus, experts, memory - reserve, tensor)
     print(report.table(rows, experts, memory, reserve, tensor))
     if parsed.picture is not None:
-        report.draw(Path(parsed.picture), rows)
-        print(f"\npicture: {parsed.picture}")
+        for file in report.picture(rows).save(Path(parsed.picture), "--picture"):
+            print(f"\npicture: {file}")
     if parsed.measure:
         from axonn_plugins.ted import memory_measure as measure
 
@@ -89,7 +94,8 @@ def _table(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _one(parsed: argparse.Namespace) -> int:
+def _one(parsed: Options) -> int:
+    assert parsed.model is not None
     model = base(parsed.model)
     experts = _number("experts", parsed.experts, 16)
     degrees = Degrees(
@@ -111,9 +117,6 @@ def _one(parsed: argparse.Namespace) -> int:
     if parsed.measure:
         print(f"\n{measure.compare(model, experts, degrees)}")
     return 0
-
-
-_GPT = "GPT:layers,hidden,vocabulary[,context]"
 
 
 def base(name: str) -> Transformer:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.figures import Picture
 from ted_moe import fitting, memory
 from ted_moe.fitting import Fit
 from ted_moe.memory import TABLE_4_1, TILE, Degrees, Parameters, Transformer
@@ -106,19 +107,16 @@ def _ratio(stock: Fit | None, ted: Fit | None) -> str:
     return f"{ted.parameters / stock.parameters:.2f}" if stock and ted else "-"
 
 
-def draw(file: Path, rows: Sequence[Row]) -> None:
+def picture(rows: Sequence[Row]) -> Picture:
     """Figure 7.9: parameters of the largest MoE by number of GPUs; bars by equation 7.5, marks by part.
 
     Args:
-        file: the picture, in a format that its suffix names.
         rows: what `search` found.
-
-    Raises:
-        ConfigError: the format is unknown, or the file cannot be written.
     """
-    from matplotlib.figure import Figure
+    return Picture(partial(_draw, rows))
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+
+def _draw(rows: Sequence[Row], figure: Any) -> None:
     axis = figure.subplots()
     width = 0.4
     for offset, name, bars, marks in (
@@ -136,13 +134,6 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
     )
     axis.margins(y=0.12)
     axis.legend(loc="upper left")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            f'--picture = "{file}" cannot be written: {error}; use a file such as figure_7_9.png'
-        ) from None
 
 
 def _billions(fit: Fit | None) -> float:

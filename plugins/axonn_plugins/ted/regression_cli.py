@@ -5,25 +5,42 @@ By itself it starts ranks on this machine; under torchrun or the deepspeed launc
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Literal
 
+from tyro import conf
+
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 
-_DTYPES = ("float32", "float64", "bfloat16")
 _PATIENCE = timedelta(minutes=3)
 """After which a rank that waits for the others gives up."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; axonn test ted --help says what there is")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """TED beside stock DeepSpeed-MoE with the same weights, data and seeds; exit code 1 if a case differs.
+
+    By itself it starts ranks on this machine; under torchrun or the deepspeed launcher it runs on the ranks that are there.
+
+    Attributes:
+        ranks: started on this machine, 8 if not given; not with a launcher.
+        device: cpu (gloo) or cuda (NCCL).
+        dtype: of weights and data; gates are in float32.
+        filter: only cases with it in their names, such as "expert 4" or training; may be repeated.
+    """
+
+    ranks: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    filter: conf.UseAppendAction[tuple[str, ...]] = ()
 
 
 def main(arguments: list[str]) -> int:
@@ -37,13 +54,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    parsed = _parser().parse_args(arguments)
+    parsed = read(Options, arguments, "axonn test ted")
     started = "WORLD_SIZE" in os.environ
     ranks = _ranks(parsed.ranks, started)
-    if parsed.dtype not in _DTYPES:
-        raise ConfigError(f"--dtype = {parsed.dtype} is not known; use {', '.join(_DTYPES)}")
-    if parsed.device not in ("cpu", "cuda"):
-        raise ConfigError(f'--device = {parsed.device} is not known; use "cpu" or "cuda"')
     os.environ["DS_ACCELERATOR"] = parsed.device
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
@@ -69,23 +82,6 @@ def _main(arguments: list[str]) -> int:
     return launch(_run, ranks, ranks, parsed.device, parsed.dtype, words)[0]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="axonn test ted", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", metavar="N", help="started on this machine (default 8); not with a launcher")
-    parser.add_argument("--device", default="cpu", help="cpu (default, gloo) or cuda (NCCL)")
-    parser.add_argument(
-        "--dtype", default="float32", help="float32 (default), float64 or bfloat16; gates are in float32"
-    )
-    parser.add_argument(
-        "--filter",
-        metavar="WORD",
-        action="append",
-        default=[],
-        help='only cases with it in their names, such as "expert 4" or training; may be repeated',
-    )
-    return parser
-
-
 def _ranks(asked: str | None, started: bool) -> int:
     if asked is not None and not (asked.isdecimal() and 1 <= int(asked)):
         raise ConfigError(f"--ranks = {asked} is not a number of ranks; use 1 or more, such as 8")
@@ -97,7 +93,7 @@ def _ranks(asked: str | None, started: bool) -> int:
     return there
 
 
-def _wanted(name: str, words: list[str]) -> bool:
+def _wanted(name: str, words: Sequence[str]) -> bool:
     return all(word in name for word in words)
 
 
@@ -110,7 +106,7 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
-def _run(ranks: int, device: str, dtype: str, words: list[str]) -> int:
+def _run(ranks: int, device: str, dtype: str, words: Sequence[str]) -> int:
     """Every rank's part; the first prints."""
     import torch
     import torch.distributed as dist

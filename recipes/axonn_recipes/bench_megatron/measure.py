@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.observe.ledger import Ledger
+from axonn_recipes.bench.rounds import over_ranks
 from axonn_recipes.data import Corpus
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 
@@ -55,11 +56,11 @@ def measure(side: Training) -> Run:
         began = time.perf_counter()
         with counted if counted is not None else nullcontext():
             loss, _ = steps.take(number)
-        seconds = _over_ranks(time.perf_counter() - began, dist.ReduceOp.MAX)
+        (seconds,) = over_ranks([time.perf_counter() - began], dist.ReduceOp.MAX)
         run.losses.append(loss)
         if number >= UNTIMED:
             run.seconds.append(seconds)
-            run.between += _over_ranks(_sent_between() - before, dist.ReduceOp.SUM) / side.steps
+            run.between += over_ranks([_sent_between() - before], dist.ReduceOp.SUM)[0] / side.steps
         if counted is not None:
             run.sent = _named(counted)
     train.stop(side, model)
@@ -104,9 +105,3 @@ def _sent_between() -> float:
         return 0.0
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     return sum(float(line.partition(":")[2].split()[8]) for line in lines if line.partition(":")[0].strip() != "lo")
-
-
-def _over_ranks(value: float, how: dist.ReduceOp.RedOpType) -> float:
-    reduced = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(reduced, op=how)
-    return reduced.item()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
-from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.output import write
+from axonn_recipes.bench.rounds import check_losses, in_turns, say
 from axonn_recipes.bench_megatron import report
 from axonn_recipes.bench_megatron.measure import Run, measure
 from axonn_recipes.bench_megatron.report import MEGATRON, OURS, Side
-from axonn_recipes.bench_megatron.settings import Settings, described, parser, resolve
+from axonn_recipes.bench_megatron.settings import Options, Settings, described, resolve
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 from axonn_recipes.runs import new_folder
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: a mistake of the user's, sides that do not compute the same, or no cluster can be emulated here.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench megatron")
     points = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_megatron")
     print(described(points), end="\n\n", flush=True)
@@ -43,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         with Cluster(point.nodes, point.latency, point.bandwidth) as cluster:
             sides, tried = compare(point, partial(cluster.launch, measure, point.ranks_per_node))
         numbers.append(report.results(point, sides, tried))
-        print(report.table(numbers[-1]), end="\n\n", flush=True)
-    print(*report.write(numbers, folder), sep="\n")
+        print(report.point_text(numbers[-1]), end="\n\n", flush=True)
+    write(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
 
 
@@ -79,18 +80,15 @@ def compare(point: Settings, run: Callable[[Training], list[Run]]) -> tuple[list
         if system == MEGATRON and plain != best:
             sides.append(Side(system, plain, ways[plain]))
         sides.append(Side(system, best, ways[best]))
-    for number in range(point.rounds):
-        first = number % len(sides)
-        for side in sides[first:] + sides[:first]:
-            _add(side, run(side.training))
-    _check_losses(sides, TOLERANCES[point.precision])
+    for _, side in in_turns(sides, point.rounds):
+        _add(side, run(side.training))
+    check_losses(sides, TOLERANCES[point.precision], True, "use --precision fp32 or other --grids")
     return sides, tried
 
 
 def _brief(run: Callable[[Training], list[Run]], training: Training, what: str) -> float:
     (seconds,) = run(replace(training, steps=1))[0].seconds
-    if sys.stderr.isatty():
-        print(f"{what}: {seconds:.3f} s", file=sys.stderr, flush=True)
+    say(f"{what}: {seconds:.3f} s")
     return seconds
 
 
@@ -99,14 +97,3 @@ def _add(side: Side, found: list[Run]) -> None:
     side.seconds.append(statistics.median(found[0].seconds))
     axes = {axis for each in found for axis in each.sent}
     side.sent = {axis: max(each.sent.get(axis, 0.0) for each in found) for axis in sorted(axes)}
-
-
-def _check_losses(sides: list[Side], allowed: float) -> None:
-    wanted = sides[0].run.losses
-    for side in sides[1:]:
-        apart = max(abs(a - b) / abs(a) for a, b in zip(wanted, side.run.losses, strict=True))
-        if not apart <= allowed:
-            raise ConfigError(
-                f"{side.name} and {sides[0].name} do not compute the same: losses {side.run.losses} and {wanted} differ by {apart:.2g}, "
-                f"more than {allowed:g}; nothing is reported, use --precision fp32 or other --grids"
-            )

@@ -1,21 +1,21 @@
-"""What is said of a run: a table, JSON, and time per step against ranks as in Figure 11 of paper 003."""
+"""What is said of a run: a table, and time per step against ranks as in Figure 11 of paper 003."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from axonn_plugins.observe.figures import Picture
+from axonn_recipes.bench.numbers import ratio
+from axonn_recipes.bench.output import compared, extremes, mib, table, three
 from axonn_recipes.bench_megatron.measure import Run
 from axonn_recipes.bench_megatron.settings import Settings
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 
 MEGATRON, OURS = "Megatron", "AxoNN"
-MIB = 2**20
 
 
 @dataclass
@@ -38,6 +38,11 @@ class Side:
     run: Run = field(default_factory=Run)
     sent: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def losses(self) -> list[float]:
+        """Of the last round."""
+        return self.run.losses
+
 
 def results(point: Settings, sides: list[Side], tried: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Everything measured at one point, as what JSON can hold; seconds and bytes.
@@ -59,16 +64,10 @@ def results(point: Settings, sides: list[Side], tried: dict[str, dict[str, float
             for side in sides
         ],
         "best": {system: side.name for system, side in chosen.items()},
-        "ratio": _ratio(chosen[MEGATRON], chosen[OURS]),
-        "ratio_as_it_comes": _ratio(sides[0], chosen[OURS]),
+        "ratio": ratio(chosen[MEGATRON].seconds, chosen[OURS].seconds),
+        "ratio_as_it_comes": ratio(sides[0].seconds, chosen[OURS].seconds),
         "tried": tried,
     }
-
-
-def _ratio(megatron: Side, ours: Side) -> dict[str, Any]:
-    rounds = [a / b for a, b in zip(megatron.seconds, ours.seconds, strict=True)]
-    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive") if len(rounds) > 1 else rounds * 3
-    return {"median": middle, "quartiles": [low, high], "range": [min(rounds), max(rounds)]}
 
 
 def best(sides: list[Side], system: str) -> Side:
@@ -76,64 +75,55 @@ def best(sides: list[Side], system: str) -> Side:
     return min((side for side in sides if side.system == system), key=lambda side: statistics.median(side.seconds))
 
 
-def table(numbers: dict[str, Any]) -> str:
+def text(points: list[dict[str, Any]]) -> str:
+    """What to read of all points."""
+    return "\n\n".join(point_text(point) for point in points)
+
+
+def point_text(numbers: dict[str, Any]) -> str:
     """The sides of one point, what each sends along which axis, and the ratio."""
-    named = [(f"{side['system']}, {side['name']}", side) for side in numbers["sides"]]
-    width = max(len(name) for name, _ in named)
-    lines = [f"{'':{width}} {'step s':>8} {'min-max':>13} {'MiB between':>12}  MiB that a rank sends, by axis"]
-    for name, side in named:
-        spread = f"{min(side['seconds']):.3f}-{max(side['seconds']):.3f}"
-        sent = ", ".join(f"{axis} {value / MIB:.2f}" for axis, value in side["sent"].items())
-        lines.append(f"{name:{width}} {side['median']:8.3f} {spread:>13} {side['between'] / MIB:12.1f}  {sent}")
-    lines.append("")
-    for what, ratio in (
-        ("each at its best", numbers["ratio"]),
-        ("Megatron with nothing turned on", numbers["ratio_as_it_comes"]),
-    ):
-        low, high = ratio["quartiles"]
-        least, most = ratio["range"]
-        lines.append(
-            f"Megatron / AxoNN, {what}: {ratio['median']:.2f} (quartiles {low:.2f}-{high:.2f}, range {least:.2f}-{most:.2f})"
-        )
+    shown = table(
+        {
+            "": lambda side: f"{side['system']}, {side['name']}",
+            "step s": lambda side: three(side["median"]),
+            "min-max": lambda side: extremes(side["seconds"], three),
+            "MiB between": lambda side: mib(side["between"]),
+            "MiB that a rank sends, by axis": lambda side: ", ".join(
+                f"{axis} {mib(value, 2)}" for axis, value in side["sent"].items()
+            ),
+        },
+        numbers["sides"],
+    )
+    lines = [
+        "",
+        f"Megatron / AxoNN, each at its best: {compared(numbers['ratio'])}",
+        f"Megatron / AxoNN, Megatron with nothing turned on: {compared(numbers['ratio_as_it_comes'])}",
+    ]
     for system, tried in numbers["tried"].items():
         ordered = sorted(tried.items(), key=lambda pair: pair[1])
         lines.append(f"{system} tried, s: " + "; ".join(f"{name} {seconds:.3f}" for name, seconds in ordered))
-    return "\n".join(lines)
+    return "\n".join([shown, *lines])
 
 
-def write(points: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write results.json, table.txt and figure_11.png into a run's folder."""
-    folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(points, indent=1) + "\n")
-    (folder / "table.txt").write_text("\n\n".join(table(point) for point in points) + "\n")
-    _draw(points, folder / "figure_11.png")
-    return [folder / name for name in ("results.json", "table.txt", "figure_11.png")]
-
-
-def _draw(points: list[dict[str, Any]], file: Path) -> None:
+def pictures(points: list[dict[str, Any]]) -> dict[str, Picture]:
     """Time per step against ranks, a bar a system; above a pair, what is hidden size and ratio."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for at, point in enumerate(points):
+            for offset, (system, color) in enumerate(((MEGATRON, "tab:orange"), (OURS, "tab:blue"))):
+                side = next(each for each in point["sides"] if each["name"] == point["best"][system])
+                place, middle = at + 0.38 * offset - 0.19, side["median"]
+                reach = [[middle - min(side["seconds"])], [max(side["seconds"]) - middle]]
+                axes.bar(place, middle, 0.36, color=color, label=system if at == 0 else None)
+                axes.errorbar(place, middle, reach, color="black", capsize=3)
+            highest = max(max(side["seconds"]) for side in point["sides"])
+            axes.text(at, highest, f"{point['ratio']['median']:.2f}x", ha="center", va="bottom")
+        labels = [f"{point['settings']['ranks']}\nhidden {point['settings']['hidden']}" for point in points]
+        axes.set_xticks(range(len(points)), labels)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("time per step (s)")
+        axes.margins(y=0.15)
+        axes.legend()
 
-    figure, axes = pyplot.subplots(figsize=(3 + 1.6 * len(points), 4.2))
-    for at, point in enumerate(points):
-        medians = {side["name"]: side["median"] for side in point["sides"]}
-        for offset, (system, color) in enumerate(((MEGATRON, "tab:orange"), (OURS, "tab:blue"))):
-            side = next(each for each in point["sides"] if each["name"] == point["best"][system])
-            middle = medians[side["name"]]
-            spread = [[middle - min(side["seconds"])], [max(side["seconds"]) - middle]]
-            axes.bar(at + 0.38 * offset - 0.19, middle, 0.36, color=color, label=system if at == 0 else None)
-            axes.errorbar(at + 0.38 * offset - 0.19, middle, spread, color="black", capsize=3)
-        highest = max(max(side["seconds"]) for side in point["sides"])
-        axes.text(at, highest, f"{point['ratio']['median']:.2f}x", ha="center", va="bottom")
-    labels = [f"{point['settings']['ranks']}\nhidden {point['settings']['hidden']}" for point in points]
-    axes.set_xticks(range(len(points)), labels)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("time per step (s)")
-    axes.margins(y=0.15)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    return {"figure_11.png": Picture(draw, (3 + 1.6 * len(points), 4.2))}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
-from axonn_recipes.cluster_run import ClusterRun
+from axonn_recipes.cluster_run import Batch, ClusterRun
 from axonn_recipes.megatron_gpt.settings import Settings as Training
-from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from axonn_recipes.options import Run, at_least_one, heads_fit
 from axonn_tp import Grid
 from axonn_tp.grid.mesh import factorisations
 
@@ -31,29 +31,54 @@ VARIANTS: Mapping[str, Mapping[str, bool]] = {
     },
 }
 """What both sides may turn on; the first is how Megatron runs when not told otherwise."""
-_SIZES = (
-    ("ranks-per-node", 2, "ranks on each node"),
-    ("layers", 4, "transformer layers"),
-    ("heads", 8, "attention heads"),
-    ("context", 128, "tokens a sample"),
-    ("batch", 16, "samples a step, over all ranks"),
-    ("rounds", 5, "timed runs of each side, in turns"),
-    ("steps", 4, "timed steps of a run, after two that are not"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ClusterRun):
+class Steps(Batch):
+    """A run of a side.
+
+    Attributes:
+        rounds: timed runs of each side, in turns.
+        steps: timed steps of a run, after two that are not; a side's seconds in a round are their median.
+        precision: of the model.
+    """
+
+    steps: int = 4
+    precision: Literal["fp32", "bf16"] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Steps, Run):
+    """Megatron's own tensor and data parallelism beside 3D PMM in Megatron, each on its best grid, on an emulated cluster.
+
+    Attributes:
+        nodes: emulated nodes; several, as in 1,2,4, are points of a figure.
+        ranks_per_node: ranks on each node.
+        hidden: hidden size, or one for each number of nodes.
+        latency: between nodes, one way.
+        bandwidth: of a node in each direction.
+        grids: ours to choose from, such as "2,1,4 1,1,8"; by itself all.
+    """
+
+    nodes: str = "4"
+    ranks_per_node: int = 2
+    latency: str = "100us"
+    bandwidth: str = "500Mbit"
+    hidden: str = "512"
+    grids: str = ""
+    context: int = 128
+    batch: int = 16
+    rounds: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Steps, ClusterRun):
     """One point of the figure.
 
     Attributes:
-        precision: of the model.
-        steps: timed steps of a run; a side's seconds in a round are their median.
         grids: ours to choose from; all of these ranks when empty.
     """
 
-    precision: str
-    steps: int
     grids: tuple[tuple[int, int, int], ...] = ()
 
     def training(self, **changes: object) -> Training:
@@ -117,32 +142,13 @@ def name(grid: Grid) -> str:
     return f"x{grid.gx} y{grid.gy} z{grid.gz} d{grid.gdata}"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench megatron",
-        description="Megatron's own tensor and data parallelism beside 3D PMM in Megatron, each on its best grid, on an emulated cluster.",
-    )
-    made.add_argument(
-        "--nodes", default="4", help="emulated nodes; several, as in 1,2,4, are points of a figure (default 4)"
-    )
-    made.add_argument("--hidden", default="512", help="hidden size, or one for each number of nodes (default 512)")
-    made.add_argument("--latency", default="100us", help="between nodes, one way (default 100us)")
-    made.add_argument("--bandwidth", default="500Mbit", help="of a node in each direction (default 500Mbit)")
-    made.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of the model (default bf16)")
-    made.add_argument("--grids", default="", help='ours to choose from, such as "2,1,4 1,1,8" (default: all)')
-    add_numbers(made, _SIZES)
-    add_run(made, "bench_megatron")
-    return made
-
-
-def resolve(options: argparse.Namespace) -> list[Settings]:
+def resolve(options: Options) -> list[Settings]:
     """The points that the command line asks for.
 
     Raises:
         ConfigError: the first mistake.
     """
-    at_least_one(options, *(size.replace("-", "_") for size, *_ in _SIZES))
+    at_least_one(options, "ranks_per_node", "steps", *(field.name for field in fields(Batch)))
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     nodes, hidden = _integers(options.nodes, "--nodes"), _integers(options.hidden, "--hidden")
     if len(hidden) not in (1, len(nodes)):
@@ -150,7 +156,11 @@ def resolve(options: argparse.Namespace) -> list[Settings]:
             f"--hidden {options.hidden} has {len(hidden)} sizes for {len(nodes)} numbers of nodes; give one, or one for each"
         )
     grids = tuple(_grid(text) for text in options.grids.split())
-    given = {field.name for field in fields(Settings)} & set(vars(options)) - {"nodes", "hidden", "grids"}
+    given = {field.name for field in fields(Settings)} & {field.name for field in fields(options)} - {
+        "nodes",
+        "hidden",
+        "grids",
+    }
     shared = {key: getattr(options, key) for key in given}
     points = [
         Settings(nodes=node_count(count), hidden=size, grids=grids, **shared)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds
 from axonn_plugins.config import ConfigError
 from axonn_plugins.planner.machine import measured_file
 from axonn_recipes.bench_network.measure import Measured, measure
 from axonn_recipes.bench_network.report import described, toml
 from axonn_recipes.bench_pccl.places import on_each
-from axonn_recipes.bench_pccl.settings import Places, add_places, layouts, where
+from axonn_recipes.bench_pccl.settings import Network, Places, layouts, where
 from axonn_recipes.bench_tp.settings import under_torchrun
-from axonn_recipes.options import add_run
+from axonn_recipes.options import Run
 from axonn_recipes.runs import new_folder
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Network, Run):
+    """Measure this machine, an emulated cluster or, under torchrun, a real one, and write the planner's file of it.
+
+    Attributes:
+        layouts: nodes x ranks a node; 1x4 is one node.
+        size: bytes that a ring gathers; the paper's is 1G.
+        matrix: edge of the matrices multiplied.
+        rounds: how often each is timed.
+    """
+
+    layouts: str = "1x2"
+    size: str = "64M"
+    matrix: int = 1024
+    rounds: int = 5
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = _parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench network")
     places, size = _resolve(options)
     first = os.environ.get("RANK", "0") == "0"
     if first:
@@ -50,21 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="axonn bench network", description=__doc__)
-    add_places(parser, "1x2")
-    parser.add_argument(
-        "--size", default="64M", help="bytes that a ring gathers; the paper's is 1G (default %(default)s)"
-    )
-    parser.add_argument(
-        "--matrix", type=int, default=1024, help="edge of the matrices multiplied (default %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed (default %(default)s)")
-    add_run(parser, "bench_network")
-    return parser
-
-
-def _resolve(options: argparse.Namespace) -> tuple[Places, int]:
+def _resolve(options: Options) -> tuple[Places, int]:
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     found = re.fullmatch(r"([1-9][0-9]{0,5})([KMG])", options.size)
     if found is None:
@@ -77,4 +81,6 @@ def _resolve(options: argparse.Namespace) -> tuple[Places, int]:
         raise ConfigError(
             f"--layouts = {options.layouts} names {len(asked)} clusters; a machine file is of one, such as 2x4"
         )
-    return Places(asked, not under_torchrun(), options.latency, options.bandwidth), int(found[1]) * _UNITS[found[2]]
+    return Places(
+        layouts=asked, emulated=not under_torchrun(), latency=options.latency, bandwidth=options.bandwidth
+    ), int(found[1]) * _UNITS[found[2]]

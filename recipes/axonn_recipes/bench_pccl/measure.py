@@ -20,6 +20,7 @@ from axonn_plugins.pccl import Options, register
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import planner, using
 from axonn_plugins.pccl.choice import Choice
+from axonn_recipes.bench.rounds import in_turns
 from axonn_recipes.bench_pccl import mpi
 from axonn_recipes.bench_pccl.settings import Settings, shown
 
@@ -85,17 +86,14 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
     for name, (calls, choice) in sides.items():
         with _as(choice):
             repeats[name] = _calls(calls[collective], whole, own, size)
-    order = list(sides.items())
-    for _ in range(rounds):
-        order = order[1:] + order[:1]  # nobody always comes after the same side
-        for name, (calls, choice) in order:
-            with _as(choice):
-                calls[collective](whole, own)  # what is planned but once, and what other sides have left in caches
-                dist.barrier()
-                began = time.perf_counter()
-                for _ in range(repeats[name]):
-                    calls[collective](whole, own)
-                seconds[name].append((time.perf_counter() - began) / repeats[name])
+    for _, (name, (calls, choice)) in in_turns(list(sides.items()), rounds):
+        with _as(choice):
+            calls[collective](whole, own)  # what is planned but once, and what other sides have left in caches
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(repeats[name]):
+                calls[collective](whole, own)
+            seconds[name].append((time.perf_counter() - began) / repeats[name])
     table = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)  # the slowest rank's
     return [

@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.pccl.build import load
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_pccl import mpi, report
 from axonn_recipes.bench_pccl.measure import measure
 from axonn_recipes.bench_pccl.places import on_each
-from axonn_recipes.bench_pccl.settings import Settings, described, parser, resolve
+from axonn_recipes.bench_pccl.settings import Options, Settings, described, resolve
 from axonn_recipes.bench_tp.settings import under_torchrun
 from axonn_recipes.runs import new_folder
 
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         from axonn_recipes.bench_pccl import train
 
         return train.main([word for word in arguments if word != "--train"])
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench pccl")
     settings = resolve(options)
     first = os.environ.get("RANK", "0") == "0"
     if first:
@@ -39,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if folder:
         reason = mpi.absent()
         numbers = report.results(settings, measured, {"mpi": reason} if reason else {})
-        print(report.table(numbers), end="\n\n")
-        print(*report.write(numbers, folder), sep="\n")
+        publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     mpi.leave()
     return 0
 

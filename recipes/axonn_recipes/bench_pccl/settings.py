@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from dataclasses import dataclass
@@ -12,29 +11,71 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.choice import Choice
 from axonn_recipes.bench_tp.settings import under_torchrun
-from axonn_recipes.options import add_run, at_least_one
+from axonn_recipes.options import Run, at_least_one
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-SIZES = "16K,64K,256K,1M,4M,16M,64M"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
-@dataclass(frozen=True)
-class Places:
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between emulated nodes.
+
+    Attributes:
+        latency: between emulated nodes, one way.
+        bandwidth: of an emulated node in each direction.
+    """
+
+    latency: str = "500us"
+    bandwidth: str = "500Mbit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places(Network):
     """Where something is measured.
 
     Attributes:
         layouts: (nodes, ranks a node) of each cluster, one after another.
-        emulated: whether nodes are emulated; `latency` and `bandwidth` are theirs.
+        emulated: whether nodes are emulated.
     """
 
     layouts: tuple[tuple[int, int], ...]
     emulated: bool
-    latency: str
-    bandwidth: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Tuned(Network, Run):
+    """Options of a run with PCCL.
+
+    Attributes:
+        tune: tune PCCL first, if it never was on such nodes.
+    """
+
+    tune: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Tuned):
+    """PCCL, its algorithms, and the library that there is, side by side in one run.
+
+    Attributes:
+        train: train by ZeRO-3 instead; --train --help tells that benchmark's options.
+        layouts: nodes x ranks a node, such as 4x2,8x4; 1x4 is one node.
+        collectives: some of these.
+        sizes: bytes of all blocks.
+        algorithms: measured besides what PCCL takes of itself; chunks behind a slash as in ring/2.
+        rounds: timed turns of every side.
+    """
+
+    train: bool = False
+    layouts: str = "4x2,8x2,8x4,16x2"
+    collectives: str = ",".join(COLLECTIVES)
+    sizes: str = "16K,64K,256K,1M,4M,16M,64M"
+    algorithms: str = "ring,hierarchical_ring_direct,hierarchical_log_direct"
+    rounds: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings(Places):
     """Everything that decides what is measured.
 
@@ -53,48 +94,7 @@ class Settings(Places):
     tune: bool
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench pccl",
-        description="PCCL, its algorithms, and the library that there is, side by side in one run.",
-    )
-    made.add_argument(
-        "--train", action="store_true", help="train by ZeRO-3 instead; --train --help tells that benchmark's options"
-    )
-    add_places(made, "4x2,8x2,8x4,16x2")
-    made.add_argument("--collectives", default=",".join(COLLECTIVES), help="(default %(default)s)")
-    made.add_argument("--sizes", default=SIZES, help="bytes of all blocks (default %(default)s)")
-    made.add_argument(
-        "--algorithms",
-        default="ring,hierarchical_ring_direct,hierarchical_log_direct",
-        help="measured besides what PCCL takes of itself; chunks behind a slash as in ring/2 (default %(default)s)",
-    )
-    made.add_argument("--rounds", type=int, default=5, help="timed turns of every side (default 5)")
-    add_tuned_run(made, "bench_pccl")
-    return made
-
-
-def add_places(made: argparse.ArgumentParser, layouts: str) -> None:
-    """The options of `Places`; `layouts` is the default."""
-    made.add_argument(
-        "--layouts",
-        default=layouts,
-        help="nodes x ranks a node, such as 4x2,8x4; 1x4 is one node (default %(default)s)",
-    )
-    made.add_argument("--latency", default="500us", help="between emulated nodes, one way (default %(default)s)")
-    made.add_argument(
-        "--bandwidth", default="500Mbit", help="of an emulated node in each direction (default %(default)s)"
-    )
-
-
-def add_tuned_run(made: argparse.ArgumentParser, folder: str) -> None:
-    """Options that every run has; `folder` is its default name."""
-    made.add_argument("--tune", action="store_true", help="tune PCCL first, if it never was on such nodes")
-    add_run(made, folder)
-
-
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Options) -> Settings:
     """The run that the command line asks for.
 
     Raises:
@@ -107,15 +107,15 @@ def resolve(options: argparse.Namespace) -> Settings:
         if collective not in COLLECTIVES:
             raise ConfigError(f"--collectives {collective} is not measured; choose from {', '.join(COLLECTIVES)}")
     return Settings(
-        layouts(options.layouts),
-        not under_torchrun(),
-        options.latency,
-        options.bandwidth,
-        collectives,
-        tuple(_size(text) for text in options.sizes.split(",")),
-        tuple(_algorithm(text) for text in options.algorithms.split(",") if text),
-        options.rounds,
-        options.tune,
+        layouts=layouts(options.layouts),
+        emulated=not under_torchrun(),
+        latency=options.latency,
+        bandwidth=options.bandwidth,
+        collectives=collectives,
+        sizes=tuple(_size(text) for text in options.sizes.split(",")),
+        algorithms=tuple(_algorithm(text) for text in options.algorithms.split(",") if text),
+        rounds=options.rounds,
+        tune=options.tune,
     )
 
 

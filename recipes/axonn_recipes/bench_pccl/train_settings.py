@@ -2,51 +2,64 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds
-from axonn_recipes.bench_pccl.settings import Places, add_places, add_tuned_run, layouts, where
+from axonn_recipes.bench_pccl.settings import Network, Places, Tuned, layouts, where
 from axonn_recipes.bench_tp.settings import under_torchrun
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import add_numbers, at_least_one, heads_fit
+from axonn_recipes.options import at_least_one, heads_fit
 
 SIDES = ("gloo", "pccl")
 WARM_UP = 2  # steps of a turn before the timed ones; in the first ZeRO-3 learns what to prefetch
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # of losses, in nats: what rounding explains, and no mistake
-_SIZES = (
-    ("layers", 6, "transformer blocks"),
-    ("hidden", 384, "features of the residual stream"),
-    ("heads", 6, "attention heads"),
-    ("context", 64, "tokens a sequence"),
-    ("batch", 1, "sequences a step and rank"),
-    ("steps", 4, "timed steps of a turn"),
-    ("rounds", 3, "turns of each side"),
-)
 
 
-@dataclass(frozen=True)
-class Training(Places):
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A GPT, and how often it is trained.
+
+    Attributes:
+        layers: transformer blocks.
+        hidden: features of the residual stream.
+        heads: attention heads.
+        context: tokens a sequence.
+        batch: sequences a step and rank.
+        steps: timed steps of a turn, which begins with a new engine.
+        rounds: turns of each side.
+        precision: of the model.
+    """
+
+    layers: int = 6
+    hidden: int = 384
+    heads: int = 6
+    context: int = 64
+    batch: int = 1
+    steps: int = 4
+    rounds: int = 3
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Sizes, Tuned):
+    """DeepSpeed ZeRO-3 with gloo's collectives and with PCCL's, on the CPU: one script, with the block and without.
+
+    Attributes:
+        layouts: nodes x ranks a node, such as 4x2,8x4; 1x4 is one node.
+    """
+
+    layouts: str = "8x2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Sizes, Places):
     """Everything that decides what is trained, and how often.
 
     Attributes:
-        layers, hidden, heads, context: sizes of the GPT.
-        batch: sequences a step and rank.
-        steps: timed ones of a turn, which begins with a new engine.
-        rounds: turns of each side.
-        precision: "fp32" or "bf16".
         tune: whether PCCL is tuned first, or goes by its rules of thumb.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    batch: int
-    steps: int
-    rounds: int
-    precision: str
     tune: bool
     seed: int = 1
 
@@ -72,33 +85,17 @@ class Training(Places):
         return config | ({"axonn": {"pccl": {}}} if side == "pccl" else {})
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench pccl --train",
-        description="DeepSpeed ZeRO-3 with gloo's collectives and with PCCL's, on the CPU: one script, with the block and without.",
-    )
-    add_places(made, "8x2")
-    add_numbers(made, _SIZES)
-    made.add_argument("--precision", choices=TOLERANCE, default="fp32", help="(default %(default)s)")
-    add_tuned_run(made, "bench_pccl_train")
-    return made
-
-
-def resolve(options: argparse.Namespace) -> Training:
+def resolve(options: Options) -> Training:
     """The run that the command line asks for.
 
     Raises:
         ConfigError: the first mistake.
     """
-    at_least_one(options, *(name for name, *_ in _SIZES))
+    at_least_one(options, *(field.name for field in fields(Sizes) if field.name != "precision"))
     heads_fit(options.hidden, options.heads)
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
-    return Training(
-        *(layouts(options.layouts), not under_torchrun(), options.latency, options.bandwidth),
-        *(options.layers, options.hidden, options.heads, options.context, options.batch, options.steps, options.rounds),
-        *(options.precision, options.tune),
-    )
+    shared = {field.name: getattr(options, field.name) for field in (*fields(Sizes), *fields(Network))}
+    return Training(layouts=layouts(options.layouts), emulated=not under_torchrun(), tune=options.tune, **shared)
 
 
 def described(settings: Training) -> str:
@@ -112,8 +109,3 @@ def described(settings: Training) -> str:
         f"{settings.rounds} turns of each side, of {WARM_UP} steps to warm up and {settings.steps} timed ones",
     ]
     return "\n".join(lines)
-
-
-def apart(turn: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of two turns' losses, step by step."""
-    return max(abs(a - b) for a, b in zip(turn["losses"], other["losses"], strict=True))

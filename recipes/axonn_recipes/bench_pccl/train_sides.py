@@ -23,7 +23,8 @@ from axonn_plugins.config import ConfigError  # noqa: E402
 from axonn_plugins.observe.ledger import Ledger  # noqa: E402
 from axonn_plugins.pccl import Options, world  # noqa: E402
 from axonn_plugins.pccl.tuner import tune  # noqa: E402
-from axonn_recipes.bench_pccl.train_settings import SIDES, TOLERANCE, WARM_UP, Training, apart  # noqa: E402
+from axonn_recipes.bench.rounds import apart, in_turns, over_ranks  # noqa: E402
+from axonn_recipes.bench_pccl.train_settings import SIDES, TOLERANCE, WARM_UP, Training  # noqa: E402
 from axonn_recipes.models.gpt import GPT  # noqa: E402
 
 
@@ -44,10 +45,9 @@ def measure(settings: Training) -> dict[str, Any]:
         tune()
         world.give_back()
     turns = []
-    for number in range(settings.rounds):
-        for side in SIDES if number % 2 == 0 else SIDES[::-1]:
-            turns.append(_turn(settings, side))
-            _check(turns[0], turns[-1], TOLERANCE[settings.precision])
+    for _, side in in_turns(SIDES, settings.rounds):
+        turns.append(_turn(settings, side))
+        _check(turns[0], turns[-1], TOLERANCE[settings.precision])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     nodes = dist.get_world_size() // local
     dist.destroy_process_group()
@@ -86,8 +86,8 @@ def _turn(settings: Training, side: str) -> dict[str, Any]:
     gc.collect()
     return {
         "side": side,
-        "losses": [loss / dist.get_world_size() for loss in _over_ranks(losses, dist.ReduceOp.SUM)],
-        "seconds": _over_ranks(seconds, dist.ReduceOp.MAX),
+        "losses": [loss / dist.get_world_size() for loss in over_ranks(losses, dist.ReduceOp.SUM)],
+        "seconds": over_ranks(seconds, dist.ReduceOp.MAX),
         "calls": dict(calls),
         "sent": dict(sent),
     }
@@ -100,14 +100,8 @@ def _step(engine: Any, windows: Tensor) -> float:
     return float(loss.detach())
 
 
-def _over_ranks(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
-    reduced = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(reduced, op=how)
-    return reduced.tolist()
-
-
 def _check(first: dict[str, Any], turn: dict[str, Any], tolerance: float) -> None:
-    difference = apart(first, turn)
+    difference = apart(first["losses"], turn["losses"])
     if not difference <= tolerance:
         raise ConfigError(
             f"{first['side']} and then {turn['side']} do not compute the same: their losses, {first['losses']} and "

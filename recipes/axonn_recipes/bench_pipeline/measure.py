@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.autoload import activate
-from axonn_plugins.config import ConfigError
 from axonn_plugins.pipeline.events import Event
+from axonn_recipes.bench.rounds import check_losses, in_turns, slowest
 from axonn_recipes.bench_pipeline.settings import COMPUTE, UNEVEN, Settings
 from axonn_recipes.bench_pipeline.sides import BLOCKS, HALVES, OURS, STOCK, TORCH, Batch, deepspeed_engine, make
 from axonn_recipes.bench_pipeline.work import Pace
@@ -71,12 +70,10 @@ def measure(settings: Settings, names: list[str] | None = None) -> list[Side]:
         with _silent():
             made.append((side := Side(name), batch := make(name, settings, pace)))
             side.losses = [batch() for _ in range(_CHECKED)]
-    _check_losses([side for side, _ in made])
-    for number in range(settings.rounds):
-        first = number % len(made)
-        for side, batch in made[first:] + made[:first]:
-            pace.begin(number)
-            side.seconds.append(timed(batch))
+    check_losses([side for side, _ in made], TOLERANCE_OF_HALVES if made[0][0].name in HALVES else TOLERANCE)
+    for number, (side, batch) in in_turns(made, settings.rounds):
+        pace.begin(number)
+        side.seconds.append(slowest(batch))
     return [side for side, _ in made]
 
 
@@ -93,28 +90,6 @@ def timelines(settings: Settings) -> list[list[Event]]:
     dist.all_gather_object(everyone, (engine.stage_id, [tuple(event) for event in engine.events]))
     found = dict(everyone)
     return [[Event(*event) for event in found[stage]] for stage in range(settings.stages)]
-
-
-def timed(batch: Callable[[], Any]) -> float:
-    """Seconds of a batch, those of the slowest rank."""
-    dist.barrier()
-    began = time.perf_counter()
-    batch()
-    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
-
-
-def _check_losses(sides: list[Side]) -> None:
-    reference = sides[0]
-    tolerance = TOLERANCE_OF_HALVES if reference.name in HALVES else TOLERANCE
-    for side in sides:
-        apart = max(abs(a - b) for a, b in zip(side.losses, reference.losses, strict=True))
-        if not apart <= tolerance:
-            raise ConfigError(
-                f"{side.name} and {reference.name} do not compute the same: their first losses, {side.losses} and {reference.losses}, differ "
-                f"by {apart:.2g}, more than {tolerance:g}; nothing is reported"
-            )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
-from axonn_recipes.bench_pipeline.measure import prepare, timed
+from axonn_recipes.bench.rounds import in_turns, slowest
+from axonn_recipes.bench_pipeline.measure import prepare
 from axonn_recipes.bench_pipeline.settings import Settings
 
 FACTORS = (1, 2, 4, 8, 16)
@@ -62,16 +63,15 @@ def measure(settings: Settings) -> list[Overlap]:
         "after": in_turn,
         "together": optimizer.step,
     }
-    for number in range(settings.rounds + 1):
-        for found in made:
-            optimizer.coarsening = found.coarsening
-            for name, phase in phases.items():
-                if name != "update":
-                    for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter.grad = gradient.clone()
-                seconds = timed(phase)
-                if number:  # the first round makes the state
-                    getattr(found, name).append(seconds)
+    for number, found in in_turns(made, settings.rounds + 1):
+        optimizer.coarsening = found.coarsening
+        for name, phase in phases.items():
+            if name != "update":
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+            seconds = slowest(phase)
+            if number:  # the first round makes the state
+                getattr(found, name).append(seconds)
     return made
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_recipes.bench_pipeline import report
-from axonn_recipes.bench_pipeline.settings import Settings, described, parser, resolve
+from axonn_recipes.bench_pipeline.settings import Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
 
 
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or no cluster can be emulated here.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench pipeline")
     runs = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_pipeline")
     print(described(options.figure, runs), end="\n\n", flush=True)
@@ -27,16 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     from axonn_recipes.bench_pipeline import measure, overlap
 
     if options.figure == "coarsening":
-        found = _on_cluster(overlap.measure, runs[0])
-        print(report.overlap_table(found), end="\n\n")
-        written = report.write_overlap(runs[0], found, folder)
+        report.publish_overlap(runs[0], _on_cluster(overlap.measure, runs[0]), folder)
     else:
         names = None if options.figure == "schedules" else measure.SWEPT[options.figure]
         numbers = report.results([(run, _on_cluster(measure.measure, run, names)) for run in runs])
-        print(report.table(numbers), end="\n\n")
-        written = report.write(numbers, options.figure, folder)
-        written.append(report.write_timeline(_on_cluster(measure.timelines, runs[0]), folder))
-    print(*written, sep="\n")
+        report.publish(numbers, options.figure, folder)
+        report.write_timeline(_on_cluster(measure.timelines, runs[0]), folder)
     return 0
 
 

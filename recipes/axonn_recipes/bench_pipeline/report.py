@@ -1,19 +1,25 @@
-"""What is said of a run: a table, CSV, JSON and pictures."""
+"""What is said of a run: tables, CSV and pictures."""
 
 from __future__ import annotations
 
 import csv
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pipeline.events import Event
 from axonn_plugins.pipeline.timeline import draw, mean_split
+from axonn_recipes.bench import output
+from axonn_recipes.bench.numbers import ratios as in_rounds
+from axonn_recipes.bench.numbers import spread
+from axonn_recipes.bench.output import judged, ms, quartiles, table, two
 from axonn_recipes.bench_pipeline.measure import Side
 from axonn_recipes.bench_pipeline.overlap import Overlap, hidden
 from axonn_recipes.bench_pipeline.settings import COMPUTE, LINKS, STEADY, UNEVEN, Settings
@@ -23,20 +29,11 @@ _BARS = {STEADY: 1.1, UNEVEN: 1.25, LINKS: 1.25, COMPUTE: None}
 BEST_TORCH = "best of torch's schedules that do not split backward"
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return {"median": middle, "low": low, "high": high}
-
-
 def ratios(sides: Sequence[Side]) -> dict[str, dict[str, float]]:
     """How many times as long as ours each other side took, round by round; and the best of torch's."""
     by_name = {side.name: side for side in sides}
     ours = by_name.pop(OURS, None) or by_name.pop(next(iter(HALVES)))
-    found = {
-        name: spread([theirs / mine for theirs, mine in zip(side.seconds, ours.seconds, strict=True)])
-        for name, side in by_name.items()
-    }
+    found = {name: spread(in_rounds(side.seconds, ours.seconds)) for name, side in by_name.items()}
     peers = [found[name] for name in TORCH if name in found and name not in SPLIT_BACKWARD]
     if peers:
         found[BEST_TORCH] = min(peers, key=lambda ratio: ratio["median"])
@@ -58,56 +55,53 @@ def results(runs: Sequence[tuple[Settings, list[Side]]]) -> dict[str, Any]:
     }
 
 
-def table(numbers: dict[str, Any]) -> str:
+def text(numbers: dict[str, Any]) -> str:
     """The runs to read."""
     return "\n\n".join(_run(run) for run in numbers["runs"])
 
 
 def _run(run: dict[str, Any]) -> str:
-    settings = run["settings"]
+    settings, times = run["settings"], run["ratios"]
+    shown = table(
+        {
+            "": lambda side: side["name"],
+            "batch ms": lambda side: ms(side["median"]),
+            "quartiles": quartiles,
+            "times ours": lambda side: two(times[side["name"]]["median"]) if side["name"] in times else "",
+        },
+        run["sides"],
+    )
     what = f"{settings['ranks']} ranks, {settings['stages']} stages, {settings['microbatches']} microbatches"
-    lines = [f"{what}: {settings['scenario']}", f"{'':26}{'batch ms':>10}{'quartiles':>16}{'times ours':>12}"]
-    for side in run["sides"]:
-        times = run["ratios"].get(side["name"], {}).get("median")
-        lines.append(
-            f"{side['name']:26}{1e3 * side['median']:10.0f}{_range(side, 1e3, 0):>16}{'' if times is None else f'{times:.2f}':>12}"
-        )
+    lines = [f"{what}: {settings['scenario']}", shown]
     # Asked of one pipeline of four stages; a sweep has its ratios in the table.
     asked = settings["ranks"] == settings["stages"] == 4
     bars = {STOCK: _BARS[settings["scenario"]], BEST_TORCH: 1.0} if asked else {}
     for name, bar in bars.items():
-        if bar is not None and name in run["ratios"]:
-            ratio = run["ratios"][name]
-            verdict = "met" if ratio["median"] >= bar else "not met"
-            lines.append(f"{name} / {OURS}: {ratio['median']:.2f} ({_range(ratio, 1, 2)}; asked: {bar:g}, {verdict})")
+        if bar is not None and name in times:
+            lines.append(f"{name} / {OURS}: {judged(times[name], bar)}")
     return "\n".join(lines)
 
 
-def _range(found: dict[str, float], factor: float, digits: int) -> str:
-    return f"{factor * found['low']:.{digits}f}-{factor * found['high']:.{digits}f}"
+def publish(numbers: dict[str, Any], figure: str, folder: Path) -> list[Path]:
+    """Print the tables, and write JSON, CSV and the picture into a run's folder."""
+    rows: list[tuple[object, ...]] = [("ranks", "stages", "microbatches", "scenario", "side", "round", "seconds")]
+    for run in numbers["runs"]:
+        where = [run["settings"][key] for key in ("ranks", "stages", "microbatches", "scenario")]
+        for side in run["sides"]:
+            rows += [(*where, side["name"], *pair) for pair in enumerate(side["seconds"])]
+    picture = Picture(partial(_bars, numbers["runs"], figure), (10, 4.5))
+    written = output.publish(folder, numbers, text(numbers), {f"{figure}.png": picture})
+    return [*written, _csv(folder / f"{figure}.csv", rows)]
 
 
-def write(numbers: dict[str, Any], figure: str, folder: Path) -> list[Path]:
-    """Write JSON, CSV, the table and the picture into a run's folder."""
-    folder.mkdir(parents=True)
-    made = [folder / name for name in ("results.json", "table.txt", f"{figure}.csv", f"{figure}.png")]
-    made[0].write_text(json.dumps(numbers, indent=1) + "\n")
-    made[1].write_text(table(numbers) + "\n")
-    with made[2].open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("ranks", "stages", "microbatches", "scenario", "side", "round", "seconds"))
-        for run in numbers["runs"]:
-            where = [run["settings"][key] for key in ("ranks", "stages", "microbatches", "scenario")]
-            for side in run["sides"]:
-                rows.writerows((*where, side["name"], *pair) for pair in enumerate(side["seconds"]))
-    _bars(numbers["runs"], figure, made[3])
-    return made
+def _csv(file: Path, rows: Iterable[Sequence[object]]) -> Path:
+    with file.open("w", newline="") as opened:
+        csv.writer(opened).writerows(rows)
+    print(file)
+    return file
 
 
-def _bars(runs: list[dict[str, Any]], figure: str, file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(10, 4.5), layout="constrained")
+def _bars(runs: list[dict[str, Any]], figure: str, picture: Any) -> None:
     axes = picture.subplots()
     names = [side["name"] for side in runs[0]["sides"]]
     width = 0.8 / len(names)
@@ -125,50 +119,48 @@ def _bars(runs: list[dict[str, Any]], figure: str, file: Path) -> None:
     axes.set_ylabel("seconds a batch")
     axes.set_ylim(bottom=0)
     picture.legend(loc="outside right upper", fontsize=8)
-    picture.savefig(file, dpi=120)
 
 
-def write_timeline(stages: list[list[Event]], folder: Path) -> Path:
+def write_timeline(stages: list[list[Event]], folder: Path) -> None:
     """Draw a batch of ours as Figure 4.3; beside it, as JSON, the split of its time."""
-    draw(folder / "timeline.png", stages, "a message-driven batch")
     (folder / "split.json").write_text(json.dumps(mean_split(stages), indent=1) + "\n")
-    return folder / "timeline.png"
+    print(folder / "split.json", *draw(folder / "timeline.png", stages, "a message-driven batch"), sep="\n")
 
 
-def overlap_table(found: Sequence[Overlap]) -> str:
+def overlap_text(found: Sequence[Overlap]) -> str:
     """Both phases by coarsening factor, and the best."""
-    lines = [f"{'coarsening':>10}{'all-reduce':>12}{'update':>10}{'in turn':>10}{'overlapped':>12}{'hidden':>9}   ms"]
-    for one in found:
-        times = [1e3 * statistics.median(values) for values in (one.reduce, one.update, one.after, one.together)]
-        cells = f"{times[0]:12.0f}{times[1]:10.0f}{times[2]:10.0f}{times[3]:12.0f}"
-        lines.append(f"{one.coarsening:10}{cells}{statistics.median(hidden(one)):9.0%}")
-    best = min(found, key=lambda one: statistics.median(one.together))
-    share = spread(hidden(best))
-    verdict = "met" if share["median"] >= 0.7 else "not met"
-    lines.append(
-        f"best at {best.coarsening}: {share['median']:.0%} of the shorter phase is hidden (quartiles {share['low']:.0%} to {share['high']:.0%}; "
-        f"asked: 70%, {verdict})"
+    times = {"all-reduce ms": "reduce", "update": "update", "in turn": "after", "overlapped": "together"}
+    shown = table(
+        {
+            "coarsening": lambda one: one.coarsening,
+            **{title: partial(_median, key) for title, key in times.items()},
+            "hidden": lambda one: f"{statistics.median(hidden(one)):.0%}",
+        },
+        found,
     )
-    return "\n".join(lines)
+    best = min(found, key=lambda one: statistics.median(one.together))
+    verdict = judged(spread(hidden(best)), 0.7, lambda share: f"{share:.0%}")
+    return f"{shown}\nshare of the shorter phase that is hidden, best at {best.coarsening}: {verdict}"
 
 
-def write_overlap(settings: Settings, found: Sequence[Overlap], folder: Path) -> list[Path]:
-    """Write JSON, CSV, the table and Figure 3.6."""
-    from matplotlib.figure import Figure
+def _median(phase: str, one: Overlap) -> str:
+    return ms(statistics.median(getattr(one, phase)))
 
-    folder.mkdir(parents=True)
-    made = [folder / name for name in ("results.json", "table.txt", "coarsening.csv", "coarsening.png")]
+
+def publish_overlap(settings: Settings, found: Sequence[Overlap], folder: Path) -> None:
+    """Print the table, and write JSON, CSV and Figure 3.6."""
     numbers = {"settings": asdict(settings), "torch": torch.__version__, "factors": [asdict(one) for one in found]}
-    made[0].write_text(json.dumps(numbers, indent=1) + "\n")
-    made[1].write_text(overlap_table(found) + "\n")
-    with made[2].open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("coarsening", "round", "reduce", "update", "after", "together"))
-        for one in found:
-            each = zip(one.reduce, one.update, one.after, one.together, strict=True)
-            rows.writerows((one.coarsening, number, *times) for number, times in enumerate(each))
-    picture = Figure(figsize=(6, 4), layout="constrained")
-    axes = picture.subplots()
+    picture = Picture(partial(_curves, found), (6, 4))
+    output.publish(folder, numbers, overlap_text(found), {"coarsening.png": picture})
+    rows: list[tuple[object, ...]] = [("coarsening", "round", "reduce", "update", "after", "together")]
+    for one in found:
+        each = zip(one.reduce, one.update, one.after, one.together, strict=True)
+        rows += [(one.coarsening, number, *times) for number, times in enumerate(each)]
+    _csv(folder / "coarsening.csv", rows)
+
+
+def _curves(found: Sequence[Overlap], figure: Any) -> None:
+    axes = figure.subplots()
     factors = [one.coarsening for one in found]
     for name in ("together", "after", "reduce", "update"):
         axes.plot(factors, [statistics.median(getattr(one, name)) for one in found], "o-", label=name)
@@ -178,5 +170,3 @@ def write_overlap(settings: Settings, found: Sequence[Overlap], folder: Path) ->
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
     axes.legend()
-    picture.savefig(made[3], dpi=120)
-    return made

@@ -2,56 +2,79 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
-from axonn_recipes.options import add_numbers, add_run, at_least_one
+from axonn_recipes.options import Run, at_least_one
 
-FIGURES = ("schedules", "stages", "scaling", "memory", "coarsening")
 STEADY, UNEVEN, LINKS, COMPUTE = "even", "one slow stage", "jitter in links", "jitter in compute"
 SCENARIOS = (STEADY, UNEVEN, LINKS, COMPUTE)
 _NUMBERS = ("ranks", "layers", "microbatches", "width", "tokens", "rounds", "parameters", "bucket_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """A run of sides on one emulated cluster; each rank is a node.
+class Sizes:
+    """A cluster, each of whose nodes is a rank, and a model of layers that take a given time.
 
     Attributes:
-        ranks: nodes.
-        stages: G_inter, which divides them.
+        ranks: emulated nodes of one rank.
         layers: of the model, which the stages divide.
-        microbatches: of a pipeline in a batch.
-        milliseconds: of a layer's forward pass; its backward pass takes twice that.
-        slow: times as long as the others the slow stage takes.
-        jitter: share by which latency or compute differs at most.
-        latency: between nodes, one way, as for a cluster.
-        bandwidth: of a node in each direction, as for a cluster.
+        microbatches: of a batch that one pipeline computes; of all pipelines together in stages, scaling and memory.
         width: features.
         tokens: of a microbatch; one message has tokens·width numbers of 4 bytes.
-        rounds: timed batches of every side.
-        scenario: of `SCENARIOS`.
-        parameters: of a rank, for memory and coarsening.
-        bucket_size: of the bucketed optimizer.
+        rounds: timed batches of every side; sides take turns.
+        parameters: of a rank, in coarsening.
+        bucket_size: elements of a bucket, in memory and coarsening.
+        milliseconds: that a layer's forward pass takes, half of its backward.
+        slow: times as long as the others the slow stage takes.
+        jitter: share by which latency or compute differs at most, 0 to 1.
+        latency: between nodes, one way.
+        bandwidth: of a node in each direction.
     """
 
     ranks: int = 4
-    stages: int = 4
     layers: int = 8
     microbatches: int = 16
+    width: int = 64
+    tokens: int = 256
+    rounds: int = 7
+    parameters: int = 16_000_000
+    bucket_size: int = 500_000
     milliseconds: float = 5.0
     slow: float = 1.5
     jitter: float = 0.5
     latency: str = "2ms"
     bandwidth: str | None = "1Gbit"
-    width: int = 64
-    tokens: int = 256
-    rounds: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Sizes, Run):
+    """The message-driven pipeline beside DeepSpeed's and torch's on emulated clusters, with layers that take a given time.
+
+    Attributes:
+        figure: schedules: all sides in four scenarios. stages: G_inter at fixed ranks (Figure 3.3). scaling: more ranks for
+            one batch. memory: the bucketed optimizer on and off (Figure 3.4). coarsening: all-reduce and update overlapped
+            (Figure 3.6).
+        scenario: one of the scenarios; by itself all.
+    """
+
+    figure: Literal["schedules", "stages", "scaling", "memory", "coarsening"] = "schedules"
+    scenario: Literal["even", "one slow stage", "jitter in links", "jitter in compute"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Sizes):
+    """A run of sides on one emulated cluster.
+
+    Attributes:
+        stages: G_inter, which divides the ranks.
+        scenario: of `SCENARIOS`.
+    """
+
+    stages: int = 4
     scenario: str = STEADY
-    parameters: int = 16_000_000
-    bucket_size: int = 500_000
 
     @property
     def link_jitter(self) -> float:
@@ -59,47 +82,7 @@ class Settings:
         return self.jitter if self.scenario == LINKS else 0.0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench pipeline",
-        description="The message-driven pipeline beside DeepSpeed's and torch's on emulated clusters, with layers that take a given time.",
-    )
-    made.add_argument(
-        "--figure",
-        choices=FIGURES,
-        default="schedules",
-        help="schedules: all sides in four scenarios. stages: G_inter at fixed ranks (Figure 3.3). scaling: more ranks for one batch. memory: "
-        "the bucketed optimizer on and off (Figure 3.4). coarsening: all-reduce and update overlapped (Figure 3.6). (default schedules)",
-    )
-    made.add_argument("--scenario", choices=SCENARIOS, help="one of the scenarios (default all)")
-    default = Settings()
-    texts = {
-        "ranks": "emulated nodes of one rank",
-        "layers": "of the model",
-        "microbatches": "of a batch that one pipeline computes; of all pipelines together in stages, scaling and memory",
-        "width": "features",
-        "tokens": "of a microbatch",
-        "rounds": "timed batches of every side; sides take turns",
-        "parameters": "of a rank, in coarsening",
-        "bucket_size": "elements of a bucket, in memory and coarsening",
-    }
-    add_numbers(made, ((name.replace("_", "-"), getattr(default, name), texts[name]) for name in _NUMBERS))
-    made.add_argument(
-        "--milliseconds",
-        type=float,
-        default=5.0,
-        help="that a layer's forward pass takes, half of its backward (default 5)",
-    )
-    made.add_argument("--slow", type=float, default=1.5, help="times as long the slow stage takes (default 1.5)")
-    made.add_argument("--jitter", type=float, default=0.5, help="of latency or compute, 0 to 1 (default 0.5)")
-    made.add_argument("--latency", default="2ms", help="between nodes, one way (default 2ms)")
-    made.add_argument("--bandwidth", default="1Gbit", help="of a node in each direction (default 1Gbit)")
-    add_run(made, "bench_pipeline")
-    return made
-
-
-def resolve(options: argparse.Namespace) -> list[Settings]:
+def resolve(options: Options) -> list[Settings]:
     """The runs that the command line asks for.
 
     Raises:
@@ -112,8 +95,7 @@ def resolve(options: argparse.Namespace) -> list[Settings]:
             raise ConfigError(
                 f"--{name} {getattr(options, name)} is not between {low:g} and {high:g}; choose one that is"
             )
-    given = (*_NUMBERS, "milliseconds", "slow", "jitter", "latency", "bandwidth")
-    base = Settings(**{name: getattr(options, name) for name in given}, stages=options.ranks)
+    base = Settings(**{field.name: getattr(options, field.name) for field in fields(Sizes)}, stages=options.ranks)
     if options.figure == "schedules":
         runs = [replace(base, scenario=name) for name in SCENARIOS if options.scenario in (None, name)]
     elif options.figure in ("stages", "memory"):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.observe.ledger import Ledger
+from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_tp import sides
-from axonn_recipes.bench_tp.measure import Side, check_losses, first_steps, prepare, take_turns
+from axonn_recipes.bench_tp.measure import TOLERANCE, Side, first_steps, prepare, take_turns
 from axonn_recipes.bench_tp.settings import Settings, name
 from axonn_tp import Grid, Mesh
 
@@ -33,7 +34,7 @@ def measure(settings: Settings) -> list[Side]:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     chosen = [Side(name(grid), "ours", _build(settings, grid)) for grid in settings.grids]
     steps = {side.name: first_steps(side) for side in chosen}
-    check_losses(chosen)
+    check_losses(chosen, TOLERANCE)
     take_turns(chosen, steps, settings.rounds)
     for side in chosen:
         del side.build  # it cannot be sent to the process that started the ranks

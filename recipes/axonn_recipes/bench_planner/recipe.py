@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_plugins.planner import machine
 from axonn_plugins.planner.choose import outermost
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_network.measure import Measured
 from axonn_recipes.bench_network.measure import measure as measure_network
 from axonn_recipes.bench_network.report import described as network_described
@@ -21,15 +22,24 @@ from axonn_recipes.bench_network.report import toml
 from axonn_recipes.bench_planner.measure import collectives as measure_collectives
 from axonn_recipes.bench_planner.measure import measure
 from axonn_recipes.bench_planner.predict import collectives, counted, formulas
-from axonn_recipes.bench_planner.report import errors, results, table, write
+from axonn_recipes.bench_planner.report import errors, pictures, results, text
 from axonn_recipes.bench_tp.measure import Side
-from axonn_recipes.bench_tp.settings import Settings, add_sizes, name, resolve, under_torchrun
-from axonn_recipes.options import add_run
+from axonn_recipes.bench_tp.settings import Settings, Where, name, resolve, under_torchrun
+from axonn_recipes.options import Run
 from axonn_recipes.runs import new_folder
 from axonn_tp import AXES
 
 RING, MATRIX, NETWORK_ROUNDS = 2**24, 512, 15
 """Bytes that rings of the measured network gather, the edge of the matrices that are multiplied, and how often each is timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Where, Run):
+    """All 4D grids of a cluster measured, beside what the planner predicts from measurements of that cluster."""
+
+    nodes: int = 2
+    ranks_per_node: int = 4
+    rounds: int = 5
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,17 +48,13 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or grids that do not compute the same.
     """
-    parser = argparse.ArgumentParser(prog="axonn bench planner", description=__doc__)
-    add_sizes(parser)
-    add_run(parser, "bench_planner")
-    parser.set_defaults(grids="best", peers="", nodes=2, ranks_per_node=4, rounds=5)
-    options = parser.parse_args(arguments)
+    options = read(Options, arguments, "axonn bench planner")
     if under_torchrun():
         raise ConfigError(
             "axonn bench planner emulates its cluster and does not run under torchrun; there, use axonn bench network, axonn plan and "
             "axonn bench tp --grids"
         )
-    settings = replace(resolve(options), screen=False)
+    settings = replace(resolve(options, "best", ""), screen=False)
     if options.rounds < 1 or len(settings.grids) < 2:
         raise ConfigError(
             f"there is only one grid of {settings.ranks} ranks for this model; use more ranks, or a larger --batch"
@@ -60,16 +66,17 @@ def main(arguments: Sequence[str]) -> int:
     network, sides, alone = _run(settings)
     folder.mkdir(parents=True)
     file = folder / "machine.toml"
-    text = toml(network, f"{RING >> 20}M", _described(settings).splitlines()[0])
-    file.write_text(text)
+    measured = toml(network, f"{RING >> 20}M", _described(settings).splitlines()[0])
+    file.write_text(measured)
     on = machine.load(str(file))
     missed = errors([side.name for side in sides], alone, collectives(on, settings))
     # Before the first table.
-    file.write_text(f"collective_error = {missed['collective_error']:.3g}\n{text}")
+    file.write_text(f"collective_error = {missed['collective_error']:.3g}\n{measured}")
     predicted = {"formulas": formulas(on, settings).tolist(), "counted": counted(on, settings).tolist()}
     numbers = results(asdict(settings), sides, predicted) | missed
-    print(f"{network_described(network)}\n\n{table(numbers)}\n")
-    print(file, *write(numbers, folder), sep="\n")
+    print(f"{network_described(network)}\n")
+    publish(folder, numbers, text(numbers), pictures(numbers))
+    print(file)
     return 0
 
 

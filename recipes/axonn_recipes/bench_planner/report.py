@@ -1,15 +1,15 @@
-"""What is said of a run: a table, JSON and a picture."""
+"""What is said of a run: a table and a picture."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from axonn_plugins.observe.figures import Picture
+from axonn_recipes.bench.output import extremes, table
 from axonn_recipes.bench_tp.measure import Side
 
 
@@ -69,14 +69,18 @@ def errors(
     }
 
 
-def table(numbers: Mapping[str, Any]) -> str:
+def text(numbers: Mapping[str, Any]) -> str:
     """Grids, the measured fastest first, and what was predicted."""
-    ways = list(numbers["judged"])
-    lines = [f"{'grid':<16}{'measured ms':>12}{'min':>8}{'max':>8}" + "".join(f"{way:>12}{'rank':>6}" for way in ways)]
-    for one in numbers["grids"]:
-        cells = "".join(f"{1e3 * one[way]:>12.1f}{one[f'{way} rank']:>6}" for way in ways)
-        low, high = min(one["seconds"]), max(one["seconds"])
-        lines.append(f"{one['grid']:<16}{1e3 * one['median']:>12.1f}{1e3 * low:>8.1f}{1e3 * high:>8.1f}{cells}")
+    shown = lambda seconds: f"{1e3 * seconds:.1f}"  # noqa: E731
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "grid": lambda one: one["grid"],
+        "measured ms": lambda one: shown(one["median"]),
+        "min-max": lambda one: extremes(one["seconds"], shown),
+    }
+    for way in numbers["judged"]:
+        columns[way] = lambda one, way=way: shown(one[way])  # type: ignore[misc]
+        columns[f"{way} rank"] = lambda one, way=way: one[f"{way} rank"]  # type: ignore[misc]
+    lines = [table(columns, numbers["grids"])]
     for way, said in numbers["judged"].items():
         lines.append(
             f"{way}: Spearman {said['spearman']:.3f}; the measured best is number {said['place_of_the_measured_best']}; the predicted best "
@@ -89,27 +93,20 @@ def table(numbers: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(numbers: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write all into a folder that exists; returns the paths."""
-    (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    (folder / "table.txt").write_text(table(numbers) + "\n")
-    _draw(numbers, folder / "ranks.png")
-    return [folder / name for name in ("results.json", "table.txt", "ranks.png")]
-
-
-def _draw(numbers: Mapping[str, Any], path: Path) -> None:
+def pictures(numbers: Mapping[str, Any]) -> dict[str, Picture]:
     """Measured time by predicted rank, as Figure 5.2."""
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    for axes, (way, said) in zip(figure.subplots(1, len(numbers["judged"])), numbers["judged"].items(), strict=True):
-        grids = sorted(numbers["grids"], key=lambda one: one[f"{way} rank"])
-        axes.bar(range(1, len(grids) + 1), [1e3 * one["median"] for one in grids])
-        axes.set_xticks(range(1, len(grids) + 1), [one["grid"] for one in grids], rotation=90, fontsize="x-small")
-        axes.set_title(f"{way}: Spearman {said['spearman']:.2f}")
-        axes.set_xlabel("grids, the fastest predicted first")
-        axes.set_ylabel("measured ms a step")
-    figure.savefig(path, dpi=120)
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, len(numbers["judged"]))
+        for axes, (way, said) in zip(panels, numbers["judged"].items(), strict=True):
+            grids = sorted(numbers["grids"], key=lambda one: one[f"{way} rank"])
+            axes.bar(range(1, len(grids) + 1), [1e3 * one["median"] for one in grids])
+            axes.set_xticks(range(1, len(grids) + 1), [one["grid"] for one in grids], rotation=90, fontsize="x-small")
+            axes.set_title(f"{way}: Spearman {said['spearman']:.2f}")
+            axes.set_xlabel("grids, the fastest predicted first")
+            axes.set_ylabel("measured ms a step")
+
+    return {"ranks.png": Picture(draw, (10, 4.5))}
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import samo
+from axonn_recipes.bench.rounds import in_turns, seconds
 from axonn_recipes.bench_samo.settings import DTYPES, Settings
 from axonn_recipes.models.gpt import GPT
 
@@ -55,12 +56,10 @@ def steps(settings: Settings) -> tuple[list[Side], Side]:
     for side in [copying, *sides]:
         side.prepare()
         side.run()
-    for number in range(settings.rounds):
-        first = number % len(sides)
-        for side in sides[first:] + sides[:first]:
-            side.prepare()
-            copying.seconds.append(_seconds(copying.run, settings))
-            side.seconds.append(_seconds(side.run, settings))
+    for _, side in in_turns(sides, settings.rounds):
+        side.prepare()
+        copying.seconds.append(seconds(copying.run))
+        side.seconds.append(seconds(side.run))
     return sides, copying
 
 
@@ -133,12 +132,11 @@ def passes(settings: Settings) -> list[Side]:
         Side(name, lambda model=model: model(ids[:, :-1], ids[:, 1:]).backward(), prepare=forget)  # type: ignore[misc]
         for name, model, forget in ((PLAIN, plain, plain.zero_grad), (PRUNED, pruned, optimizer.zero_grad))
     ]
-    for number in range(settings.passes + 1):
-        for side in sides if number % 2 else sides[::-1]:
-            side.prepare()
-            clock.restart()
-            side.seconds.append(_seconds(side.run, settings))
-            side.compression.append(clock.seconds())
+    for _, side in in_turns(sides, settings.passes + 1):
+        side.prepare()
+        clock.restart()
+        side.seconds.append(seconds(side.run))
+        side.compression.append(clock.seconds())
     for side in sides:  # the first turn warms up
         del side.seconds[0], side.compression[0]
     return sides
@@ -189,13 +187,3 @@ def random_masks(model: nn.Module, settings: Settings) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1
     }
-
-
-def _seconds(run: Callable[[], object], settings: Settings) -> float:
-    if settings.device == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    run()
-    if settings.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began

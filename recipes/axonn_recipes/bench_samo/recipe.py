@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from axonn_plugins.cli.options import read
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_samo import report
 from axonn_recipes.bench_samo.measure import passes, steps
-from axonn_recipes.bench_samo.settings import described, parser, resolve
+from axonn_recipes.bench_samo.settings import Options, described, resolve
 from axonn_recipes.runs import new_folder
 
 
@@ -16,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench samo")
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_samo")
     print(described(settings), end="\n\n", flush=True)
@@ -24,6 +26,5 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     sides, copying = steps(settings)
     numbers = report.results(settings, sides, copying, passes(settings) if settings.passes else [])
-    print(report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    publish(folder, numbers, report.text(numbers))
     return 0

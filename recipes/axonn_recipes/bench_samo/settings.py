@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import add_numbers, add_run, at_least_one
+from axonn_recipes.options import Run, at_least_one
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _HEAD = 64
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A GPT, and how often its steps are timed.
+
+    Attributes:
+        hidden: features of the residual stream, a multiple of 64; a block has 12 hidden² parameters.
+        sparsity: share of every matrix that is pruned, at random.
+        dtype: of parameters and gradients.
+        batch: sequences of a forward and backward pass.
+        context: tokens a sequence.
+        rounds: timed turns of every side.
+        passes: timed turns of forward and backward; 0 measures steps only.
+    """
+
+    hidden: int = 512
+    sparsity: float = 0.9
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    batch: int = 8
+    context: int = 256
+    rounds: int = 15
+    passes: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Sizes, Run):
+    """SAMO's step beside a dense one, and its compression within backward, in one run.
+
+    Attributes:
+        parameters: at least so many in the GPT's blocks, such as 32M or 1B.
+        device: cpu or cuda; by itself cuda where there is one.
+        copy_mib: size of the vector whose copy says what the memory can do.
+    """
+
+    parameters: str = "32M"
+    device: Literal["cpu", "cuda"] | None = None
+    copy_mib: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Sizes):
     """Everything that decides what is measured.
 
     Attributes:
         parameters: at least so many in the GPT's blocks.
-        hidden: features of its residual stream; a block has 12 hidden² parameters.
-        sparsity: share of every matrix that is pruned, at random.
-        dtype: of parameters and gradients, a name of `DTYPES`.
         device: "cpu" or "cuda".
-        batch: sequences of a forward and backward pass.
-        context: tokens a sequence.
-        rounds: timed turns of every side.
-        passes: timed turns of forward and backward; 0: only steps are measured.
         copy_bytes: of the vector whose copy says what the memory can do.
     """
 
     parameters: int
-    hidden: int
-    sparsity: float
-    dtype: str
     device: str
-    batch: int
-    context: int
-    rounds: int
-    passes: int
     copy_bytes: int
     seed: int = 1
 
@@ -54,32 +78,7 @@ class Settings:
         return GPTConfig(256, self.context, layers, self.hidden // _HEAD, self.hidden)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench samo",
-        description="SAMO's step beside a dense one, and its compression within backward, in one run.",
-    )
-    made.add_argument("--parameters", default="32M", help="at least so many, such as 32M or 1B (default %(default)s)")
-    made.add_argument("--sparsity", type=float, default=0.9, help="share that is pruned (default %(default)s)")
-    made.add_argument("--dtype", default="bf16", help=f"one of {', '.join(DTYPES)} (default %(default)s)")
-    made.add_argument("--device", help="cpu or cuda (default cuda where there is one)")
-    add_numbers(
-        made,
-        (
-            ("hidden", 512, f"features of the residual stream, a multiple of {_HEAD}"),
-            ("batch", 8, "sequences of a forward and backward pass"),
-            ("context", 256, "tokens a sequence"),
-            ("rounds", 15, "timed turns of every side"),
-            ("passes", 5, "timed turns of forward and backward; 0 measures steps only"),
-            ("copy-mib", 512, "size of the vector whose copy says what the memory can do"),
-        ),
-    )
-    add_run(made, "bench_samo")
-    return made
-
-
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Options) -> Settings:
     """The run that the command line asks for.
 
     Raises:
@@ -92,24 +91,14 @@ def resolve(options: argparse.Namespace) -> Settings:
         raise ConfigError(f"--hidden {options.hidden} does not divide into heads of {_HEAD}; choose a multiple")
     if not 0 <= options.sparsity <= 1:
         raise ConfigError(f"--sparsity {options.sparsity} is not a share; give a number from 0 to 1")
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype} is not known; choose from {', '.join(DTYPES)}")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {device} is not known; choose cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA device, and torch sees none; choose cpu")
     return Settings(
-        _count(options.parameters),
-        options.hidden,
-        options.sparsity,
-        options.dtype,
-        device,
-        options.batch,
-        options.context,
-        options.rounds,
-        options.passes,
-        options.copy_mib * 2**20,
+        parameters=_count(options.parameters),
+        device=device,
+        copy_bytes=options.copy_mib * 2**20,
+        **{field.name: getattr(options, field.name) for field in fields(Sizes)},
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import samo
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.observe.ledger import Ledger
+from axonn_recipes.bench.rounds import in_turns, slowest
 from axonn_recipes.bench_samo_cluster.settings import Settings
 from axonn_recipes.models.gpt import GPT
 from axonn_recipes.pruned.plan import DTYPES, Plan
@@ -61,15 +61,10 @@ def measure(settings: Settings, cluster: Cluster) -> list[Side]:
         with Ledger() as ledger:
             step()
         side.reduced = reduced_bytes(ledger)
-    for number in range(settings.rounds):
-        first = number % len(made)
-        for side, step in made[first:] + made[:first]:
-            before = _sent(cluster)
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            side.seconds.append(_over_ranks(time.perf_counter() - began, dist.ReduceOp.MAX))
-            side.wire += (_sent(cluster) - before) / settings.rounds
+    for _, (side, step) in in_turns(made, settings.rounds):
+        before = _sent(cluster)
+        side.seconds.append(slowest(step))
+        side.wire += (_sent(cluster) - before) / settings.rounds
     return [side for side, _ in made]
 
 
@@ -102,9 +97,3 @@ def _build(name: str, settings: Settings) -> tuple[Side, Callable[[], None]]:
 
 def _sent(cluster: Cluster) -> int:
     return sum(traffic.sent for traffic in cluster.bytes())
-
-
-def _over_ranks(value: float, how: dist.ReduceOp.RedOpType) -> float:
-    reduced = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(reduced, op=how)
-    return reduced.item()

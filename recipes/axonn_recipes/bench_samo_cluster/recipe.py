@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,12 +9,14 @@ from typing import Any
 
 import torch
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
+from axonn_recipes.bench.numbers import ratio
+from axonn_recipes.bench.output import compared, extremes, mib, publish, table
 from axonn_recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side, measure
-from axonn_recipes.bench_samo_cluster.settings import HALF, Settings, described, parser, resolve
+from axonn_recipes.bench_samo_cluster.settings import HALF, Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
 
-MIB = 2**20
 _TRIES, _TRY_ROUNDS, _CLOSE = 6, 7, 0.03
 
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or no cluster can be emulated here.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench samo_cluster")
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_samo_cluster")
     print(described(settings), end="\n\n", flush=True)
@@ -34,11 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if settings.bandwidth == HALF:
         settings = halved(settings)
     numbers = results(settings, run(settings))
-    print(table(numbers), end="\n\n")
-    folder.mkdir(parents=True)
-    for name, text in (("results.json", json.dumps(numbers, indent=1)), ("table.txt", table(numbers))):
-        (folder / name).write_text(text + "\n")
-        print(folder / name)
+    publish(folder, numbers, text(numbers))
     return 0
 
 
@@ -72,38 +69,37 @@ def communicated(sides: dict[str, Side], name: str) -> tuple[float, float]:
 
 def results(settings: Settings, sides: dict[str, Side]) -> dict[str, Any]:
     """Everything measured, as what JSON can hold; seconds and bytes."""
-    ratios = [dense / ours for dense, ours in zip(sides[DENSE].seconds, sides[SAMO].seconds, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     dense, alone = communicated(sides, DENSE)
     return {
         "settings": asdict(settings),
         "torch": torch.__version__,
         "sides": [{**asdict(side), "median": statistics.median(side.seconds)} for side in sides.values()],
         "communication_share_of_dense": 1 - alone / dense,
-        "ratio": {"median": middle, "quartiles": [low, high], "range": [min(ratios), max(ratios)]},
+        "ratio": ratio(sides[DENSE].seconds, sides[SAMO].seconds),
     }
 
 
-def table(numbers: dict[str, Any]) -> str:
+def text(numbers: dict[str, Any]) -> str:
     """The sides, and what they come to in two sentences."""
-    lines = [
-        f"{'':24} {'step ms':>8} {'min-max':>15} {'all-reduced MiB':>16} {'on the wire MiB':>16} {'state MiB':>10}"
-    ]
-    for side in numbers["sides"]:
-        spread = f"{min(side['seconds']) * 1e3:.0f}-{max(side['seconds']) * 1e3:.0f}"
-        lines.append(
-            f"{side['name']:24} {side['median'] * 1e3:8.1f} {spread:>15} {side['reduced'] / MIB:16.3f} "
-            f"{side['wire'] / MIB:16.2f} {side['state'] / MIB:10.2f}"
-        )
-    settings, ratio = numbers["settings"], numbers["ratio"]
+    settings = numbers["settings"]
     ours = next(side for side in numbers["sides"] if side["name"] == SAMO)
+    shown = table(
+        {
+            "": lambda side: side["name"],
+            "step ms": lambda side: f"{side['median'] * 1e3:.1f}",
+            "min-max": lambda side: extremes(side["seconds"], lambda seconds: f"{seconds * 1e3:.0f}"),
+            "all-reduced MiB": lambda side: mib(side["reduced"], 3),
+            "on the wire MiB": lambda side: mib(side["wire"], 2),
+            "state MiB": lambda side: mib(side["state"], 2),
+        },
+        numbers["sides"],
+    )
     return "\n".join(
         [
-            *lines,
+            shown,
             "",
             f"bandwidth {settings['bandwidth']}: communication is {numbers['communication_share_of_dense']:.0%} of the dense step",
-            f"dense / SAMO: {ratio['median']:.2f} (quartiles {ratio['quartiles'][0]:.2f}-{ratio['quartiles'][1]:.2f}, "
-            f"range {ratio['range'][0]:.2f}-{ratio['range'][1]:.2f})",
+            f"dense / SAMO: {compared(numbers['ratio'])}",
             f"SAMO all-reduces {ours['reduced']:,} bytes: {ours['reduced'] / ours['kept']:g} for each of {ours['kept']:,} "
             f"parameters kept of {ours['parameters']:,}",
         ]

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
-from axonn_recipes.cluster_run import NUMBERS, ClusterRun, add_model
-from axonn_recipes.options import add_run, at_least_one, heads_fit
-from axonn_recipes.pruned.plan import DTYPES
+from axonn_recipes.cluster_run import NUMBERS, ClusterRun, Place, Sizes
+from axonn_recipes.options import Run, at_least_one, heads_fit
+from axonn_recipes.pruned.plan import Dtype
 
 HALF = "half"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Sizes, Place, Run):
+    """Batch time of dense data parallelism and of SAMO on an emulated cluster, in one run.
+
+    Attributes:
+        bandwidth: of a node in each direction, such as 500Mbit; half: such that communication is half of the dense step.
+        sparsity: share of the weights that is pruned.
+        dtype: that the model computes with.
+    """
+
+    nodes: int = 4
+    ranks_per_node: int = 1
+    latency: str = "100us"
+    bandwidth: str = HALF
+    hidden: int = 256
+    context: int = 64
+    batch: int = 32
+    rounds: int = 21
+    sparsity: float = 0.9
+    dtype: Dtype = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,28 +44,7 @@ class Settings(ClusterRun):
     dtype: str
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench samo_cluster",
-        description="Batch time of dense data parallelism and of SAMO on an emulated cluster, in one run.",
-    )
-    made.add_argument("--nodes", type=int, default=4, help="emulated nodes (default 4)")
-    made.add_argument("--ranks-per-node", type=int, default=1, help="(default 1)")
-    made.add_argument("--latency", default="100us", help="between nodes, one way (default 100us)")
-    made.add_argument(
-        "--bandwidth",
-        default=HALF,
-        help="of a node in each direction, such as 500Mbit; half: such that communication is half of the dense step (default half)",
-    )
-    made.add_argument("--sparsity", type=float, default=0.9, help="(default 0.9)")
-    made.add_argument("--dtype", choices=DTYPES, default="fp32", help="that the model computes with (default fp32)")
-    add_model(made, hidden=256, context=64, batch=32, rounds=21)
-    add_run(made, "bench_samo_cluster")
-    return made
-
-
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Options) -> Settings:
     """What the command line asks for.
 
     Raises:

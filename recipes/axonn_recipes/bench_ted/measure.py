@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 import warnings
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.allocations import most_allocated
+from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, say, slowest, together
 from axonn_recipes.bench_ted.blocking import KINDS, Blocking, counted
 from axonn_recipes.bench_ted.settings import Settings
 from axonn_recipes.bench_ted.sides import SIDES, Ranks, Step, mean_loss
@@ -61,36 +59,18 @@ def measure(settings: Settings) -> list[Side]:
     ranks = Ranks(settings)
     made = []
     for name in SIDES:
-        _say(f"building {name}")
+        say(f"building {name}")
         made.append((side := Side(name), step := Step(name, settings, ranks)))
         side.losses = [mean_loss(step()) for _ in range(_CHECKED_STEPS)]
-    check_losses([side for side, _ in made])
+    check_losses([side for side, _ in made], TOLERANCE)
     axes = ranks.axis_names()
     for side, step in made:
         _count(side, step, axes)
-    for number in range(settings.rounds):
-        _say(f"round {number + 1} of {settings.rounds}")
-        first = number % len(made)
-        for side, step in made[first:] + made[:first]:
-            side.seconds.append(_over_ranks([_seconds(step)], dist.ReduceOp.MAX)[0])
-            _split(side, step, axes)
+    for number, (side, step) in in_turns(made, settings.rounds):
+        say(f"round {number + 1} of {settings.rounds}: {side.name}")
+        side.seconds.append(slowest(step))
+        _split(side, step, axes)
     return [side for side, _ in made]
-
-
-def check_losses(sides: list[Side]) -> None:
-    """Whether all learn the same.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    reference = sides[0]
-    for side in sides:
-        apart = max(abs(a - b) for a, b in zip(side.losses, reference.losses, strict=True))
-        if not apart <= TOLERANCE:
-            raise ConfigError(
-                f"{side.name} and {reference.name} do not compute the same: their first losses, {side.losses} and "
-                f"{reference.losses}, differ by {apart:.2g}, more than {TOLERANCE:g}; nothing is reported"
-            )
 
 
 def _count(side: Side, step: Step, axes: dict[str, str]) -> None:
@@ -98,35 +78,17 @@ def _count(side: Side, step: Step, axes: dict[str, str]) -> None:
         step()
     assert not ledger.unknown, ledger.unknown
     side.calls, side.sent = counted(ledger)
-    memory, stashed = _over_ranks([most_allocated(step), step.stashed], dist.ReduceOp.MAX)
+    memory, stashed = over_ranks([most_allocated(step), step.stashed], dist.ReduceOp.MAX)
     side.memory, side.stashed = int(memory), int(stashed)
 
 
 def _split(side: Side, step: Step, axes: dict[str, str]) -> None:
     """A step's time by kind of collective."""
     with Blocking(axes) as ledger:
-        whole = _seconds(step)
+        whole = together(step)
     mine = ledger.seconds()
-    summed = _over_ranks([*mine.values(), whole - sum(mine.values())], dist.ReduceOp.SUM)
+    summed = over_ranks([*mine.values(), whole - sum(mine.values())], dist.ReduceOp.SUM)
     *parts, rest = (seconds / dist.get_world_size() for seconds in summed)
     for kind, seconds in zip(mine, parts, strict=True):
         side.parts[kind].append(seconds)
     side.blocking.append(rest)
-
-
-def _seconds(step: Step) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
-
-
-def _say(text: str) -> None:
-    if dist.get_rank() == 0 and sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-
-
-def _over_ranks(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
-    reduced = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(reduced, op=how)
-    return reduced.tolist()

@@ -6,12 +6,14 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_ted import report
 from axonn_recipes.bench_ted.measure import Side, measure
-from axonn_recipes.bench_ted.settings import Settings, described, parser, resolve
+from axonn_recipes.bench_ted.settings import Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
 
 
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, no cluster can be emulated here, or sides that do not compute the same.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn bench ted")
     runs = resolve(options)
     folder = new_folder(options.runs, options.name, "bench_ted")
     print(described(runs), end="\n\n", flush=True)
@@ -31,8 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("axonn bench ted measures DeepSpeed-MoE, but DeepSpeed is not installed; install deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     numbers = report.results([(settings, run(settings)) for settings in runs])
-    print(report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
 
 

@@ -1,21 +1,23 @@
-"""What is said of a run: tables, JSON and a picture."""
+"""What is said of a run: tables and pictures."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
+from axonn_plugins.observe.figures import Picture
+from axonn_recipes.bench.numbers import ratios as in_rounds
+from axonn_recipes.bench.numbers import spread
+from axonn_recipes.bench.output import extremes, judged, mib, table, two
 from axonn_recipes.bench_ted.blocking import KINDS
 from axonn_recipes.bench_ted.measure import Side
 from axonn_recipes.bench_ted.settings import Settings
 from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, FUSED
 
-MIB = 2**20
 PICTURE, SCALING = "figure_7_5.png", "scaling.png"
 REDUCED = ("all-reduce", "reduce-scatter")  # which a fused all-reduce becomes
 
@@ -28,7 +30,7 @@ def results(runs: list[tuple[Settings, list[Side]]]) -> dict[str, Any]:
             {
                 "settings": {**asdict(settings), "ranks": settings.ranks, "tokens": settings.tokens},
                 "sides": [_numbers(side) for side in sides],
-                "judged": judged(sides),
+                "judged": asked(sides),
                 "ratios": ratios(sides),
             }
             for settings, sides in runs
@@ -45,13 +47,10 @@ def _numbers(side: Side) -> dict[str, Any]:
 def ratios(sides: list[Side]) -> list[dict[str, Any]]:
     """Each other side's step over the fused one's, round by round."""
     *others, last = sides
-    return [
-        {"side": side.name, **_spread([a / b for a, b in zip(side.seconds, last.seconds, strict=True)])}
-        for side in others
-    ]
+    return [{"side": side.name, **spread(in_rounds(side.seconds, last.seconds))} for side in others]
 
 
-def judged(sides: list[Side]) -> list[dict[str, Any]]:
+def asked(sides: list[Side]) -> list[dict[str, Any]]:
     """What is asked of TED with all on, with the bar; and what dropping and checkpointing alone do, as the paper has it.
 
     A share is of time saved, an all-reduce's with that of the reduce-scatter which some become; None where the baseline
@@ -65,8 +64,8 @@ def judged(sides: list[Side]) -> list[dict[str, Any]]:
         for kind, kinds, bar in (("all-to-all", ("all-to-all",), 0.6), ("all-reduce", REDUCED, 0.33))
     ]
     for peer, bar in ((BASELINE, 1.25), (DEEPSPEED, 1.1)):
-        times = [a / b for a, b in zip(by_name[peer].seconds, ours.seconds, strict=True)]
-        found.append({"what": f"{peer}'s step / {FUSED}'s", "bar": bar, **_spread(times)})
+        times = spread(in_rounds(by_name[peer].seconds, ours.seconds))
+        found.append({"what": f"{peer}'s step / {FUSED}'s", "bar": bar, **times})
     return found
 
 
@@ -76,15 +75,10 @@ def _saved(base: Side, side: Side, kinds: tuple[str, ...]) -> dict[str, float | 
     )
     if not all(before):
         return {"median": None, "low": None, "high": None}
-    return _spread([1 - b / a for a, b in zip(before, after, strict=True)])
+    return spread([1 - share for share in in_rounds(after, before)])
 
 
-def _spread(values: list[float]) -> dict[str, float | None]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return {"median": middle, "low": low, "high": high}
-
-
-def table(numbers: dict[str, Any]) -> str:
+def text(numbers: dict[str, Any]) -> str:
     """The tables to read: each run, and where there are several, all by ranks."""
     shown = [_run(run) for run in numbers["runs"]]
     if len(numbers["runs"]) > 1:
@@ -93,71 +87,66 @@ def table(numbers: dict[str, Any]) -> str:
 
 
 def _run(run: dict[str, Any]) -> str:
-    head = ("step ms", "min-max", "compute", *KINDS, "MiB", "stash MiB")
-    lines = [f"{run['settings']['ranks']} ranks: ms a step", _row("", head)]
-    for side in run["sides"]:
-        spread = f"{min(side['seconds']) * 1e3:.0f}-{max(side['seconds']) * 1e3:.0f}"
-        parts = [f"{seconds * 1e3:.0f}" for seconds in (side["compute"], *side["parts_median"].values())]
-        memory = f"{side['memory'] / MIB:.1f}", f"{side['stashed'] / MIB:.1f}"
-        lines.append(_row(side["name"], (f"{side['median'] * 1e3:.0f}", spread, *parts, *memory)))
-    lines += ["", "calls and bytes that a rank sends a step, counted", _row("", KINDS, 20)]
-    for side in run["sides"]:
-        cells = [f"{side['calls'].get(kind, 0)}: {side['sent'].get(kind, 0):,}" for kind in KINDS]
-        lines.append(_row(side["name"], cells, 20))
-    lines.append("")
-    for each in run["judged"]:
-        if each["median"] is not None:
-            verdict = "met" if each["median"] >= each["bar"] else "not met"
-            number, low, high, bar = (_figure(each[key], each["bar"]) for key in ("median", "low", "high", "bar"))
-            lines.append(f"{each['what']:36} {number} (quartiles {low} to {high}; asked: {bar}, {verdict})")
-    return "\n".join(lines)
-
-
-def _row(name: str, cells: Any, width: int = 16) -> str:
-    return f"{name:13}" + "".join(f"{cell:>{width}}" for cell in cells)
-
-
-def _figure(value: float, bar: float) -> str:
-    return f"{value:.1%}" if bar < 1 else f"{value:.2f}"
+    whole = lambda seconds: f"{seconds * 1e3:.0f}"  # noqa: E731
+    times = table(
+        {
+            "": lambda side: side["name"],
+            "step ms": lambda side: whole(side["median"]),
+            "min-max": lambda side: extremes(side["seconds"], whole),
+            "compute": lambda side: whole(side["compute"]),
+            **{kind: partial(lambda kind, side: whole(side["parts_median"][kind]), kind) for kind in KINDS},
+            "MiB": lambda side: mib(side["memory"]),
+            "stash MiB": lambda side: mib(side["stashed"]),
+        },
+        run["sides"],
+    )
+    cell = lambda kind, side: f"{side['calls'].get(kind, 0)}: {side['sent'].get(kind, 0):,}"  # noqa: E731
+    counted = table(
+        {"": lambda side: side["name"], **{kind: partial(cell, kind) for kind in KINDS}},
+        run["sides"],
+    )
+    bars = [
+        f"{each['what']}: {judged(each, each['bar'], (lambda share: f'{share:.1%}') if each['bar'] < 1 else two)}"
+        for each in run["judged"]
+        if each["median"] is not None
+    ]
+    counts = ["", "calls and bytes that a rank sends a step, counted", counted, ""]
+    return "\n".join([f"{run['settings']['ranks']} ranks: ms a step", times, *counts, *bars])
 
 
 def _scaling(runs: list[dict[str, Any]]) -> str:
     names = [side["name"] for side in runs[0]["sides"]]
-    lines = [
-        "step ms by ranks; tokens a second and rank beside it",
-        _row("", [r["settings"]["ranks"] for r in runs], 20),
-    ]
-    for name in names:
-        cells = []
-        for run in runs:
-            step = next(side["median"] for side in run["sides"] if side["name"] == name)
-            rate = run["settings"]["tokens"] / step / run["settings"]["ranks"]
-            cells.append(f"{step * 1e3:.0f}, {rate:,.0f}")
-        lines.append(_row(name, cells, 20))
+
+    def cell(run: dict[str, Any], place: int) -> str:
+        step = run["sides"][place]["median"]
+        rate = run["settings"]["tokens"] / step / run["settings"]["ranks"]
+        return f"{step * 1e3:.0f}, {rate:,.0f}"
+
+    shown = table(
+        {
+            "": lambda place: names[place],
+            **{f"{run['settings']['ranks']} ranks": partial(cell, run) for run in runs},
+        },
+        range(len(names)),
+    )
+    lines = ["step ms by ranks; tokens a second and rank beside it", shown]
     for name in names[:-1]:
-        cells = [next(f"{each['median']:.2f}" for each in run["ratios"] if each["side"] == name) for run in runs]
-        lines.append(f"{name} / {names[-1]}: " + ", ".join(cells))
+        found = [next(each["median"] for each in run["ratios"] if each["side"] == name) for run in runs]
+        lines.append(f"{name} / {names[-1]}: " + ", ".join(two(times) for times in found))
     return "\n".join(lines)
 
 
-def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
-    """Write results.json, table.txt and the pictures into a run's folder."""
-    folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    (folder / "table.txt").write_text(table(numbers) + "\n")
-    _draw(numbers["runs"], folder / PICTURE)
-    names = ["results.json", "table.txt", PICTURE]
-    if len(numbers["runs"]) > 1:
-        _draw_scaling(numbers["runs"], folder / SCALING)
-        names.append(SCALING)
-    return [folder / name for name in names]
+def pictures(numbers: dict[str, Any]) -> dict[str, Picture]:
+    """A step's parts, and where there are several numbers of ranks, its time by these."""
+    runs = numbers["runs"]
+    made = {PICTURE: Picture(partial(_draw, runs), (2.5 + 4.5 * len(runs), 4.5))}
+    if len(runs) > 1:
+        made[SCALING] = Picture(partial(_draw_scaling, runs), (6, 4.5))
+    return made
 
 
-def _draw(runs: list[dict[str, Any]], file: Path) -> None:
+def _draw(runs: list[dict[str, Any]], figure: Any) -> None:
     """A step's parts, stacked, a bar for each side and a panel for each number of ranks."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.5 + 4.5 * len(runs), 4.5), layout="constrained")
     panels = figure.subplots(1, len(runs), squeeze=False)[0]
     for panel, run in zip(panels, runs, strict=True):
         names = [side["name"] for side in run["sides"]]
@@ -170,14 +159,10 @@ def _draw(runs: list[dict[str, Any]], file: Path) -> None:
         panel.tick_params(axis="x", rotation=30)
     panels[0].set_ylabel("seconds a step")
     figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(file, dpi=120)
 
 
-def _draw_scaling(runs: list[dict[str, Any]], file: Path) -> None:
+def _draw_scaling(runs: list[dict[str, Any]], figure: Any) -> None:
     """A step's time by ranks, a line for each side."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
     panel = figure.subplots()
     ranks = [run["settings"]["ranks"] for run in runs]
     for place, side in enumerate(runs[0]["sides"]):
@@ -188,4 +173,3 @@ def _draw_scaling(runs: list[dict[str, Any]], file: Path) -> None:
     panel.set_xlabel("ranks")
     panel.set_ylabel("seconds a step")
     panel.legend()
-    figure.savefig(file, dpi=120)

@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
-from axonn_recipes.cluster_run import NUMBERS, ClusterRun, add_model
-from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from axonn_recipes.cluster_run import NUMBERS, ClusterRun, Sizes
+from axonn_recipes.options import Run, at_least_one, heads_fit
 from ted_moe import Topology
 
-WEAK, STRONG = "weak", "strong"
 MIN_CAPACITY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ClusterRun):
+class Layers(Sizes):
+    """A GPT with experts, and how it is split.
+
+    Attributes:
+        tensor: ranks that split a layer; the others split the batch and the experts.
+        every: each so many-th block has experts.
+        experts: experts in a layer.
+        k: experts a token.
+        local: no emulated network: all ranks talk through loopback.
+    """
+
+    tensor: int = 2
+    every: int = 2
+    experts: int = 8
+    k: int = 1
+    local: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Layers, Run):
+    """TED, its communication optimizations one after another, and stock DeepSpeed-MoE, side by side in one run.
+
+    Attributes:
+        nodes: emulated nodes; several, such as 1,2,4, for scaling.
+        ranks_per_node: ranks on each.
+        latency: between nodes, one way.
+        bandwidth: of a node in each direction.
+        scaling: with several --nodes, strong: all have the same batch; weak: --batch is that of the most nodes, and others
+            have their share of it.
+    """
+
+    nodes: str = "4"
+    ranks_per_node: int = 2
+    latency: str = "100us"
+    bandwidth: str = "150Mbit"
+    scaling: Literal["strong", "weak"] = "strong"
+    hidden: int = 128
+    context: int = 128
+    batch: int = 64
+    rounds: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Layers, ClusterRun):
     """Everything that decides what is measured; sizes are counts."""
 
     bandwidth: str
-    tensor: int
-    local: bool
-    every: int
-    experts: int
-    k: int
 
     @property
     def data(self) -> int:
@@ -48,39 +85,7 @@ class Settings(ClusterRun):
         return max(MIN_CAPACITY, math.ceil(self.tokens // self.data * self.k / self.experts))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn bench ted",
-        description="TED, its communication optimizations one after another, and stock DeepSpeed-MoE, side by side in one run.",
-    )
-    made.add_argument("--nodes", default="4", help="emulated nodes; several, such as 1,2,4, for scaling (default 4)")
-    made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
-    made.add_argument("--local", action="store_true", help="no emulated network: all ranks talk through loopback")
-    made.add_argument("--latency", default="100us", help="between nodes, one way (default 100us)")
-    made.add_argument("--bandwidth", default="150Mbit", help="of a node in each direction (default 150Mbit)")
-    made.add_argument(
-        "--scaling",
-        choices=(STRONG, WEAK),
-        default=STRONG,
-        help="with several --nodes, strong: all have the same batch; weak: --batch is that of the most nodes, and others "
-        "have their share of it (default strong)",
-    )
-    add_numbers(
-        made,
-        (
-            ("tensor", 2, "ranks that split a layer; the others split the batch and the experts"),
-            ("every", 2, "each so many-th block has experts"),
-            ("experts", 8, "experts in a layer"),
-            ("k", 1, "experts a token"),
-        ),
-    )
-    add_model(made, hidden=128, context=128, batch=64, rounds=7)
-    add_run(made, "bench_ted")
-    return made
-
-
-def resolve(options: argparse.Namespace) -> list[Settings]:
+def resolve(options: Options) -> list[Settings]:
     """What the command line asks for: a run for each number of nodes.
 
     Raises:
@@ -92,7 +97,7 @@ def resolve(options: argparse.Namespace) -> list[Settings]:
     nodes = _nodes(options.nodes)
     chosen = {name: getattr(options, name) for name in (*numbers, "local", "latency", "bandwidth")}
     runs = [Settings(nodes=number, **chosen) for number in nodes]
-    if options.scaling == WEAK:
+    if options.scaling == "weak":
         for number in nodes:
             if options.batch * number % max(nodes):
                 raise ConfigError(

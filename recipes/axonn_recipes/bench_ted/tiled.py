@@ -5,22 +5,44 @@ Sides take turns within each repetition, in one process group; gradients are bf1
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.allocations import most_allocated
+from axonn_recipes.bench.numbers import ratios, spread
+from axonn_recipes.bench.rounds import in_turns, together
 from ted_moe import TiledOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Time and temporary memory of an optimizer step, whole and in tiles.
+
+    Attributes:
+        elements: elements of the model.
+        layers: matrices they are in.
+        tile_size: elements of a tile.
+        stage: of ZeRO.
+        ranks: processes.
+        steps: repetitions.
+    """
+
+    elements: int = 16_000_000
+    layers: int = 4
+    tile_size: int = 1_800_000
+    stage: Literal[1, 2] = 1
+    ranks: int = 2
+    steps: int = 15
 
 
 @dataclass
@@ -59,7 +81,7 @@ def _adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-4)
 
 
-def _plain(options: argparse.Namespace) -> list[Side]:
+def _plain(options: Options) -> list[Side]:
     def gradients(model: nn.Module) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -85,7 +107,7 @@ def _plain(options: argparse.Namespace) -> list[Side]:
     ]
 
 
-def _zero(options: argparse.Namespace) -> list[Side]:
+def _zero(options: Options) -> list[Side]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -108,7 +130,7 @@ def _zero(options: argparse.Namespace) -> list[Side]:
     return sides
 
 
-def _rank(options: argparse.Namespace) -> list[tuple[str, list[float], int]]:
+def _rank(options: Options) -> list[tuple[str, list[float], int]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     sides = _plain(options) + _zero(options)
@@ -118,13 +140,9 @@ def _rank(options: argparse.Namespace) -> list[tuple[str, list[float], int]]:
             side.step()
         side.prepare()
         side.peak = most_allocated(side.step)
-    for _ in range(options.steps):
-        for side in sides:
-            side.prepare()
-            dist.barrier()
-            start = time.perf_counter()
-            side.step()
-            side.seconds.append(time.perf_counter() - start)
+    for _, side in in_turns(sides, options.steps):
+        side.prepare()
+        side.seconds.append(together(side.step))
     dist.barrier()
     dist.destroy_process_group()
     return [(side.name, side.seconds, side.peak) for side in sides]
@@ -132,24 +150,17 @@ def _rank(options: argparse.Namespace) -> list[tuple[str, list[float], int]]:
 
 def main(arguments: list[str]) -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m axonn_recipes.bench_ted.tiled", description=__doc__)
-    parser.add_argument("--elements", type=int, default=16_000_000, help="elements of the model")
-    parser.add_argument("--layers", type=int, default=4, help="matrices they are in")
-    parser.add_argument("--tile-size", type=int, default=1_800_000)
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=1, help="of ZeRO")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=15, help="repetitions")
-    options = parser.parse_args(arguments)
+    options = read(Options, arguments, "python -m axonn_recipes.bench_ted.tiled")
     measured = launch(_rank, options.ranks, options)[0]
     limit = 4 * options.tile_size + 2**20
     print(f"4 * tile + 1 MiB = {limit / 2**20:.1f} MiB")
     for whole, tiled in (measured[:2], measured[2:]):
-        ratios = sorted(a / b for a, b in zip(whole[1], tiled[1], strict=True))
+        speed = spread(ratios(whole[1], tiled[1]))
         for name, seconds, peak in (whole, tiled):
             print(f"{name:<16} {1e3 * statistics.median(seconds):8.1f} ms a step {peak / 2**20:8.1f} MiB temporary")
-        quarter = len(ratios) // 4
-        low, high = ratios[quarter], ratios[-1 - quarter]
-        print(f"{'speed, tiled':<16} {statistics.median(ratios):8.3f} of whole, quartiles {low:.3f} to {high:.3f}")
+        print(
+            f"{'speed, tiled':<16} {speed['median']:8.3f} of whole, quartiles {speed['low']:.3f} to {speed['high']:.3f}"
+        )
     return 0
 
 

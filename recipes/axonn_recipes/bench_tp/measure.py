@@ -6,8 +6,6 @@ import gc
 import logging
 import os
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, say, seconds, slowest
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.memory import PeakMemory
 from axonn_recipes.bench_tp.settings import RESHARD, STAGES, Settings, name, options_of
@@ -78,7 +76,7 @@ def measure(settings: Settings) -> list[Side]:
     for stage, options in STAGES:
         chosen.append(side := Side(f"{name(grids[0])}, {stage}", "stage", _ours(grids[0], settings, options)))
         steps[side.name] = first_steps(side)
-    check_losses(chosen)
+    check_losses(chosen, TOLERANCE, advice="leave one out")
     take_turns(chosen, steps, settings.rounds)
     return chosen
 
@@ -103,9 +101,8 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
         steps[side] = make()
         steps[side]()
     found: dict[str, list[float]] = {side: [] for side in names}
-    for _ in range(settings.rounds):
-        for side in names:
-            found[side].append(_seconds(steps[side]))
+    for _, side in in_turns(names, settings.rounds):
+        found[side].append(seconds(steps[side]))
     return found
 
 
@@ -127,92 +124,58 @@ def _ours(grid: Grid, settings: Settings, options: dict[str, object]) -> Callabl
     return lambda: sides.ours(settings, grid, options)
 
 
-def _say(text: str) -> None:
-    if dist.get_rank() == 0 and sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-
-
 def first_steps(side: Side) -> sides.Step:
     """Build a side; its first losses, and the peak memory of a step in the steady state."""
-    _say(f"building {side.name}")
+    say(f"building {side.name}")
     with PeakMemory() as memory:
         step = side.build()
         for number in range(_CHECKED_STEPS):
             if number == _CHECKED_STEPS - 1:
                 gc.collect()
                 memory.restart()
-            side.losses.append(_mean(float(step())))
-    side.memory = int(_over_ranks(float(memory.peak), dist.ReduceOp.MAX))
+            side.losses += over_ranks([float(step())], dist.ReduceOp.SUM)
+    side.losses = [loss / dist.get_world_size() for loss in side.losses]
+    side.memory = int(over_ranks([memory.peak], dist.ReduceOp.MAX)[0])
     return step
 
 
 def _fastest_grids(settings: Settings, peers: list[Side]) -> list[Grid]:
     """Time all grids briefly; the fastest, and for each peer the fastest that needs at most its memory."""
-    seconds, memory = {}, {}
+    took, memory = {}, {}
     for grid in settings.grids:
         side = Side(name(grid), "ours", _ours(grid, settings, {}))
         step = first_steps(side)
         memory[grid] = side.memory
-        seconds[grid] = min(_over_ranks(_together(step), dist.ReduceOp.MAX) for _ in range(_SCREENED_STEPS))
-        _say(f"{side.name}: {seconds[grid]:.3f} s")
+        took[grid] = min(slowest(step) for _ in range(_SCREENED_STEPS))
+        say(f"{side.name}: {took[grid]:.3f} s")
         del step, side
-    ordered = sorted(settings.grids, key=lambda grid: seconds[grid])
+    ordered = sorted(settings.grids, key=lambda grid: took[grid])
     chosen = ordered[:1]
     for peer in peers:
         chosen += [grid for grid in ordered if memory[grid] <= peer.memory][:1]
     return list(dict.fromkeys(chosen))
 
 
-def check_losses(measured: list[Side]) -> None:
-    """Refuse sides that do not learn alike.
-
-    Raises:
-        ConfigError: the first such pair.
-    """
-    reference = measured[0]
-    for side in measured:
-        apart = max(abs(a - b) for a, b in zip(side.losses, reference.losses, strict=True))
-        if not apart <= TOLERANCE:
-            raise ConfigError(
-                f"{side.name} and {reference.name} do not compute the same: their first losses, {side.losses} and "
-                f"{reference.losses}, differ by {apart:.2g}, more than {TOLERANCE:g}; nothing is reported, leave one out"
-            )
-
-
 def take_turns(measured: list[Side], steps: dict[str, sides.Step], rounds: int) -> None:
-    """Time a step of every side in each round, so that what drifts hits all; each round begins with another side."""
+    """Time a step of every side in each round."""
     _, *nothing = _timed(lambda: None)
-    for number in range(rounds):
-        _say(f"round {number + 1} of {rounds}")
-        first = number % len(measured)
-        for side in measured[first:] + measured[:first]:
-            seconds, inside, between = _timed(steps[side.name])
-            side.seconds.append(seconds)
-            if not torch.cuda.is_available():
-                side.inside = (side.inside or 0) + max(0.0, inside - nothing[0]) / rounds
-                side.between = (side.between or 0) + max(0.0, between - nothing[1]) / rounds
+    for number, side in in_turns(measured, rounds):
+        say(f"round {number + 1} of {rounds}: {side.name}")
+        spent, inside, between = _timed(steps[side.name])
+        side.seconds.append(spent)
+        if not torch.cuda.is_available():
+            side.inside = (side.inside or 0) + max(0.0, inside - nothing[0]) / rounds
+            side.between = (side.between or 0) + max(0.0, between - nothing[1]) / rounds
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float, float]:
     """Seconds of the slowest rank, and bytes inside and between nodes, those of the measurement included."""
     before = _link_bytes()
-    seconds = _over_ranks(_together(step), dist.ReduceOp.MAX)
+    took = slowest(step)
     dist.barrier()
-    inside, between = (after - earlier for after, earlier in zip(_link_bytes(), before, strict=True))
-    return seconds, _over_ranks(inside, dist.ReduceOp.SUM), _over_ranks(between, dist.ReduceOp.SUM)
-
-
-def _together(step: Callable[[], object]) -> float:
-    dist.barrier()
-    return _seconds(step)
-
-
-def _seconds(step: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    sent = [after - earlier for after, earlier in zip(_link_bytes(), before, strict=True)]
+    inside, between = over_ranks(sent, dist.ReduceOp.SUM)
+    return took, inside, between
 
 
 def _link_bytes() -> tuple[float, float]:
@@ -228,13 +191,3 @@ def _link_bytes() -> tuple[float, float]:
         else:
             between += sent
     return inside, between
-
-
-def _mean(value: float) -> float:
-    return _over_ranks(value, dist.ReduceOp.SUM) / dist.get_world_size()
-
-
-def _over_ranks(value: float, how: dist.ReduceOp.RedOpType) -> float:
-    reduced = torch.tensor([value], dtype=torch.float64, device=sides.device())
-    dist.all_reduce(reduced, op=how)
-    return reduced.item()

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_tp import report, sides
 from axonn_recipes.bench_tp.measure import Side, compute_only, measure
-from axonn_recipes.bench_tp.settings import Settings, described, parser, resolve, under_torchrun
+from axonn_recipes.bench_tp.settings import Options, Settings, described, resolve, under_torchrun
 from axonn_recipes.runs import new_folder
 
 
@@ -24,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's, or sides that do not compute the same.
     """
-    options = parser().parse_args(arguments)
-    settings = resolve(options)
+    options = read(Options, arguments, "axonn bench tp")
+    settings = resolve(options, options.grids, options.peers)
     folder = new_folder(options.runs, options.name, "bench_tp")
     first = os.environ.get("RANK", "0") == "0"
     if first:
@@ -36,8 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     measured = _under_torchrun(settings) if under_torchrun() else _launched(settings)
     if first:
         numbers = report.results(settings, measured, left_out)
-        print(report.table(numbers), end="\n\n")
-        print(*report.write(numbers, folder), sep="\n")
+        publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import dataclass
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds
 from axonn_plugins.config import ConfigError
-from axonn_recipes.cluster_run import NUMBERS, ClusterRun, add_model
-from axonn_recipes.options import add_run, at_least_one, heads_fit
+from axonn_recipes.cluster_run import NUMBERS, ClusterRun, Place, Sizes
+from axonn_recipes.options import Run, at_least_one, heads_fit
 from axonn_tp import Grid, factorisations
 
 PEERS = {
@@ -49,29 +48,31 @@ class Settings(ClusterRun):
     screen: bool
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="axonn bench tp", description="3D PMM and its peers, side by side in one run.")
-    add_sizes(made)
-    made.add_argument(
-        "--grids",
-        default="best",
-        help='grids gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly (default best)',
-    )
-    made.add_argument(
-        "--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)}, separated by commas (default all)"
-    )
-    add_run(made, "bench_tp")
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Where(Sizes, Place):
+    """The cluster and the model; with 1 node and no bandwidth, ranks of this machine."""
+
+    nodes: int = 1
+    ranks_per_node: int = 2
+    latency: str = "0us"
+    bandwidth: str | None = None
+    hidden: int = 256
+    context: int = 128
+    batch: int = 16
+    rounds: int = 7
 
 
-def add_sizes(made: argparse.ArgumentParser) -> None:
-    """The options for the cluster and the model."""
-    made.add_argument("--nodes", type=int, default=1, help="emulated nodes; 1 with no --bandwidth is plain localhost")
-    made.add_argument("--ranks-per-node", type=int, default=2, help="(default 2)")
-    made.add_argument("--latency", default="0us", help="between nodes, one way, such as 100us (default 0us)")
-    made.add_argument("--bandwidth", help="of a node in each direction, such as 500Mbit (default no limit)")
-    add_model(made, hidden=256, context=128, batch=16, rounds=7)
+@dataclass(frozen=True, kw_only=True)
+class Options(Where, Run):
+    """3D PMM and its peers, side by side in one run: on 1 node without bandwidth, on ranks of this machine.
+
+    Attributes:
+        grids: gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly.
+        peers: some of these, separated by commas.
+    """
+
+    grids: str = "best"
+    peers: str = ",".join(PEERS)
 
 
 def under_torchrun() -> bool:
@@ -79,8 +80,13 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
 
 
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Where, grids: str, peers: str) -> Settings:
     """The run that the command line asks for.
+
+    Args:
+        options: the cluster and the model.
+        grids: see `Options`.
+        peers: see there.
 
     Raises:
         ConfigError: the first mistake.
@@ -93,8 +99,8 @@ def resolve(options: argparse.Namespace) -> Settings:
         nodes = int(os.environ["WORLD_SIZE"]) // local
     emulated = not under_torchrun() and (nodes > 1 or options.bandwidth is not None)
     heads_fit(options.hidden, options.heads)
-    peers = tuple(options.peers.split(",")) if options.peers else ()
-    for peer in peers:
+    chosen = tuple(peers.split(",")) if peers else ()
+    for peer in chosen:
         if peer not in PEERS:
             raise ConfigError(f"--peers {peer} is not known; choose from {', '.join(PEERS)}")
     settings = Settings(
@@ -102,19 +108,19 @@ def resolve(options: argparse.Namespace) -> Settings:
         nodes=nodes,
         ranks_per_node=local,
         emulated=emulated,
-        peers=peers,
-        grids=_grids(options, nodes * local),
-        screen=options.grids == "best",
+        peers=chosen,
+        grids=_grids(grids, options, nodes * local),
+        screen=grids == "best",
     )
     _check(settings)
     return settings
 
 
-def _grids(options: argparse.Namespace, ranks: int) -> tuple[Grid, ...]:
-    if options.grids == "best":
+def _grids(asked: str, options: Where, ranks: int) -> tuple[Grid, ...]:
+    if asked == "best":
         return tuple(grid for grid in factorisations(ranks) if _misfit(grid, options) is None)
     grids = []
-    for text in options.grids.split():
+    for text in asked.split():
         try:
             gx, gy, gz = (int(size) for size in text.split(","))
             grid = Grid.for_world(ranks, gx, gy, gz)
@@ -127,7 +133,7 @@ def _grids(options: argparse.Namespace, ranks: int) -> tuple[Grid, ...]:
     return tuple(grids)
 
 
-def _misfit(grid: Grid, options: argparse.Namespace) -> str | None:
+def _misfit(grid: Grid, options: Where) -> str | None:
     if options.heads % grid.gx:
         return f"--heads {options.heads} do not divide by gx = {grid.gx}"
     if options.hidden % grid.gy:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.rounds import apart
 from axonn_recipes.data import Corpus, load
-from axonn_recipes.megatron_gpt.settings import VOCABULARY, Settings, parser, resolve
+from axonn_recipes.megatron_gpt.settings import VOCABULARY, Options, Settings, resolve
 from axonn_recipes.runs import new_folder
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     # Megatron says at each import, and often again, what it lacks for speed.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn train megatron_gpt")
     settings = resolve(options)
     if options.load is not None and not (options.load / "metadata.json").is_file():
         raise ConfigError(f"--load {options.load} holds no checkpoint; give a folder that --save wrote")
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     print(described(settings), flush=True)
     if options.dry_run:
         return 0
-    corpus = load(options.data, settings.context)
+    corpus = load(options.text, settings.context)
     if options.prepare is not None:
         print(*_prepare(corpus, options.prepare), sep="\n")
         return 0
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         f"\nloss {outcome.losses[-1]:.4f} after step {outcome.first + settings.steps - 1}, {seconds * 1e3:.0f} ms a step"
     )
     print(f"  {folder / 'metrics.jsonl'}")
-    return _check(settings, outcome, prefix, options.load) if options.check else 0
+    return _check(settings, outcome, prefix, options.load) if options.compare else 0
 
 
 def described(settings: Settings) -> str:
@@ -100,14 +102,12 @@ def _rank(*arguments: Any) -> Outcome:
 def _check(settings: Settings, outcome: Outcome, prefix: Path, load: Path | None) -> int:
     """Train on one rank by Megatron itself, and compare losses and norms step by step."""
     stock = _train(settings.stock(), prefix, None, load, None)
-    apart = {
-        what: max(abs(a - b) / abs(a) for a, b in zip(getattr(stock, what), getattr(outcome, what), strict=True))
-        for what in ("losses", "norms")
-    }
+    losses = apart(stock.losses, outcome.losses, relative=True)
+    norms = apart(stock.norms, outcome.norms, relative=True)
     allowed = TOLERANCES[settings.precision]
-    good = max(apart.values()) <= allowed
+    good = losses <= allowed and norms <= allowed
     print(
-        f"\nlargest relative difference from Megatron on one rank: losses {apart['losses']:.2e}, gradient norms {apart['norms']:.2e}; "
+        f"\nlargest relative difference from Megatron on one rank: losses {losses:.2e}, gradient norms {norms:.2e}; "
         f"{'within' if good else 'BEYOND'} the {allowed:g} that {settings.precision} rounding explains"
     )
     return 0 if good else 1

@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated, Literal
+
+from tyro import conf
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.megatron.settings import LAYOUTS
 from axonn_plugins.hosts.megatron.settings import Settings as Grid
-from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from axonn_recipes.options import Run, at_least_one, heads_fit, part
 
-IMPLS = ("axonn3d", "megatron")
 VOCABULARY = 256
 """Bytes."""
 _SIZES = (
-    ("ranks", 4, "processes"),
-    ("layers", 4, "transformer layers"),
-    ("hidden", 128, "hidden size"),
-    ("heads", 8, "attention heads"),
-    ("query-groups", 0, "groups of heads that share keys and values; 0: as many as heads"),
-    ("context", 64, "bytes a sample"),
-    ("batch", 16, "samples a step"),
-    ("micro-batch", 2, "samples a microbatch"),
-    ("steps", 100, "steps"),
-    ("seed", 1234, "of weights and batches"),
-    ("tensor-model-parallel-size", 1, "for Megatron's own layers; ours take gx*gy"),
-    ("pipeline-model-parallel-size", 1, "pipeline stages"),
-    ("axonn-gx", 2, "ranks that split heads and the columns of weights"),
-    ("axonn-gy", 1, "ranks that split the hidden size"),
-    ("axonn-gz", 2, "ranks that share every weight, and split the batch"),
-)
-_SWITCHES = (
-    ("swiglu", "gated feed-forward layers"),
-    ("rmsnorm", "RMSNorm instead of LayerNorm"),
-    ("rope", "rotary positions instead of learned ones"),
-    ("untied", "an output layer with weights of its own"),
-    ("distributed-optimizer", "split the optimizer's state over data-parallel ranks"),
-    ("overlap-grad-reduce", "sum gradients during the backward pass"),
-    ("overlap-param-gather", "gather the distributed optimizer's weights during the forward pass"),
-    ("grad-reduce-in-bf16", "sum gradients over data-parallel ranks in bf16 where the model is, not in fp32"),
+    *("ranks", "layers", "hidden", "heads", "context", "batch", "micro_batch", "steps", "tensor_model_parallel_size"),
+    *("pipeline_model_parallel_size", "axonn_gx", "axonn_gy", "axonn_gz"),
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides a run; names are those of the command line."""
+    """Everything that decides a run; names are those of the command line.
+
+    Attributes:
+        ranks: processes.
+        layers: transformer layers.
+        hidden: hidden size.
+        heads: attention heads.
+        query_groups: groups of heads that share keys and values; 0: as many as heads.
+        context: bytes a sample.
+        batch: samples a step.
+        micro_batch: samples a microbatch.
+        steps: steps.
+        seed: of weights and batches.
+        lr: learning rate.
+        precision: of the model.
+        recompute: which activations are computed again in the backward pass.
+        tensor_model_parallel_impl: who splits the layers.
+        tensor_model_parallel_size: for Megatron's own layers; ours take gx*gy.
+        pipeline_model_parallel_size: pipeline stages.
+        axonn_gx: ranks that split heads and the columns of weights.
+        axonn_gy: ranks that split the hidden size.
+        axonn_gz: ranks that share every weight, and split the batch.
+        axonn_layout: of activations.
+        swiglu: gated feed-forward layers.
+        rmsnorm: RMSNorm instead of LayerNorm.
+        rope: rotary positions instead of learned ones.
+        untied: an output layer with weights of its own.
+        distributed_optimizer: split the optimizer's state over data-parallel ranks.
+        overlap_grad_reduce: sum gradients during the backward pass.
+        overlap_param_gather: gather the distributed optimizer's weights during the forward pass.
+        grad_reduce_in_bf16: sum gradients over data-parallel ranks in bf16 where the model is, not in fp32.
+    """
 
     ranks: int = 4
     layers: int = 4
@@ -59,15 +67,15 @@ class Settings:
     steps: int = 100
     seed: int = 1234
     lr: float = 1e-3
-    precision: str = "fp32"
-    recompute: str = "none"
-    tensor_model_parallel_impl: str = "axonn3d"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    tensor_model_parallel_impl: Literal["axonn3d", "megatron"] = "axonn3d"
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     axonn_gx: int = 2
     axonn_gy: int = 1
     axonn_gz: int = 2
-    axonn_layout: str = LAYOUTS[0]
+    axonn_layout: Literal["scattered", "replicated"] = "scattered"
     swiglu: bool = False
     rmsnorm: bool = False
     rope: bool = False
@@ -126,7 +134,7 @@ class Settings:
         Raises:
             ConfigError: the first mistake.
         """
-        at_least_one(self, *(name.replace("-", "_") for name, *_ in _SIZES if name not in ("query-groups", "seed")))
+        at_least_one(self, *_SIZES)
         heads_fit(self.hidden, self.heads)
         if self.query_groups < 0 or self.heads % self.groups:
             raise ConfigError(
@@ -174,37 +182,31 @@ class Settings:
             raise ConfigError(mistake)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="axonn train megatron_gpt", description=__doc__)
-    add_numbers(made, _SIZES)
-    made.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 0.001)")
-    made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="(default fp32)")
-    made.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="(default none)")
-    made.add_argument(
-        "--tensor-model-parallel-impl",
-        choices=IMPLS,
-        default=IMPLS[0],
-        help=f"who splits the layers (default {IMPLS[0]})",
-    )
-    made.add_argument("--axonn-layout", choices=LAYOUTS, default=LAYOUTS[0], help=f"(default {LAYOUTS[0]})")
-    for name, text in _SWITCHES:
-        made.add_argument(f"--{name}", action="store_true", help=text)
-    made.add_argument("--data", help="a text file or folder (default: the source of Python's standard library)")
-    made.add_argument("--prepare", type=Path, metavar="PREFIX", help="only write the text as PREFIX_*.bin and .idx")
-    made.add_argument("--save", type=Path, metavar="FOLDER", help="write a checkpoint at the end")
-    made.add_argument("--load", type=Path, metavar="FOLDER", help="go on from a checkpoint, on this grid or on another")
-    made.add_argument("--check", action="store_true", help="train on one rank by Megatron itself too, and compare")
-    add_run(made, "megatron_gpt")
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings, Run):
+    """A byte-level GPT on megatron.core alone, its layers split by Megatron or in 3D PMM.
+
+    Attributes:
+        text: a text file or folder; by itself the source of Python's standard library.
+        prepare: only write the text, as PREFIX_*.bin and .idx.
+        save: a folder to write a checkpoint into at the end.
+        load: a checkpoint to go on from, on this grid or on another.
+        compare: train on one rank by Megatron itself too, and compare.
+    """
+
+    text: Annotated[str | None, conf.arg(name="data")] = None
+    prepare: Path | None = None
+    save: Path | None = None
+    load: Path | None = None
+    compare: Annotated[bool, conf.arg(name="check")] = False
 
 
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Options) -> Settings:
     """The run that a command line asks for.
 
     Raises:
         ConfigError: it cannot be trained.
     """
-    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    settings = Settings(**part(Settings, options))
     settings.check()
     return settings

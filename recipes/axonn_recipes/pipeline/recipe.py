@@ -6,13 +6,18 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.observe.metrics import MetricsLogger, format_split
+from axonn_recipes.bench.output import ms, publish, table
+from axonn_recipes.bench.rounds import apart
 from axonn_recipes.data import load
-from axonn_recipes.pipeline.settings import SIDES, Settings, described, parser, resolve
+from axonn_recipes.pipeline.settings import SIDES, Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
 
 if TYPE_CHECKING:
@@ -25,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn train pipeline")
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "pipeline")
     print(described(settings), end="\n\n", flush=True)
@@ -42,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         outcomes[side] = launch(train, ranks, side, settings, corpus)[0]
         _log(outcomes[side], folder / side, settings.steps)
     numbers = results(settings, outcomes)
-    print("\n" + table(numbers), end="\n\n")
-    print(*write(numbers, folder), sep="\n")
+    print()
+    publish(folder, numbers, text(numbers), {"curves.png": Picture(partial(_curves, numbers))})
     return 0
 
 
@@ -69,20 +74,26 @@ def results(settings: Settings, outcomes: dict[str, Outcome]) -> dict[str, Any]:
     ours = outcomes.get("message_driven")
     for name, side in outcomes.items():
         if ours is not None and side is not ours:
-            pairs = zip(side.losses, ours.losses, strict=True)
-            numbers["differences"][name] = max(abs(a - b) / abs(a) for a, b in pairs)
+            numbers["differences"][name] = apart(side.losses, ours.losses, relative=True)
     return numbers
 
 
-def table(numbers: dict[str, Any]) -> str:
+def text(numbers: dict[str, Any]) -> str:
     """The sides, and how far apart their losses are."""
-    lines = [f"{'':16}{'first loss':>12}{'last loss':>12}{'step ms':>10}"]
-    for name, side in numbers["sides"].items():
-        lines.append(f"{name:16}{side['losses'][0]:12.6f}{side['losses'][-1]:12.6f}{1e3 * side['step_s']:10.0f}")
+    shown = table(
+        {
+            "": lambda named: named[0],
+            "first loss": lambda named: f"{named[1]['losses'][0]:.6f}",
+            "last loss": lambda named: f"{named[1]['losses'][-1]:.6f}",
+            "step ms": lambda named: ms(named[1]["step_s"]),
+        },
+        numbers["sides"].items(),
+    )
     steps = numbers["settings"]["steps"]
-    for name, apart in numbers["differences"].items():
+    lines = [shown]
+    for name, difference in numbers["differences"].items():
         lines.append(
-            f"largest relative difference of message_driven's losses from {name}'s in {steps} steps: {apart:.2e}"
+            f"largest relative difference of message_driven's losses from {name}'s in {steps} steps: {difference:.2e}"
         )
     state = numbers["sides"].get("message_driven", {}).get("state")
     if state:
@@ -90,14 +101,8 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
-    """Write JSON, the table and the curves of Figure 3.8's form."""
-    from matplotlib.figure import Figure
-
-    made = [folder / name for name in ("results.json", "table.txt", "curves.png")]
-    made[0].write_text(json.dumps(numbers, indent=1) + "\n")
-    made[1].write_text(table(numbers) + "\n")
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+def _curves(numbers: dict[str, Any], figure: Any) -> None:
+    """The curves of Figure 3.8's form."""
     axes = figure.subplots()
     styles = dict(zip(SIDES, ("-", "--", ":"), strict=True))
     for name, side in numbers["sides"].items():
@@ -106,5 +111,3 @@ def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(made[2], dpi=120)
-    return made

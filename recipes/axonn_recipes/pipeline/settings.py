@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import add_numbers, add_run, at_least_one, heads_fit
+from axonn_recipes.options import Run, at_least_one, heads_fit, part
 
 SIDES = ("serial", "deepspeed", "message_driven")
-DTYPES = ("fp32", "bf16")
 WEIGHT_DECAY = 0.01
 _NUMBERS = (
     "layers",
@@ -36,33 +34,33 @@ class Settings:
         hidden: features of the residual stream.
         heads: attention heads.
         context: tokens a window.
-        stages: G_inter.
-        pipelines: G_data.
+        stages: G_inter: ranks of a pipeline.
+        pipelines: G_data: pipelines side by side.
         batch: windows a step, over all pipelines.
         microbatch: windows that go through a pipeline together.
         steps: optimizer steps.
         lr: learning rate of AdamW.
-        dtype: of `DTYPES`.
-        offload: whether the message-driven side keeps its optimizer's state in host memory.
+        dtype: that the model computes with.
+        offload: keep the message-driven side's optimizer state in host memory.
         bucket_size: elements of a bucket then.
-        sparsity: share of the weights that the message-driven side prunes, with SAMO; None: nothing.
+        sparsity: share of the message-driven side's weights to prune, with SAMO.
         seed: of weights and windows.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    stages: int
-    pipelines: int
-    batch: int
-    microbatch: int
-    steps: int
-    lr: float
-    dtype: str
-    offload: bool
-    bucket_size: int
-    sparsity: float | None
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    context: int = 64
+    stages: int = 2
+    pipelines: int = 2
+    batch: int = 16
+    microbatch: int = 1
+    steps: int = 200
+    lr: float = 1e-3
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    offload: bool = False
+    bucket_size: int = 100_000
+    sparsity: float | None = None
     seed: int = 1
 
     @property
@@ -99,40 +97,20 @@ class Settings:
         return config
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn train pipeline",
-        description="A GPT on one process, under DeepSpeed's pipeline and under the message-driven one, side by side.",
-    )
-    defaults = (4, 64, 4, 64, 2, 2, 16, 1, 200, 100_000)
-    texts = {
-        "layers": "transformer blocks",
-        "hidden": "features of the residual stream",
-        "heads": "attention heads",
-        "context": "tokens a window",
-        "stages": "G_inter: ranks of a pipeline",
-        "pipelines": "G_data: pipelines side by side",
-        "batch": "windows a step, over all pipelines",
-        "microbatch": "windows that go through a pipeline together",
-        "steps": "optimizer steps",
-        "bucket_size": "elements of a bucket with --offload",
-    }
-    rows = zip(_NUMBERS, defaults, strict=True)
-    add_numbers(made, ((name.replace("_", "-"), default, texts[name]) for name, default in rows))
-    made.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
-    made.add_argument("--dtype", choices=DTYPES, default="fp32", help="that the model computes with (default fp32)")
-    made.add_argument(
-        "--offload", action="store_true", help="keep the message-driven side's optimizer state in host memory"
-    )
-    made.add_argument("--sparsity", type=float, help="share of the message-driven side's weights to prune, with SAMO")
-    made.add_argument("--side", choices=SIDES, help="one side alone (default all)")
-    made.add_argument("--data", help="a text file or folder (default: the source of Python's standard library)")
-    add_run(made, "pipeline")
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings, Run):
+    """A GPT on one process, under DeepSpeed's pipeline and under the message-driven one, side by side.
+
+    Attributes:
+        side: one side alone; by itself all.
+        data: a text file or folder; by itself the source of Python's standard library.
+    """
+
+    side: Literal["serial", "deepspeed", "message_driven"] | None = None
+    data: str | None = None
 
 
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Options) -> Settings:
     """The run that the command line asks for.
 
     Raises:
@@ -146,8 +124,7 @@ def resolve(options: argparse.Namespace) -> Settings:
         raise ConfigError(f"--sparsity {options.sparsity} is not a share; give a number from 0 to 1, such as 0.9")
     if options.sparsity is not None and options.offload:
         raise ConfigError("--offload and --sparsity do not go together; leave one of them out")
-    names = [name for name in Settings.__dataclass_fields__ if name != "seed"]
-    settings = Settings(**{name: getattr(options, name) for name in names})
+    settings = Settings(**part(Settings, options))
     if settings.layers + 2 < settings.stages:
         raise ConfigError(
             f"--stages {settings.stages} are more than the {settings.layers + 2} parts of a GPT of --layers {settings.layers}; lower them"

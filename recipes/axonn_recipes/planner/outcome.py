@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axonn_plugins.planner.plot import draw_plans
+from axonn_plugins.observe.figures import Picture
+from axonn_plugins.planner.plot import of
 from axonn_plugins.planner.report import GB, PARTS, shares
 from axonn_plugins.planner.search import Plan
 
@@ -28,12 +29,12 @@ class Outcome:
 
     Attributes:
         rows: one dict for each, all with the same keys.
-        draw: writes the picture.
+        picture: of them.
         checks: against what was published.
     """
 
     rows: list[dict[str, Any]]
-    draw: Callable[[Path], None]
+    picture: Picture
     checks: list[Check] = field(default_factory=list)
 
     def write(self, stem: Path) -> list[Path]:
@@ -43,14 +44,13 @@ class Outcome:
             writer = csv.DictWriter(file, list(self.rows[0]))
             writer.writeheader()
             writer.writerows(self.rows)
-        self.draw(picture)
-        return [table, picture]
+        return [table, *self.picture.save(picture)]
 
 
 def of_plans(title: str, axis: str, labels: Sequence[str], plans: Sequence[Plan], checks: list[Check]) -> Outcome:
     """Plans beside one another, as in Figures 1 to 4 of 004."""
     rows = [{axis: label, **row(plan)} for label, plan in zip(labels, plans, strict=True)]
-    return Outcome(rows, lambda path: draw_plans(path, title, axis, labels, plans), checks)
+    return Outcome(rows, of(title, axis, labels, plans), checks)
 
 
 def row(plan: Plan) -> dict[str, Any]:
@@ -63,13 +63,10 @@ def row(plan: Plan) -> dict[str, Any]:
 
 def lines(
     title: str, x: str, y: str, series: Mapping[str, tuple[Sequence[Any], Sequence[Any]]], logarithmic: bool = True
-) -> Callable[[Path], None]:
-    """What draws a line for each series."""
+) -> Picture:
+    """A line for each series."""
 
-    def draw(path: Path) -> None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 5.5), layout="constrained")
+    def draw(figure: Any) -> None:
         axes = figure.subplots()
         for name, (places, values) in series.items():
             axes.plot(places, values, "o-", label=name)
@@ -80,20 +77,16 @@ def lines(
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.legend(fontsize="small")
-        figure.savefig(path, dpi=120)
 
-    return draw
+    return Picture(draw, (8, 5.5))
 
 
-def heat(title: str, x: str, y: str, rows: list[dict[str, Any]], value: str) -> Callable[[Path], None]:
-    """What draws a value over two keys of the rows."""
+def heat(title: str, x: str, y: str, rows: list[dict[str, Any]], value: str) -> Picture:
+    """A value over two keys of the rows."""
 
-    def draw(path: Path) -> None:
-        from matplotlib.figure import Figure
-
+    def draw(figure: Any) -> None:
         across, up = sorted({one[x] for one in rows}), sorted({one[y] for one in rows})
         known = {(one[x], one[y]): one[value] for one in rows}
-        figure = Figure(figsize=(8, 6), layout="constrained")
         axes = figure.subplots()
         image = axes.imshow(
             [[known[a, b] if known[a, b] is not None else float("nan") for a in across] for b in up], origin="lower"
@@ -104,6 +97,5 @@ def heat(title: str, x: str, y: str, rows: list[dict[str, Any]], value: str) -> 
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         figure.colorbar(image, label=value)
-        figure.savefig(path, dpi=120)
 
-    return draw
+    return Picture(draw, (8, 6))

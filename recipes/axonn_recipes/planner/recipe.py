@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from tyro import conf
+
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_recipes.options import Run
 from axonn_recipes.planner import dissertation, figures
 from axonn_recipes.planner.megatron import megatron
 from axonn_recipes.planner.outcome import Outcome
@@ -44,20 +49,23 @@ EXPERIMENTS: dict[str, Callable[[], Outcome]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(Run):
+    """The figures and tables of 004 and of chapter 5 that come from models, as PNG and CSV."""
+
+    experiments: Annotated[
+        conf.Positional[tuple[str, ...]],
+        conf.arg(metavar="[NAME ...]", help=f"of {', '.join(EXPERIMENTS)}; by itself all"),
+    ] = ()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the experiments that the command line names; returns the exit code.
 
     Raises:
         ConfigError: a mistake of the user's.
     """
-    parser = argparse.ArgumentParser(prog="axonn train planner", description=__doc__)
-    parser.add_argument("experiments", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)} (default all)")
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="where the folder of results goes (default runs)"
-    )
-    parser.add_argument("--name", help="of the folder (default planner, planner-2, ...)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    options = parser.parse_args(arguments)
+    options = read(Options, arguments, "axonn train planner")
     for name in options.experiments:
         if name not in EXPERIMENTS:
             near = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from axonn_plugins.cluster.launch import launch
-from axonn_recipes.options import add_run
+from axonn_recipes.options import Run
 from axonn_recipes.pruned import report
 from axonn_recipes.pruned.plan import Plan
 from axonn_recipes.pruned.train import Problem, train
@@ -14,10 +15,15 @@ from axonn_recipes.pruned.train import Problem, train
 _SIDES = {"both": ("dense", "pruned"), "dense": ("dense",), "pruned": ("pruned",)}
 
 
-def add_sides(parser: argparse.ArgumentParser, recipe: str) -> None:
-    """``--side``, and what every run has."""
-    parser.add_argument("--side", choices=_SIDES, default="both", help="(default both)")
-    add_run(parser, recipe, "say what would be run and what it needs, and stop")
+@dataclass(frozen=True, kw_only=True)
+class Sides(Run):
+    """Options of a recipe with both sides.
+
+    Attributes:
+        side: one alone, or both.
+    """
+
+    side: Literal["both", "dense", "pruned"] = "both"
 
 
 def compare(problem: Problem, plan: Plan, side: str, folder: Path) -> int:
@@ -32,7 +38,5 @@ def compare(problem: Problem, plan: Plan, side: str, folder: Path) -> int:
     outcomes = {
         name: launch(train, plan.ranks, problem, plan, name == "pruned", folder / name)[0] for name in _SIDES[side]
     }
-    numbers = report.results(problem, plan, outcomes)
-    print("\n" + report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    report.publish(report.results(problem, plan, outcomes), folder)
     return 0

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from tyro import conf
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.options import at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PRUNERS = ("early_bird", "magnitude")
-SCOPES = ("global", "layer")
+Dtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -22,22 +21,21 @@ class Plan:
     """Everything besides model and data that decides the numbers of a run.
 
     Attributes:
-        ranks: data-parallel ranks.
+        ranks: data-parallel processes to start.
         steps: optimizer steps of either side; those that the search for a ticket takes are among them.
         lr: highest learning rate of the dense side, and of the pruned one until it is pruned.
-        pruned_lr: the same after pruning.
+        pruned_lr: highest learning rate after pruning.
         weight_decay: AdamW's.
         beta2: AdamW's.
         clip: norm that gradients are clipped to; None: they are not.
-        sparsity: share of the weights of matrices and convolutions that is pruned.
-        pruner: one of `PRUNERS`.
-        scope: one of `SCOPES`.
-        window: see `samo.EarlyBird`.
-        epsilon: see there.
-        every: steps between observations of the search.
-        latest: share of the steps after which weights are pruned by magnitude if no ticket is found; the pruner
-            "magnitude" does not look for one.
-        dtype: a key of `DTYPES`.
+        sparsity: share of the weights of matrices and convolutions to prune.
+        pruner: early_bird looks for a ticket, magnitude does not.
+        scope: of thresholds.
+        window: masks that the newest must be like, early_bird; see `samo.EarlyBird`.
+        epsilon: distance below which masks are alike, early_bird.
+        every: steps between two masks, early_bird.
+        latest: share of the steps after which weights are pruned by magnitude, ticket or not.
+        dtype: that the model computes with.
         seed: of weights and batches.
         validate_every: steps between validations.
     """
@@ -46,17 +44,17 @@ class Plan:
     steps: int = 1000
     lr: float = 1e-3
     pruned_lr: float = 1e-3
-    weight_decay: float = 0.1
-    beta2: float = 0.95
-    clip: float | None = 1.0
+    weight_decay: conf.Fixed[float] = 0.1
+    beta2: conf.Fixed[float] = 0.95
+    clip: conf.Fixed[float | None] = 1.0
     sparsity: float = 0.9
-    pruner: str = "early_bird"
-    scope: str = "global"
+    pruner: Literal["early_bird", "magnitude"] = "early_bird"
+    scope: Literal["global", "layer"] = "global"
     window: int = 5
     epsilon: float = 0.1
     every: int = 10
     latest: float = 0.5
-    dtype: str = "fp32"
+    dtype: Dtype = "fp32"
     seed: int = 1
     validate_every: int = 50
 
@@ -93,34 +91,3 @@ class Plan:
             if not 0 < getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} {getattr(self, name)} is not positive; give a learning rate such as 1e-3")
-
-
-_HELP = {
-    "ranks": "data-parallel processes to start",
-    "steps": "optimizer steps of either side",
-    "lr": "highest learning rate",
-    "pruned_lr": "highest learning rate after pruning",
-    "sparsity": "share of the weights to prune",
-    "window": "masks that the newest must be like, early_bird",
-    "epsilon": "distance below which masks are alike, early_bird",
-    "every": "steps between two masks, early_bird",
-    "latest": "share of the steps after which weights are pruned by magnitude, ticket or not",
-    "seed": "of weights and batches",
-    "validate_every": "steps between validations",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser, defaults: Plan) -> None:
-    """One option for each setting."""
-    for name, text in _HELP.items():
-        value = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{text} (default {value:g})")
-    parser.add_argument("--pruner", choices=PRUNERS, help=f"(default {defaults.pruner})")
-    parser.add_argument("--scope", choices=SCOPES, help=f"of thresholds (default {defaults.scope})")
-    parser.add_argument("--dtype", choices=DTYPES, help=f"that the model computes with (default {defaults.dtype})")
-
-
-def given(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of a plan."""
-    values = {field.name: getattr(options, field.name, None) for field in fields(Plan)}
-    return {name: value for name, value in values.items() if value is not None}

@@ -1,22 +1,23 @@
-"""What is said of both sides: a table, JSON, and the validation curves as a picture."""
+"""What is said of both sides: a table, and the validation curves as a picture."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from axonn_plugins.observe.figures import Picture
+from axonn_recipes.bench import output
+from axonn_recipes.bench.output import mib, table, three
 from axonn_recipes.pruned.plan import Plan
 from axonn_recipes.pruned.train import Outcome, Problem
 from samo.memory import dense_bytes, layers_of, our_bytes, paper_bytes
-
-MIB = 2**20
 
 
 def described(plan: Plan, title: str, make: Callable[[], nn.Module]) -> str:
@@ -70,17 +71,21 @@ def _step_seconds(side: Outcome) -> float:
     return statistics.median(side.seconds[(side.pruned_at or 0) : -1] or side.seconds)
 
 
-def table(numbers: dict[str, Any]) -> str:
+def text(numbers: dict[str, Any]) -> str:
     """Both sides, and what they come to in a sentence."""
     metric, sides = numbers["metric"], numbers["sides"]
-    lines = [
-        f"{'':8} {'final ' + metric:>18} {'state MiB':>10} {'B/parameter':>12} {'all-reduced MiB':>16} {'step ms':>8}"
-    ]
-    for name, side in sides.items():
-        lines.append(
-            f"{name:8} {side['final']:18.4f} {side['state_bytes'] / MIB:10.2f} "
-            f"{side['state_bytes'] / side['parameters']:12.3f} {side['reduced_bytes'][-1] / MIB:16.3f} {side['step_s'] * 1e3:8.1f}"
-        )
+    shown = table(
+        {
+            "": lambda named: named[0],
+            f"final {metric}": lambda named: f"{named[1]['final']:.4f}",
+            "state MiB": lambda named: mib(named[1]["state_bytes"], 2),
+            "B/parameter": lambda named: three(named[1]["state_bytes"] / named[1]["parameters"]),
+            "all-reduced MiB": lambda named: mib(named[1]["reduced_bytes"][-1], 3),
+            "step ms": lambda named: f"{named[1]['step_s'] * 1e3:.1f}",
+        },
+        sides.items(),
+    )
+    lines = [shown]
     if set(sides) == {"dense", "pruned"}:
         dense, pruned = sides["dense"], sides["pruned"]
         change = f"{100 * (pruned['final'] - dense['final']):+.2f} points"
@@ -94,28 +99,18 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
-    """Write results.json, table.txt, sparsity.txt and curves.png into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        "results.json": json.dumps(numbers, indent=1),
-        "table.txt": table(numbers),
-        "sparsity.txt": numbers["sides"].get("pruned", {}).get("table", ""),
-    }
-    written = [folder / name for name, text in files.items() if text]
-    for file in written:
-        file.write_text(files[file.name] + "\n")
-    _draw(numbers, folder / "curves.png")
-    return [*written, folder / "curves.png"]
+def publish(numbers: dict[str, Any], folder: Path) -> None:
+    """Print the table; write it, the numbers, the pruned side's sparsity and the curves into a folder."""
+    print()
+    output.publish(folder, numbers, text(numbers), {"curves.png": Picture(partial(_draw, numbers), (7, 4), 100)})
+    if sparsity := numbers["sides"].get("pruned", {}).get("table"):
+        file = folder / "sparsity.txt"
+        file.write_text(sparsity + "\n")
+        print(file)
 
 
-def _draw(numbers: dict[str, Any], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+def _draw(numbers: dict[str, Any], figure: Any) -> None:
+    axes = figure.subplots()
     for (name, side), color in zip(numbers["sides"].items(), ("tab:blue", "tab:orange"), strict=False):
         steps, values = zip(*side["validation"], strict=True)
         label = name if side["pruned_at"] is None else f"{numbers['plan']['sparsity']:.0%} pruned"
@@ -129,9 +124,6 @@ def _draw(numbers: dict[str, Any], file: Path) -> None:
     axes.set(xlabel="step", ylabel=f"validation {numbers['metric']}", title=numbers["model"])
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=100)
-    pyplot.close(figure)
 
 
 def _bytes(count: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from axonn_recipes.data import Corpus, load
 from axonn_recipes.options import at_least_one
 from axonn_recipes.quickstart import report
 from axonn_recipes.quickstart.loop import Outcome, train
-from axonn_recipes.quickstart.settings import Settings, add_arguments, find_run, resolve, store, stored_settings
+from axonn_recipes.quickstart.settings import Options, Settings, asked, find_run, resolve, store, stored_settings
 from axonn_recipes.quickstart.sides import Parallel, Serial
 from axonn_tp import Grid
 
@@ -36,17 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    parser = argparse.ArgumentParser(prog="axonn train quickstart", description=__doc__)
-    add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = asked(arguments)
     run = find_run(options.runs, options.name, options.resume)
     stored = stored_settings(run) if options.resume else None
+    if stored:
+        options = asked(arguments, stored[0])
     settings = resolve(options, stored[0] if stored else None)
     at_least_one(options, "save_every", "keep_last")
     if options.trace_steps is not None:
         if settings.serial:
             raise ConfigError("--trace-steps is for runs on ranks; leave it or --serial out")
-        parse({"tensor_parallel": {"trace_steps": options.trace_steps}})
+        parse({"tensor_parallel": {"trace_steps": [*options.trace_steps]}})
     grid = _grid(settings)
     counted = _plan(settings, grid)
     print(report.text(settings, counted, "one process" if settings.serial else _where(settings)), flush=True)
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         f"\n{corpus.files} files of {corpus.source}: {len(corpus.training):,} bytes to learn from, {len(corpus.validation):,} held out\n",
         flush=True,
     )
-    if options.check:
+    if options.compare:
         return _check(settings, corpus, run, options, counted.matmul)
     store(settings, corpus.digest, run)
     outcome = _train(settings, corpus, run, options, counted.matmul)
@@ -99,7 +98,7 @@ def _on_cuda(settings: Settings) -> bool:
     return True
 
 
-def _train(settings: Settings, corpus: Corpus, run: Path, options: argparse.Namespace, matmul: int) -> Outcome:
+def _train(settings: Settings, corpus: Corpus, run: Path, options: Options, matmul: int) -> Outcome:
     how = (options.keep_last, options.resume, options.save_every, matmul)
     if settings.serial:
         return launch(_serial, 1, settings, corpus, run, *how)[0]
@@ -111,7 +110,9 @@ def _serial(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any)
     return train(Serial(settings, corpus, run, keep), settings, run, *how)
 
 
-def _rank(settings: Settings, corpus: Corpus, run: Path, trace: list[int] | None, keep: int, *how: Any) -> Outcome:
+def _rank(
+    settings: Settings, corpus: Corpus, run: Path, trace: tuple[int, int] | None, keep: int, *how: Any
+) -> Outcome:
     import deepspeed
 
     axonn_plugins.activate()
@@ -135,7 +136,7 @@ def _farewell(outcome: Outcome, run: Path) -> int:
     return 0
 
 
-def _check(settings: Settings, corpus: Corpus, run: Path, options: argparse.Namespace, matmul: int) -> int:
+def _check(settings: Settings, corpus: Corpus, run: Path, options: Options, matmul: int) -> int:
     """Train both ways and compare the losses step by step."""
     curves = {}
     for side, serial in (("serial", True), ("parallel", False)):

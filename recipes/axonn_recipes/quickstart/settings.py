@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from tyro import conf
+
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import at_least_one, heads_fit
-
-PRECISIONS = ("bf16", "fp32", "fp64")
-
+from axonn_recipes.options import Run, at_least_one, heads_fit, part
 
 # What a run that goes on may change: checkpoints know no grid.
 _WHERE = ("ranks", "gx", "gy", "gz")
@@ -23,7 +23,26 @@ _WHERE = ("ranks", "gx", "gy", "gz")
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the numbers of a run; stored beside it, so that --resume goes on with the same."""
+    """Everything that decides the numbers of a run; stored beside it, so that --resume goes on with the same.
+
+    Attributes:
+        ranks: processes to start.
+        steps: optimizer steps.
+        batch: windows a step, over all ranks.
+        context: bytes a window.
+        layers: transformer blocks.
+        heads: attention heads.
+        hidden: features of the residual stream.
+        tied: output head and token embedding share weights.
+        precision: that the model computes with.
+        lr: highest learning rate.
+        seed: of weights and batches.
+        gx: ranks along x.
+        gy: ranks along y.
+        gz: ranks along z; the data axis is ranks/(gx*gy*gz).
+        data: a text file or folder; by itself the source of Python's standard library.
+        serial: train the same in one process, in plain PyTorch.
+    """
 
     ranks: int = 4
     steps: int = 280
@@ -33,7 +52,7 @@ class Settings:
     heads: int = 8
     hidden: int = 256
     tied: bool = False
-    precision: str = "bf16"
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     lr: float = 1e-3
     seed: int = 1
     gx: int = 2
@@ -79,72 +98,48 @@ class Settings:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option for each setting, and those that change nothing in the numbers."""
-    defaults = Settings()
-    help_text = {
-        "ranks": "processes to start",
-        "steps": "optimizer steps",
-        "batch": "windows a step, over all ranks",
-        "context": "bytes a window",
-        "layers": "transformer blocks",
-        "heads": "attention heads",
-        "hidden": "features of the residual stream",
-        "lr": "highest learning rate",
-        "seed": "of weights and batches",
-        "gx": "ranks along x",
-        "gy": "ranks along y",
-        "gz": "ranks along z; the data axis is ranks/(gx*gy*gz)",
-    }
-    for name, text in help_text.items():
-        default = getattr(defaults, name)
-        parser.add_argument(f"--{name}", type=type(default), help=f"{text} (default {default})")
-    parser.add_argument("--precision", choices=PRECISIONS, help=f"(default {defaults.precision})")
-    parser.add_argument(
-        "--tied", action="store_true", default=None, help="output head and token embedding share weights"
-    )
-    parser.add_argument("--data", help="a text file or folder (default: the source of Python's standard library)")
-    parser.add_argument(
-        "--serial", action="store_true", default=None, help="train the same in one process, in plain PyTorch"
-    )
-    parser.add_argument("--check", action="store_true", help="train serially and in parallel and compare the losses")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and the resolved configuration, and stop"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the last complete checkpoint of the newest run"
-    )
-    parser.add_argument("--name", help="the run's folder under runs/ (default quickstart, quickstart-2, ...)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default runs)")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default 100)")
-    parser.add_argument(
-        "--trace-steps",
-        type=int,
-        nargs=2,
-        metavar=("FIRST", "LAST"),
-        help="record these steps of rank 0 as a Chrome trace, trace-rank0.json",
-    )
-    parser.add_argument("--keep-last", type=int, default=2, help="complete checkpoints that stay (default 2)")
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings, Run):
+    """A byte-level GPT in 3D PMM under DeepSpeed, on four ranks of one machine.
+
+    Attributes:
+        compare: train serially and in parallel and compare the losses.
+        resume: go on from the last complete checkpoint of the newest run.
+        save_every: steps between checkpoints.
+        trace_steps: record these steps of rank 0, the first and the last, as a Chrome trace, trace-rank0.json.
+        keep_last: complete checkpoints that stay.
+    """
+
+    compare: Annotated[bool, conf.arg(name="check")] = False
+    resume: bool = False
+    save_every: int = 100
+    trace_steps: tuple[int, int] | None = None
+    keep_last: int = 2
 
 
-def resolve(arguments: argparse.Namespace, stored: Settings | None = None) -> Settings:
-    """Defaults, or a stored run's settings, with what the command line gives put over them.
+def asked(arguments: Sequence[str], stored: Settings | None = None) -> Options:
+    """The options of a command line; what it does not give is as in a stored run.
 
     Raises:
-        ConfigError: the command line contradicts the stored run, or the settings make no model.
+        ConfigError: a mistake of the user's.
     """
-    base = stored or Settings()
-    given = {
-        f.name: getattr(arguments, f.name) for f in fields(Settings) if getattr(arguments, f.name, None) is not None
-    }
-    if stored is not None:
-        for name, value in given.items():
-            if name not in _WHERE and value != getattr(stored, name):
-                raise ConfigError(
-                    f"--{name} {value} contradicts the run to resume, which has {getattr(stored, name)}; leave it out, "
-                    "or start a new run without --resume"
-                )
-    settings = Settings(**{**asdict(base), **given})
+    return read(Options, arguments, "axonn train quickstart", None if stored is None else Options(**asdict(stored)))
+
+
+def resolve(options: Options, stored: Settings | None = None) -> Settings:
+    """The settings that are asked for.
+
+    Raises:
+        ConfigError: they contradict the stored run, or make no model.
+    """
+    settings = Settings(**part(Settings, options))
+    for field in fields(Settings) if stored is not None else ():
+        value, had = getattr(settings, field.name), getattr(stored, field.name)
+        if field.name not in _WHERE and value != had:
+            raise ConfigError(
+                f"--{field.name} {value} contradicts the run to resume, which has {had}; leave it out, "
+                "or start a new run without --resume"
+            )
     settings.check()
     return settings
 

@@ -70,7 +70,7 @@ class Parallel:
     """3D PMM through `deepspeed.initialize`, as any DeepSpeed script would call it."""
 
     def __init__(
-        self, settings: Settings, corpus: Corpus, run: Path, keep: int = 2, trace: list[int] | None = None
+        self, settings: Settings, corpus: Corpus, run: Path, keep: int = 2, trace: tuple[int, int] | None = None
     ) -> None:
         import deepspeed
 
@@ -81,7 +81,7 @@ class Parallel:
             model.double()
         config = settings.ds_config()
         if trace is not None:
-            config["axonn"]["tensor_parallel"] |= {"trace_steps": trace, "trace_folder": str(run)}
+            config["axonn"]["tensor_parallel"] |= {"trace_steps": [*trace], "trace_folder": str(run)}
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.first = dist.get_rank() == 0
 

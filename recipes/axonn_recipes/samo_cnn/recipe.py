@@ -10,7 +10,7 @@ from axonn_recipes.pruned.compare import compare
 from axonn_recipes.runs import new_folder
 from axonn_recipes.samo_cnn.images import read
 from axonn_recipes.samo_cnn.problem import Classes, make
-from axonn_recipes.samo_cnn.settings import Settings, parser, resolve
+from axonn_recipes.samo_cnn.settings import Settings, asked, resolve
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = asked(arguments)
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "samo_cnn")
     if options.dry_run:

@@ -9,7 +9,7 @@ from axonn_recipes.pruned import report
 from axonn_recipes.pruned.compare import compare
 from axonn_recipes.runs import new_folder
 from axonn_recipes.samo_gpt.problem import Text, read
-from axonn_recipes.samo_gpt.settings import Settings, parser, resolve
+from axonn_recipes.samo_gpt.settings import Settings, asked, resolve
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = asked(arguments)
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "samo_gpt")
     print(_described(settings), end="\n\n", flush=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import heads_fit
-from axonn_recipes.pruned.compare import add_sides
-from axonn_recipes.pruned.plan import Plan, add_arguments, given
+from axonn_recipes.options import at_least_one, heads_fit, part, read_scaled
+from axonn_recipes.pruned.compare import Sides
+from axonn_recipes.pruned.plan import Plan
 
 SIZES = ("layers", "heads", "hidden", "context")
 
@@ -32,54 +32,64 @@ def scales() -> dict[str, dict[str, Any]]:
     return json.loads(files("axonn_recipes.samo_gpt").joinpath("scales.json").read_text())
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn train samo_gpt", description="A GPT dense and pruned, with SAMO: the same steps, side by side."
-    )
-    known = scales()
-    made.add_argument("--scale", choices=known, default="laptop", help="sizes to begin with (default laptop)")
-    add_arguments(made, Plan(**known["laptop"]["plan"]))
-    for name in SIZES:
-        made.add_argument(f"--{name}", type=int, help=f"(default {known['laptop']['model'][name]})")
-    made.add_argument("--batch", type=int, help=f"windows a step, over all ranks (default {known['laptop']['batch']})")
-    made.add_argument("--micro-batch", type=int, help="windows of a rank at a time (default: all of a step)")
-    made.add_argument("--validation-batches", type=int, default=32, help="(default 32)")
-    made.add_argument(
-        "--data",
-        help="a text file or folder, or a folder with train.bin and val.bin of 16-bit token ids (default: the source of Python's "
-        "standard library)",
-    )
-    add_sides(made, "samo_gpt")
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Options(Plan, Sides):
+    """A GPT dense and pruned, with SAMO: the same steps, side by side.
+
+    Attributes:
+        scale: sizes to begin with.
+        layers: transformer blocks.
+        heads: attention heads.
+        hidden: features of the residual stream.
+        context: tokens a window.
+        batch: windows a step, over all ranks.
+        micro_batch: windows of a rank at a time; at most all of a step.
+        validation_batches: batches to validate with.
+        data: a text file or folder, or a folder with train.bin and val.bin of 16-bit token ids; by itself the source of
+            Python's standard library.
+    """
+
+    scale: Literal["laptop", "gpt3_xl", "gpt3_2.7b"] = "laptop"
+    layers: int
+    heads: int
+    hidden: int
+    context: int
+    batch: int
+    micro_batch: int
+    validation_batches: int = 32
+    data: str | None = None
 
 
-def resolve(options: argparse.Namespace) -> Settings:
-    """The run that the command line asks for.
+def asked(arguments: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    return read_scaled(Options, arguments, "axonn train samo_gpt", _of)
+
+
+def _of(name: str) -> Options:
+    scale = scales()[name]
+    sizes = {key: scale["model"][key] for key in SIZES}
+    return Options(scale=name, batch=scale["batch"], micro_batch=scale["micro_batch"], **sizes, **scale["plan"])  # type: ignore[arg-type]
+
+
+def resolve(options: Options) -> Settings:
+    """The run that the options ask for.
 
     Raises:
         ConfigError: the first mistake.
     """
-    scale = scales()[options.scale]
-    plan = replace(Plan(**scale["plan"]), **given(options))
+    plan = Plan(**part(Plan, options))
     plan.check()
-    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    batch = options.batch if options.batch is not None else scale["batch"]
-    micro = options.micro_batch if options.micro_batch is not None else scale["micro_batch"]
-    for name, value in {
-        **sizes,
-        "batch": batch,
-        "micro-batch": micro,
-        "validation-batches": options.validation_batches,
-    }.items():
-        if value < 1:
-            raise ConfigError(f"--{name} {value} is not at least 1; give a positive number")
-    model = replace(GPTConfig(**scale["model"]), **sizes)
+    at_least_one(options, *SIZES, "batch", "micro_batch", "validation_batches")
+    model = replace(GPTConfig(**scales()[options.scale]["model"]), **{name: getattr(options, name) for name in SIZES})
     heads_fit(model.hidden, model.heads)
-    if batch % plan.ranks:
-        raise ConfigError(f"--batch {batch} does not divide by the {plan.ranks} ranks; use a multiple")
-    share = batch // plan.ranks
-    micro = min(micro, share)
+    if options.batch % plan.ranks:
+        raise ConfigError(f"--batch {options.batch} does not divide by the {plan.ranks} ranks; use a multiple")
+    share = options.batch // plan.ranks
+    micro = min(options.micro_batch, share)
     if share % micro:
         raise ConfigError(f"--micro-batch {micro} does not divide the {share} windows of a rank; use a divisor of it")
-    return Settings(model, batch, micro, plan)
+    return Settings(model, options.batch, micro, plan)

@@ -10,10 +10,11 @@ from deepspeed.accelerator import get_accelerator
 
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.output import publish
 from axonn_recipes.runs import new_folder
 from axonn_recipes.samo_gpt.problem import read
 from axonn_recipes.ted_moe import report
-from axonn_recipes.ted_moe.settings import SIDES, parser, resolve
+from axonn_recipes.ted_moe.settings import SIDES, asked, resolve
 from axonn_recipes.ted_moe.sides import train
 
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = asked(arguments)
     settings = resolve(options)
     folder = new_folder(options.runs, options.name, "ted_moe")
     print(report.described(settings), end="\n\n", flush=True)
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     own = {side: settings.of_side(side, options.stock_ranks) for side in sides}
     outcomes = {side: launch(train, own[side].ranks, side, own[side], corpus, folder / side)[0] for side in sides}
     numbers = report.results(settings, outcomes)
-    print("\n" + report.table(numbers), end="\n\n")
-    print(*report.write(numbers, folder), sep="\n")
+    print()
+    publish(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
 
 

@@ -1,22 +1,22 @@
-"""What is said of both sides: a table, JSON, and the validation curves as in Figure 7.7."""
+"""What is said of both sides: a table, and the validation curves as in Figure 7.7."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from dataclasses import asdict, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
+from axonn_plugins.observe.figures import Picture
 from axonn_plugins.ted import memory_report
+from axonn_recipes.bench.output import mib, ms, table
 from axonn_recipes.ted_moe.settings import Settings
 from axonn_recipes.ted_moe.sides import ALLOCATING_STEP, Outcome
 from ted_moe import memory
 
-MIB = 2**20
 NAMES = {"deepspeed": "DeepSpeed-MoE", "ted": "TED"}
 ROUNDING = 1e-6
 """Relative difference of losses that are the same but for float32's rounding."""
@@ -99,15 +99,22 @@ def _step_seconds(side: Outcome) -> float:
     return statistics.median(side.seconds[ALLOCATING_STEP:] or side.seconds)
 
 
-def table(numbers: dict[str, Any]) -> str:
+def text(numbers: dict[str, Any]) -> str:
     """Both sides, and how far apart they are."""
-    heads = ["validation loss", "step ms", "all-to-alls", "MiB in them", "MiB sent", "state MiB", "step's MiB"]
-    lines = [f"{'':14}" + "".join(f"{head:>17}" for head in heads)]
-    for name, side in numbers["sides"].items():
-        calls, size = side["exchanges"]
-        row = [f"{side['final']:.6f}", f"{side['step_s'] * 1e3:.0f}", str(calls)]
-        row += [f"{value / MIB:.3f}" for value in (size, side["sent"], side["state_bytes"], side["allocated"])]
-        lines.append(f"{NAMES[name]:14}" + "".join(f"{cell:>17}" for cell in row))
+    shown = table(
+        {
+            "": lambda named: NAMES[named[0]],
+            "validation loss": lambda named: f"{named[1]['final']:.6f}",
+            "step ms": lambda named: ms(named[1]["step_s"]),
+            "all-to-alls": lambda named: named[1]["exchanges"][0],
+            "MiB in them": lambda named: mib(named[1]["exchanges"][1], 3),
+            "MiB sent": lambda named: mib(named[1]["sent"], 3),
+            "state MiB": lambda named: mib(named[1]["state_bytes"], 3),
+            "step's MiB": lambda named: mib(named[1]["allocated"], 3),
+        },
+        numbers["sides"].items(),
+    )
+    lines = [shown]
     if "differences" in numbers:
         losses, validation = numbers["differences"]["losses"], numbers["differences"]["validation"]
         worst = max(range(len(losses)), key=losses.__getitem__)
@@ -120,24 +127,13 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(numbers: dict[str, Any], folder: Path) -> list[Path]:
-    """Write results.json, table.txt and curves.png into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {"results.json": json.dumps(numbers, indent=1), "table.txt": table(numbers)}
-    for name, text in files.items():
-        (folder / name).write_text(text + "\n")
-    _draw(numbers, folder / "curves.png")
-    return [*(folder / name for name in files), folder / "curves.png"]
+def pictures(numbers: dict[str, Any]) -> dict[str, Picture]:
+    """The validation curves."""
+    return {"curves.png": Picture(partial(_draw, numbers), (7, 4), 100)}
 
 
-def _draw(numbers: dict[str, Any], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings = numbers["settings"]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+def _draw(numbers: dict[str, Any], figure: Any) -> None:
+    settings, axes = numbers["settings"], figure.subplots()
     for (name, side), style in zip(numbers["sides"].items(), ("-", "o"), strict=False):
         steps, values = zip(*side["validation"], strict=True)
         axes.plot(steps, values, style, markersize=4, label=f"{NAMES[name]}: {values[-1]:.4f}")
@@ -145,6 +141,3 @@ def _draw(numbers: dict[str, Any], file: Path) -> None:
     axes.set(xlabel="step", ylabel="validation loss", title=f"{settings['experts']} experts; TED: {degrees}")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=100)
-    pyplot.close(figure)

@@ -2,62 +2,70 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import add_run
+from axonn_recipes.options import Run, part, read_scaled
 from ted_moe import memory
 from ted_moe.memory import Degrees, Transformer
 
 SIDES = ("deepspeed", "ted")
-DTYPES = ("fp32", "bf16")
 SIZES = ("layers", "heads", "hidden", "context")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides the numbers of a run.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a GPT with experts is trained.
 
     Attributes:
-        model: the base model.
         experts: in every second block.
         k: experts a token.
-        ranks: GPUs, of either side.
+        ranks: processes of either side.
         tensor: TED's tensor degree; DeepSpeed-MoE's is 1.
-        expert: ranks that share the experts of a block.
         batch: windows a step, over all ranks.
         micro_batch: windows of a data-parallel rank at a time.
         steps: optimizer steps.
         lr: highest learning rate.
-        dtype: one of `DTYPES`.
-        tile_size: see the block's key.
+        dtype: that the model computes with.
+        tile_size: elements that TED's optimizer updates at a time.
         validate_every: steps between validations.
         validation_batches: batches to validate with.
         seed: of weights and batches.
-        source: where the sizes are from.
     """
 
-    model: GPTConfig
     experts: int
+    k: int = 1
     ranks: int
     tensor: int
-    expert: int
     batch: int
     micro_batch: int
     steps: int
     lr: float
-    dtype: str
+    dtype: Literal["fp32", "bf16"]
     tile_size: int
-    k: int = 1
     validate_every: int = 20
     validation_batches: int = 4
     seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Training):
+    """Everything that decides the numbers of a run.
+
+    Attributes:
+        model: the base model.
+        expert: ranks that share the experts of a block.
+        source: where the sizes are from.
+    """
+
+    model: GPTConfig
+    expert: int
     source: str = ""
 
     @property
@@ -147,70 +155,65 @@ def scales() -> dict[str, dict[str, Any]]:
     return json.loads(files("axonn_recipes.ted_moe").joinpath("scales.json").read_text())
 
 
-_HELP = {
-    "experts": "in every second block",
-    "k": "experts a token",
-    "ranks": "processes of either side",
-    "tensor": "TED's tensor degree; DeepSpeed-MoE's is 1",
-    "expert": "ranks that share the experts of a block",
-    "batch": "windows a step, over all ranks",
-    "micro_batch": "windows of a data-parallel rank at a time",
-    "steps": "optimizer steps",
-    "lr": "highest learning rate",
-    "tile_size": "elements that TED's optimizer updates at a time",
-    "validate_every": "steps between validations",
-    "validation_batches": "batches to validate with",
-    "seed": "of weights and batches",
-}
+@dataclass(frozen=True, kw_only=True)
+class Options(Training, Run):
+    """A GPT with experts under TED and under stock DeepSpeed-MoE, side by side.
+
+    Attributes:
+        scale: sizes to begin with.
+        layers: transformer blocks of the base model.
+        heads: attention heads.
+        hidden: features of the residual stream.
+        context: tokens a window.
+        expert: ranks that share the experts of a block; by itself as many as can.
+        data: a text file or folder, or a folder with train.bin and val.bin of 16-bit token ids; by itself the source of
+            Python's standard library.
+        stock_ranks: processes of DeepSpeed-MoE alone, by itself --ranks; with --ranks / --tensor of them gradients are summed
+            in TED's order.
+        side: one alone, or both.
+    """
+
+    scale: Literal["laptop", "figure_7_7", "figure_7_5", "gpt3_xl", "gpt3_2.7b", "gpt3_6.7b", "gpt3_13b"] = "laptop"
+    layers: int
+    heads: int
+    hidden: int
+    context: int
+    expert: int | None = None
+    data: str | None = None
+    stock_ranks: int | None = None
+    side: Literal["both", "deepspeed", "ted"] = "both"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn train ted_moe",
-        description="A GPT with experts under TED and under stock DeepSpeed-MoE, side by side.",
-    )
-    laptop = resolved(scales()["laptop"])
-    made.add_argument("--scale", choices=scales(), default="laptop", help="sizes to begin with (default laptop)")
-    for name in SIZES:
-        made.add_argument(f"--{name}", type=int, help=f"of the base model (default {getattr(laptop.model, name)})")
-    for name, text in _HELP.items():
-        value = getattr(laptop, name)
-        made.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{text} (default {value:g})")
-    made.add_argument("--dtype", choices=DTYPES, help=f"that the model computes with (default {laptop.dtype})")
-    made.add_argument(
-        "--data",
-        help="a text file or folder, or a folder with train.bin and val.bin of 16-bit token ids (default: the source of Python's "
-        "standard library)",
-    )
-    made.add_argument(
-        "--stock-ranks",
-        type=int,
-        help="processes of DeepSpeed-MoE alone (default: --ranks); with --ranks / --tensor of them gradients are summed in TED's order",
-    )
-    made.add_argument("--side", choices=("both", *SIDES), default="both", help="(default both)")
-    add_run(made, "ted_moe", "say what would be run and what it needs, and stop")
-    return made
+def asked(arguments: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    return read_scaled(Options, arguments, "axonn train ted_moe", _of)
 
 
-def resolved(scale: dict[str, Any]) -> Settings:
-    """A scale's settings."""
-    return Settings(**{**scale, "model": GPTConfig(**scale["model"])})
+def _of(name: str) -> Options:
+    scale = scales()[name]
+    sizes = {key: scale["model"][key] for key in SIZES}
+    training = {field.name: scale[field.name] for field in fields(Training) if field.name in scale}
+    return Options(scale=name, **sizes, **training)  # type: ignore[arg-type]
 
 
-def resolve(options: argparse.Namespace) -> Settings:
-    """The run that the command line asks for; experts without `--expert` have as many ranks as they can.
+def resolve(options: Options) -> Settings:
+    """The run that the options ask for.
 
     Raises:
         ConfigError: the first mistake.
     """
-    base = resolved(scales()[options.scale])
-    said = {name: value for name, value in vars(options).items() if value is not None}
-    given = {field.name: said[field.name] for field in fields(Settings) if field.name in said}
-    sizes = {name: said[name] for name in SIZES if name in said}
-    settings = replace(base, **given, model=replace(base.model, **sizes))
-    if "expert" not in given and given.keys() & {"experts", "ranks", "tensor"}:
-        left = max(settings.ranks // max(settings.tensor, 1), 1)
-        settings = replace(settings, expert=math.gcd(settings.experts, left))
+    scale = scales()[options.scale]
+    model = replace(GPTConfig(**scale["model"]), **{name: getattr(options, name) for name in SIZES})
+    most = math.gcd(options.experts, max(options.ranks // max(options.tensor, 1), 1))
+    settings = Settings(
+        model=model,
+        expert=most if options.expert is None else options.expert,
+        source=scale["source"],
+        **part(Training, options),
+    )
     settings.check()
     return settings

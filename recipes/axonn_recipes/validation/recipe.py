@@ -9,11 +9,12 @@ from itertools import product
 
 import torch
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.validation import report
 from axonn_recipes.validation.problems import BATCH, Problem, problem
 from axonn_recipes.validation.report import Pair
-from axonn_recipes.validation.settings import BOUNDS, MODELS, Settings, parser, resolve
+from axonn_recipes.validation.settings import BOUNDS, MODELS, Options, Settings, resolve
 from axonn_recipes.validation.train import curve
 
 
@@ -23,10 +24,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake of the user's.
     """
-    options = parser().parse_args(arguments)
+    options = read(Options, arguments, "axonn train validation")
     settings = resolve(options)
     problems = {name: problem(name, settings) for name in ([options.model] if options.model else MODELS)}
-    dtypes = [options.dtype] if options.dtype else list(BOUNDS)
+    dtypes: list[str] = [options.dtype] if options.dtype else list(BOUNDS)
     pairs = {(pair.model, pair.dtype): pair for pair in report.earlier(options.out, settings)}
     print(_described(settings, problems, dtypes), end="\n\n", flush=True)
     if options.dry_run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.figures import Picture
 from axonn_recipes.validation.settings import BOUNDS, MODELS, Settings
 
 _EQUAL = 1e-17  # where losses without any difference are drawn on the logarithmic axis
@@ -94,22 +96,19 @@ def write(pairs: list[Pair], settings: Settings, folder: Path) -> list[Path]:
             {**asdict(p), "largest_difference": p.worst, "bound": BOUNDS[p.dtype], "good": p.good} for p in pairs
         ],
     }
-    (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    _draw(pairs, settings, folder / "losses.png")
-    return [folder / "results.json", folder / "losses.png"]
+    file = folder / "results.json"
+    file.write_text(json.dumps(numbers, indent=1) + "\n")
+    return [file, *_picture(pairs, settings).save(folder / "losses.png")]
 
 
-def _draw(pairs: list[Pair], settings: Settings, file: Path) -> None:
+def _picture(pairs: list[Pair], settings: Settings) -> Picture:
     """A column for each model: both curves, and below how far they are apart."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     models = list(dict.fromkeys(pair.model for pair in pairs))
-    figure, axes = pyplot.subplots(
-        2, len(models), figsize=(5.5 * len(models), 6), height_ratios=(3, 2), sharex=True, squeeze=False
-    )
+    return Picture(partial(_draw, pairs, settings, models), (5.5 * len(models), 6), 100)
+
+
+def _draw(pairs: list[Pair], settings: Settings, models: list[str], figure: Any) -> None:
+    axes = figure.subplots(2, len(models), height_ratios=(3, 2), sharex=True, squeeze=False)
     where = f"{settings.grid.world} ranks, everything on"
     for (curves, apart), model in zip(axes.T, models, strict=True):
         title, unit = MODELS[model]
@@ -126,6 +125,3 @@ def _draw(pairs: list[Pair], settings: Settings, file: Path) -> None:
         apart.legend(fontsize="small", ncols=2)
     grid = ", ".join(f"{axis}={size}" for axis, size in asdict(settings.grid).items())
     figure.suptitle(f"{grid}, {settings.layout}")
-    figure.tight_layout()
-    figure.savefig(file, dpi=100)
-    pyplot.close(figure)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.options import at_least_one
-from axonn_tp import Grid, Options
-from axonn_tp.options import LAYOUTS
+from axonn_tp import Grid
+from axonn_tp import Options as Switches
 
 # What people call a model, and the unit of its loss.
 MODELS = {"gpt": ("GPT", "nats a byte"), "unet": ("U-Net", "mean squared error")}
@@ -29,9 +29,9 @@ class Settings:
     seed: int
 
     @property
-    def options(self) -> Options:
+    def options(self) -> Switches:
         """Everything on; some gathers are kept for recomputation and some are not, so that both ways are taken."""
-        return Options(
+        return Switches(
             layout=self.layout,
             overlap_all_reduce=True,
             overlap_reduce_scatter=True,
@@ -47,29 +47,32 @@ class Settings:
         return "cuda" if torch.cuda.device_count() >= self.grid.world else "cpu"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="axonn train validation",
-        description="Train a GPT and a U-Net serially and in 3D PMM with everything on, and compare every loss.",
-    )
-    made.add_argument("--model", choices=MODELS, help="(default both, one after another)")
-    made.add_argument("--dtype", choices=BOUNDS, help="(default both, one after another)")
-    made.add_argument("--grid", default="2,2,2,2", help="gx,gy,gz,gdata (default 2,2,2,2)")
-    made.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help=f"of activations (default {LAYOUTS[0]})")
-    made.add_argument("--steps", type=int, default=300, help="optimizer steps (default 300)")
-    made.add_argument("--seed", type=int, default=1, help="of weights and batches (default 1)")
-    made.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/validation"),
-        help="folder for results.json and losses.png; what it holds of the same run is completed (default runs/validation)",
-    )
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a GPT and a U-Net serially and in 3D PMM with everything on, and compare every loss.
+
+    Attributes:
+        model: one alone; by itself both, one after another.
+        dtype: one alone; by itself both, one after another.
+        grid: gx,gy,gz,gdata.
+        layout: of activations.
+        steps: optimizer steps.
+        seed: of weights and batches.
+        dry_run: say what would be run, and stop.
+        out: folder for results.json and losses.png; what it holds of the same run is completed.
+    """
+
+    model: Literal["gpt", "unet"] | None = None
+    dtype: Literal["float64", "float32"] | None = None
+    grid: str = "2,2,2,2"
+    layout: Literal["scattered", "replicated"] = "scattered"
+    steps: int = 300
+    seed: int = 1
+    dry_run: bool = False
+    out: Path = Path("runs/validation")
 
 
-def resolve(options: argparse.Namespace) -> Settings:
+def resolve(options: Options) -> Settings:
     """The run that the command line asks for.
 
     Raises:

@@ -1,0 +1,78 @@
+"""Options are the fields of a dataclass, whose docstring says what they are; what is wrong with them is one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+from tyro import _errors as wrong
+from tyro.conf import DisallowNone, FlagCreatePairsOff, HelptextFromCommentsOff, SuppressFixed
+
+from axonn_plugins.config.base import ConfigError
+
+Kind = TypeVar("Kind")
+
+
+def read(kind: type[Kind], arguments: Sequence[str], prog: str = "axonn", default: Kind | None = None) -> Kind:
+    """Options of a command line.
+
+    Args:
+        kind: a dataclass; a field ``dry_run`` is the option ``--dry-run``.
+        arguments: what stands behind the command.
+        prog: the command.
+        default: what options have that are not given; else the fields' own.
+
+    Raises:
+        ConfigError: the first mistake.
+        SystemExit: help was asked for, and has been printed.
+    """
+
+    def refuse(event: wrong.ParseErrorEvent) -> None:
+        if sentence := _sentence(event):
+            raise ConfigError(f"{sentence}; {prog} --help says what there is")
+
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    # What is on by default can be said both ways.
+    on = default is not None and any(value is True for value in vars(default).values())
+    markers = (HelptextFromCommentsOff, DisallowNone, SuppressFixed, *(() if on else (FlagCreatePairsOff,)))
+    with wrong.on_parse_error(refuse):
+        return tyro.cli(kind, prog=prog, args=[*arguments], config=markers, **defaults)
+
+
+def _sentence(event: wrong.ParseErrorEvent) -> str | None:
+    """What is wrong; None where tyro is to say it."""
+    if isinstance(event, wrong.UnrecognizedArgs):
+        return f"unrecognized arguments: {' '.join(event.tokens)}"
+    if isinstance(event, wrong.MissingArgs):
+        missing = ", ".join(_name(one.arg) for one in event.missing_arguments)
+        return f"these arguments are required: {missing}"
+    if isinstance(event, wrong.MissingMutexGroup):
+        groups = " and ".join(" or ".join(_name(one.arg) for one in group) for group in event.groups)
+        return f"one of these arguments is required: {groups}"
+    if isinstance(event, wrong.MutexConflict):
+        return f"{event.second_token} is not allowed with {event.first_token}"
+    if isinstance(event, wrong.InvalidChoice):
+        choices = [choice for choice in event.choices if choice != "None"]  # which is what leaving it out means
+        near = difflib.get_close_matches(event.value, choices, n=1, cutoff=0.0)[0]
+        others = ", ".join(choices)
+        return f'{_name(event.argument)} = "{event.value}" is not known; use "{near}", or another of {others}'
+    if isinstance(event, wrong.BadValue):
+        return f"{_name(event.argument)} is not given what it needs"
+    if isinstance(event, wrong.InstantiationFailure):
+        return event.message if event.argument is None else _misread(event.argument, event.message)
+    return None
+
+
+def _misread(argument: Any, message: str) -> str:
+    """What is wrong with a value, of which tyro's message has the text in quotes."""
+    kind = argument.lowered.metavar or ""
+    takes = {"INT": "a whole number", "FLOAT": "a number"}.get(kind, kind)
+    given = " ".join(re.findall(r"'([^']*)'", message.partition("\n")[0]))
+    return f'{_name(argument)} = "{given}" is not {takes}'
+
+
+def _name(argument: Any) -> str:
+    return argument.lowered.metavar if argument.is_positional() else argument.display_name()

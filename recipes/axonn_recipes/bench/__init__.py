@@ -1,0 +1,1 @@
+"""What all benchmarks share: sides that take turns, medians with quartiles, the table and what is written."""

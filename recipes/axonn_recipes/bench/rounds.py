@@ -1,0 +1,109 @@
+"""Sides that take turns, what a step of them takes, and whether they compute the same."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.config import ConfigError
+
+Kind = TypeVar("Kind")
+
+
+class Learner(Protocol):
+    """A side that learns: its name, and the losses of its first steps."""
+
+    @property
+    def name(self) -> str:
+        """As shown."""
+
+    @property
+    def losses(self) -> list[float]:
+        """By step."""
+
+
+def in_turns(sides: Sequence[Kind], rounds: int) -> Iterator[tuple[int, Kind]]:
+    """Every side once a round, with the round's number from 0, so that what drifts hits all.
+
+    Each round begins with another side: nobody always comes after the same.
+    """
+    for number in range(rounds):
+        first = number % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            yield number, side
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """What a step takes this rank; a GPU has then done all of it."""
+    _synchronize()
+    began = time.perf_counter()
+    step()
+    _synchronize()
+    return time.perf_counter() - began
+
+
+def together(step: Callable[[], object]) -> float:
+    """What a step takes this rank, which all ranks begin at once."""
+    dist.barrier()
+    return seconds(step)
+
+
+def slowest(step: Callable[[], object]) -> float:
+    """What a step, which all ranks begin at once, takes the slowest of them."""
+    return over_ranks([together(step)], dist.ReduceOp.MAX)[0]
+
+
+def over_ranks(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    """Numbers of all ranks reduced, one by one; on the current device where the group is NCCL's."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    reduced = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op=how)
+    return reduced.tolist()
+
+
+def say(text: str) -> None:
+    """Tell who watches a terminal how far it is."""
+    if (not dist.is_initialized() or dist.get_rank() == 0) and sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def apart(losses: Sequence[float], others: Sequence[float], relative: bool = False) -> float:
+    """The largest difference of two sides' losses, step by step; relative to the former's if so asked.
+
+    Not a number where a loss is not, at whichever step.
+    """
+    found = [abs(a - b) / (abs(a) if relative else 1.0) for a, b in zip(losses, others, strict=True)]
+    return next(filter(math.isnan, found), max(found))
+
+
+def check_losses(sides: Sequence[Learner], allowed: float, relative: bool = False, advice: str = "") -> None:
+    """Refuse sides that do not learn alike.
+
+    Args:
+        sides: all are compared with the first.
+        allowed: difference that rounding explains.
+        relative: whether it is a share of the loss.
+        advice: what the user may do then.
+
+    Raises:
+        ConfigError: the first such pair.
+    """
+    reference = sides[0]
+    for side in sides[1:]:
+        difference = apart(reference.losses, side.losses, relative)
+        if not difference <= allowed:
+            raise ConfigError(
+                f"{side.name} and {reference.name} do not compute the same: their first losses, {side.losses} and {reference.losses}, "
+                f"differ by {difference:.2g}, more than {allowed:g}; nothing is reported{', ' if advice else ''}{advice}"
+            )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,68 @@
+"""What all benchmarks share: turns, medians with their spread, the table and what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.figures import Picture
+from axonn_recipes.bench import numbers, output, rounds
+
+
+@dataclass
+class Side:
+    name: str
+    losses: list[float] = field(default_factory=list)
+
+
+def test_each_round_begins_with_another_side() -> None:
+    assert "".join(side for _, side in rounds.in_turns("abc", 4)) == "abcbcacababc"
+    assert [number for number, _ in rounds.in_turns("ab", 2)] == [0, 0, 1, 1]
+
+
+def test_spread_is_of_rounds() -> None:
+    assert numbers.spread([1.0, 2.0, 3.0]) == {"median": 2.0, "low": 1.5, "high": 2.5}
+    assert numbers.spread([4.0]) == {"median": 4.0, "low": 4.0, "high": 4.0}
+    assert numbers.ratio([2.0, 6.0], [1.0, 2.0]) == {"median": 2.5, "quartiles": [2.25, 2.75], "range": [2.0, 3.0]}
+    with pytest.raises(ValueError):
+        numbers.ratios([1.0], [1.0, 2.0])
+
+
+def test_sides_that_learn_otherwise_are_refused() -> None:
+    first, near, far = Side("a", [100.0, 1.0]), Side("b", [100.5, 1.0]), Side("c", [100.0, float("nan")])
+    rounds.check_losses([first, near], 1.0)
+    rounds.check_losses([first, near], 0.01, relative=True)
+    for sides in ([first, near], [first, near, far]):
+        with pytest.raises(
+            ConfigError, match="b and a do not compute the same.* differ by 0.5, .*nothing is reported, use another$"
+        ):
+            rounds.check_losses(sides, 0.1, advice="use another")
+    with pytest.raises(ConfigError, match="c and a"):
+        rounds.check_losses([first, far], 1.0)
+
+
+def test_columns_are_as_wide_as_their_cells() -> None:
+    rows = [{"name": "ours", "s": 0.5}, {"name": "another", "s": 12.25}]
+    shown = output.table({"": lambda row: row["name"], "step s": lambda row: output.two(row["s"])}, rows)
+    assert shown.splitlines() == ["         step s", "ours       0.50", "another   12.25"]
+
+
+def test_figures_in_words() -> None:
+    assert (output.ms(0.01234), output.ms(1.5)) == ("12.3", "1500")
+    assert (output.mib(2**20), output.mib(None)) == ("1.0", "-")
+    found = {"median": 0.7, "low": 0.5, "high": 0.9}
+    assert output.judged(found, 0.7) == "0.70 (quartiles 0.50 to 0.90; asked: 0.70, met)"
+    assert "not met" in output.judged(found, 0.8)
+
+
+def test_a_run_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = Picture(lambda figure: figure.subplots().plot([0, 1]))
+    files = output.publish(tmp_path / "run", {"a": 1}, "the table", {"line.png": picture})
+    assert [file.name for file in files] == ["results.json", "table.txt", "line.png"] and all(map(Path.is_file, files))
+    assert json.loads(files[0].read_text()) == {"a": 1} and files[1].read_text() == "the table\n"
+    out = capsys.readouterr().out
+    assert out.startswith("the table\n\n") and all(str(file) in out for file in files)
