@@ -8,8 +8,9 @@ All ranks run the same passes, so all start the same collectives in the same ord
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,28 @@ from axonn_tp.comm.collectives import Pending, scatter_from, start_all_gather, s
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.options import Options
 
-if TYPE_CHECKING:
-    from axonn_tp.layers.weight import SplitWeight
+
+class GatheredLayer(Protocol):
+    """What is asked of a layer whose weight is gathered."""
+
+    mesh: Mesh
+    gathers: Gathers
+    training: bool
+
+    def _shard(self) -> Tensor: ...
+
+    def compute_dtype(self, shard: Tensor) -> torch.dtype:
+        """The type that the layer computes in."""
+
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which gradients that are computed in `dtype` are summed over z."""
+
+    def send(self, grad: Tensor) -> Tensor:
+        """What is summed over z of a gradient of the weight's block."""
+
+    def receive(self, grad: Tensor) -> Tensor:
+        """What autograd adds to the shard's gradient."""
+
 
 _AHEAD = 4
 """Weights that are gathered while one is used, where they are kept until backward all the same."""
@@ -65,7 +86,7 @@ class _Deferred(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, layer: SplitWeight, sums: Sums) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, layer: GatheredLayer, sums: Sums) -> Tensor:
         ctx.layer, ctx.sums = layer, sums
         return shard.new_empty((), dtype=dtype).expand(shard.shape)
 
@@ -82,7 +103,9 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, values: Tensor, dtype: torch.dtype, layer: SplitWeight, late: bool) -> Tensor:
+    def forward(
+        ctx: Any, shard: Tensor, values: Tensor, dtype: torch.dtype, layer: GatheredLayer, late: bool
+    ) -> Tensor:
         # The node that made a stand-in is what waits for its gradient.
         ctx.layer, ctx.waits, ctx.shape = layer, shard.grad_fn if late else None, shard.shape
         return layer.gathers.take(layer, values, dtype)
@@ -134,12 +157,12 @@ class Gathers:
     def __init__(self, mesh: Mesh, options: Options) -> None:
         self.mesh, self.options = mesh, options
         self._most_layers, self._most_bytes = options.cached()
-        self._successor: dict[tuple[str, SplitWeight | None], SplitWeight] = {}
-        self._last: dict[str, SplitWeight | None] = {}
-        self._pending: dict[SplitWeight, _Gather] = {}
-        self._stand_ins: dict[SplitWeight, tuple[Tensor, torch.dtype, Tensor]] = {}
-        self._kept: dict[SplitWeight, tuple[_Key, Tensor]] = {}
-        self._sources: dict[SplitWeight, tuple[Tensor, torch.dtype]] = {}
+        self._successor: dict[tuple[str, GatheredLayer | None], GatheredLayer] = {}
+        self._last: dict[str, GatheredLayer | None] = {}
+        self._pending: dict[GatheredLayer, _Gather] = {}
+        self._stand_ins: dict[GatheredLayer, tuple[Tensor, torch.dtype, Tensor]] = {}
+        self._kept: dict[GatheredLayer, tuple[_Key, Tensor]] = {}
+        self._sources: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
         self._forwards = 0
         self.sums = Sums(mesh)
 
@@ -147,7 +170,7 @@ class Gathers:
         """A copied model learns its own order."""
         return Gathers(self.mesh, self.options)
 
-    def begin(self, layers: list[SplitWeight]) -> None:
+    def begin(self, layers: Sequence[GatheredLayer]) -> None:
         """The model's forward begins: forget what the last step left, and make the nodes that backward runs last."""
         for gather in self._pending.values():
             gather.pending.wait()
@@ -179,7 +202,7 @@ class Gathers:
         """Whether the model's forward is running, and so all ranks are in the same place."""
         return self._forwards > 0
 
-    def block(self, layer: SplitWeight) -> Tensor:
+    def block(self, layer: GatheredLayer) -> Tensor:
         """The block of this (x, y), flat and padded as its shards are; differentiable, the gradient goes to the shard."""
         shard: Tensor = layer._shard()
         dtype = layer.compute_dtype(shard)
@@ -192,11 +215,11 @@ class Gathers:
                 return _Gathered.apply(stand_in, shard.detach(), dtype, layer, True)
         return _Gathered.apply(shard, shard.detach(), dtype, layer, False)
 
-    def again(self, layer: SplitWeight, shard: Tensor, dtype: torch.dtype) -> Tensor:
+    def again(self, layer: GatheredLayer, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """The flat block of a shard that the forward has used, once more."""
         return shard.to(dtype) if self.mesh.size("z") == 1 else self.take(layer, shard, dtype)
 
-    def take(self, layer: SplitWeight, shard: Tensor, dtype: torch.dtype) -> Tensor:
+    def take(self, layer: GatheredLayer, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """The flat block: kept, under way or gathered now; the next layer's gather is started."""
         phase, key = _phase(), _key(shard, dtype)
         self._sources[layer] = shard, dtype
@@ -220,15 +243,15 @@ class Gathers:
         values = shard.to(dtype)
         return _Gather(_key(shard, dtype), values, start_all_gather(values, self.mesh, "z"))
 
-    def source(self, layer: SplitWeight) -> Tensor:
+    def source(self, layer: GatheredLayer) -> Tensor:
         """The shard that the layer's last block was made of."""
         return layer._shard().detach() if self.mesh.size("z") == 1 else self._sources[layer][0]
 
-    def release(self, layer: SplitWeight) -> None:
+    def release(self, layer: GatheredLayer) -> None:
         """The layer's backward is done: what was kept for its recomputation may go."""
         self._kept.pop(layer, None)
 
-    def _start_successors(self, phase: str, after: SplitWeight | None) -> None:
+    def _start_successors(self, phase: str, after: GatheredLayer | None) -> None:
         """Start the gathers of the layers that followed last time; where weights stay until backward, of several."""
         stay = phase == "forward" and torch.is_grad_enabled() and not self.options.reshard_after_forward
         for _ in range(_AHEAD if stay else 1):
@@ -236,7 +259,7 @@ class Gathers:
             if after is None or not self._start(phase, after):
                 return
 
-    def _start(self, phase: str, layer: SplitWeight) -> bool:
+    def _start(self, phase: str, layer: GatheredLayer) -> bool:
         """Start a layer's gather unless it is there; whether it could be."""
         if layer in self._pending or layer in self._kept:
             return True
@@ -247,7 +270,7 @@ class Gathers:
         self._pending[layer] = self._gather(shard, dtype)
         return True
 
-    def _keep(self, layer: SplitWeight, key: _Key, flat: Tensor) -> None:
+    def _keep(self, layer: GatheredLayer, key: _Key, flat: Tensor) -> None:
         held = sum(kept.nbytes for _, kept in self._kept.values())
         if len(self._kept) < self._most_layers and held + flat.nbytes <= self._most_bytes:
             self._kept[layer] = key, flat

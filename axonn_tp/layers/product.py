@@ -11,7 +11,7 @@ gradients use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,6 @@ from axonn_tp.comm.collectives import (
     start_reduce_scatter,
 )
 from axonn_tp.grid.mesh import Grid, Mesh
-
-if TYPE_CHECKING:
-    from axonn_tp.layers.entry import Source
 
 
 @dataclass(frozen=True)
@@ -134,6 +131,18 @@ class Weight(Protocol):
 
     def block_again(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """Its block in backward, not differentiable."""
+
+
+class Source(Protocol):
+    """Where a product's input comes from (`axonn_tp.layers.entry.Source`)."""
+
+    @property
+    def entry(self) -> Any:
+        """What gathers it again."""
+
+    @property
+    def share(self) -> Tensor:
+        """This rank's share of it."""
 
 
 def start_scatter(tensor: Tensor, mesh: Mesh, axis: str, how: str, operation: Operation, parts: int = 1) -> Pending:

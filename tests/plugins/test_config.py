@@ -9,7 +9,8 @@ from typing import get_args
 
 import pytest
 
-from axonn_plugins.config import Axonn, ConfigError, LayerKind, parse, schema, shipped_schema
+from axonn_plugins.config import Axonn, ConfigError, parse, schema, shipped_schema
+from axonn_plugins.config.tensor_parallel import LayerKind
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans
 from axonn_recipes.quickstart.settings import Settings
 from axonn_tp import KINDS

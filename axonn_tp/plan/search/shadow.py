@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from axonn_tp.layers.linear_split import features
 from axonn_tp.plan.counted_attributes import local_counts
+from axonn_tp.plan.search.answers import Answers
 from axonn_tp.plan.search.dependencies import Reach
-
-if TYPE_CHECKING:
-    from axonn_tp.plan.search.stream import StreamPass
 
 TOLERANCE = 1e-6
 _LARGEST_PARAMETER = 1 << 22
@@ -130,7 +128,7 @@ class Shadow:
         self._run = Run()
         self._expected: Run | None = None
         self._cuts: Mapping[str, Cut] = {}
-        self._seat: StreamPass | None = None
+        self._seat: Answers | None = None
 
     def _linear(self, name: str, number: int) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
@@ -233,7 +231,7 @@ class Shadow:
 
         return forward
 
-    def seated(self, seat: StreamPass, run: Run, counts: list[Local]) -> list[Tensor]:
+    def seated(self, seat: Answers, run: Run, counts: list[Local]) -> list[Tensor]:
         """What the model returns in a pass on a share of its stream.
 
         Raises:

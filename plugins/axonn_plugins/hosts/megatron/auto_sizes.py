@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.hosts.megatron.rules import indivisible
 from axonn_plugins.hosts.megatron.settings import Settings
+from axonn_plugins.hosts.megatron.sizes import indivisible
 from axonn_plugins.planner import choose, here
 from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
 from axonn_plugins.planner.model import Transformer

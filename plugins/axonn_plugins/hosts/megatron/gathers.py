@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from axonn_tp.options import Options
 class ModelGathers(Gathers):
     """The weight gathers of one model chunk."""
 
-    def _start(self, phase: str, layer: SplitWeight) -> bool:
+    def _start(self, phase: str, layer: Any) -> bool:
         # A hook may yet fill in the shard, as with --overlap-param-gather, where it waits for the last step's update.
         return (phase == "backward" or not layer._forward_pre_hooks) and super()._start(phase, layer)
 

@@ -1,0 +1,51 @@
+"""The ``"ted"`` key of the ``"axonn"`` block."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from axonn_plugins.config.base import Block, Size
+
+
+class Ted(Block):
+    """TED: mixtures of experts by tensor, expert and data parallelism (dissertation chapter 7).
+
+    Every deepspeed.moe.layer.MoE of the model becomes TED's layer; its ep_size is the expert parallelism.
+    """
+
+    tensor: Size = Field(
+        1,
+        description="Ranks that split a layer, dense or expert, as Megatron does; neighbours, which read the same data.",
+    )
+    expert_tensor_parallel: bool | None = Field(
+        None,
+        description="Whether experts, too, are split over the tensor ranks. false: these hold different experts, whole ones, so that ep_size "
+        "counts them, too. By default true; in a script with an mpu what its layers' enable_expert_tensor_parallelism says, which has split "
+        "them itself then.",
+    )
+    duplicate_token_dropping: bool = Field(
+        True, description="Each tensor rank sends its share of the tokens through the all-to-alls, not all of them."
+    )
+    fused: bool = Field(
+        True,
+        description="Where a drop of duplicates follows an all-reduce, the two are one reduce-scatter, which moves half the bytes.",
+    )
+    dropless: bool = Field(
+        False,
+        description="No token is passed by and no slot padded, whatever the layers' capacities: uneven all-to-alls.",
+    )
+    communication_aware_checkpointing: bool = Field(
+        True,
+        description="In blocks under torch's or DeepSpeed's activation checkpointing, the recomputation is given what the first forward "
+        "communicated.",
+    )
+    stash: Literal["device", "cpu"] = Field(
+        "device", description="Where that is kept until then: on the device, or in the host's (pinned) memory."
+    )
+    tile_size: Size | None = Field(
+        1_800_000,
+        description="Under ZeRO-1 and 2, elements whose float32 gradients exist at a time in the optimizer's step, which needs 4 bytes of "
+        "temporary memory for each. null: all at once, as DeepSpeed does.",
+    )
