@@ -111,7 +111,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"use_data_before_expert_parallelism": True},
         "use_data_before_expert_parallelism = true has other ranks share an expert than axonn.ted",
     ),
-    "samo": ({}, {}, {"axonn": {"ted": {}, "samo": {"sparsity": 0.5}}}, "axonn.ted does not go with axonn.samo"),
     "key": ({"tensors": 2}, {}, {}, "axonn.ted.tensors is not a key"),
     "value": ({"stash": "disk"}, {}, {}, 'axonn.ted.stash = "disk" is not known'),
 }

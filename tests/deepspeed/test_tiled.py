@@ -266,7 +266,6 @@ def refused() -> dict[str, str]:
         "stage = 3": {"zero_optimization": {"stage": 3}},
         "offload_optimizer": {"zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}}},
         "optimizer.type = Lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}},
-        "tensor_parallel": {"axonn": {"ted": {}, "tensor_parallel": {}}},
         "float16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
         "grad_accum_dtype = fp32": {"data_types": {"grad_accum_dtype": "fp32"}},
         "deepcompile": {"compile": {"deepcompile": True}},

@@ -32,7 +32,7 @@ _SYSTEMS = ("pipeline", "offload_optimizer", "samo", "tensor_parallel", "ted")
 # The packages of ours that each key imports.
 _PACKAGES = {
     "offload_optimizer": ("axonn_tp", "samo", "ted_moe"),
-    "samo": ("axonn_tp", "samo"),
+    "samo": ("axonn_tp", "samo", "ted_moe"),
     "tensor_parallel": ("axonn_tp", "ted_moe"),
     "ted": ("axonn_tp", "ted_moe"),
 }
@@ -70,6 +70,9 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     compose.check(block)
     stage = section(raw, "zero_optimization").get("stage", 0)
     own = states_config.owned(block, stage)
+    if own:
+        given = [*(key for key in _SYSTEMS if getattr(block, key) is not None), *block.others]
+        names.require(f"axonn.{given[0]}", "axonn_tp", "samo", "ted_moe")
     _tile(config.parse({}) if own else block, raw)
     _stock_pipelines()
     if block.tensor_parallel is None or block.pipeline is not None:  # whose engine puts its own in that place

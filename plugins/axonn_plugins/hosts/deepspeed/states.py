@@ -6,20 +6,21 @@ the ranks that each parameter's layout names.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from axonn_plugins.config import Axonn, ConfigError
-from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer, torch_adam
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
 from axonn_plugins.hosts.deepspeed.states_config import owned
-from axonn_plugins.samo.pruning import Pruning
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.dealt import DealtNames
+
+if TYPE_CHECKING:
+    from axonn_plugins.hosts.common.composition import Composition
+    from axonn_plugins.samo.pruning import Pruning
 
 _AXES = ("x", "y", "z", "data")
 
@@ -110,6 +111,8 @@ class OwnStates(CheckedCheckpoints):
         name, settings = self.optimizer_name(), dict(self.optimizer_params() or {})
         if not self._owns or name not in ("adam", "adamw") or "max_grad_norm" in settings:
             return super()._configure_basic_optimizer(model_parameters)
+        from axonn_plugins.hosts.deepspeed.optim.states import torch_adam
+
         decoupled = name == "adamw" or settings.get("adam_w_mode", True)
         return torch_adam(model_parameters, decoupled, settings, self._own_key)
 
@@ -117,6 +120,10 @@ class OwnStates(CheckedCheckpoints):
         super()._configure_optimizer(client_optimizer, model_parameters)
         if self._own_block is None:
             return
+        # Only here is `samo` needed, a name that a user's folder may have.
+        from axonn_plugins.hosts.common.composition import Composition
+        from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer
+
         basic, host = self.optimizer, EngineHost(self)
         self.composition = Composition(self._own_block, self._own_stage, host)
         scaler, names = (loss_scaler(self, torch.float16) if self.fp16_enabled() else None), host.serial_names()

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
 from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
-from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer
 from axonn_tp import layout_of
 from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
@@ -34,6 +32,9 @@ from axonn_tp.checkpoint.optimizer import (
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, check_tensors, model_state, model_targets, restore_modules
 from axonn_tp.checkpoint.training import write
+
+if TYPE_CHECKING:
+    from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -52,7 +53,11 @@ class PortableState:
         self.module: nn.Module = engine.module
         self.ranks = Ranks(engine.mesh, apart)
         self.parameters = dict(self.module.named_parameters())
-        self.own = OwnState(engine) if isinstance(engine.optimizer, StateOptimizer) else None
+        self.own: OwnState | None = None
+        if getattr(engine, "composition", None) is not None:
+            from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
+
+            self.own = OwnState(engine)
         self.optimizer: torch.optim.Optimizer | None
         if self.own is not None:
             self.optimizer, self.pieces = self.own.view, whole_pieces(self.module, self.own.view)

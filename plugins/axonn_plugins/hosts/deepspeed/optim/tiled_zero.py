@@ -158,10 +158,6 @@ def check(raw: Mapping[str, Any], block: Axonn) -> None:
     sums = _section(raw, "data_types").get("grad_accum_dtype")
     refusals = [
         (
-            block.tensor_parallel is not None,
-            "does not go with axonn.tensor_parallel yet; leave one of them out",
-        ),
-        (
             stage == 0,
             "does not go with zero_optimization.stage = 0, whose optimizers are not tiled; use stage 1 or 2, or remove the key",
         ),
