@@ -52,21 +52,20 @@ def refuse(refusals: Iterable[Refusal]) -> None:
             raise ConfigError(reason)
 
 
-def refuse_pipeline(key: str, mpu: Any, beside: bool = True) -> None:
-    """Refuse a PipelineModule, whose unit stands in for the user's.
+def refuse_pipeline(key: str, mpu: Any) -> None:
+    """Refuse a PipelineModule without ``axonn.pipeline``.
 
     Args:
         key: of the block.
-        mpu: the unit.
-        beside: whether it goes with one under ``axonn.pipeline``.
+        mpu: the unit, which a PipelineModule's stands in for.
 
     Raises:
         ConfigError: it is one.
     """
     if isinstance(mpu, PipelineParallelGrid):
-        remedy = 'add "pipeline": {} to axonn' if beside else "leave it out"
-        where = " without axonn.pipeline" if beside else " yet"
-        raise ConfigError(f"{key} does not go with a PipelineModule{where}; {remedy}, or pass a plain torch.nn.Module")
+        raise ConfigError(
+            f'{key} does not go with a PipelineModule without axonn.pipeline; add "pipeline": {{}} to axonn, or pass a plain torch.nn.Module'
+        )
 
 
 def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:

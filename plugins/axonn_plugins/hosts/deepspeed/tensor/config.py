@@ -165,7 +165,7 @@ def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
         ),
         (
             enabled(raw, "expert_parallel"),
-            "expert_parallel does not go with axonn.tensor_parallel yet; remove one of them",
+            "expert_parallel has DeepSpeed place experts, of which axonn.tensor_parallel does not know the groups; use axonn.ted",
         ),
         (
             raw.get("sequence_parallel_size", 1) != 1,

@@ -1,1 +1,0 @@
-"""``axonn.samo`` under DeepSpeed."""
