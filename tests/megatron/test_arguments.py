@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from axonn_plugins.hosts.megatron import arguments, connections, features, known, patch, rules
+from axonn_plugins.hosts.megatron import arguments, connections, features, known, rules
 from axonn_plugins.hosts.megatron.settings import Settings
 from tests.megatron import harness
+from tests.megatron.conftest import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = [
-    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "32"),
-    *("--micro-batch-size", "2", "--global-batch-size", "16", "--transformer-impl", "local"),
-]
 ON = ["--tensor-model-parallel-impl", "axonn3d"]
 # Of a world of 8: the flags, and what the sentence must say.
 WRONG = {
@@ -197,27 +194,6 @@ WRONG = {
     "no-hidden": ([*ON, "--hidden-size", "0"], "--hidden-size 0 is less than 1; give"),
     "no-groups": ([*ON, "--group-query-attention", "--num-query-groups", "0"], "--num-query-groups 0 is less than 1"),
 }
-
-
-@pytest.fixture
-def host(monkeypatch):
-    """A stub of megatron.training.arguments with our flags; what would be installed is in `installed`."""
-    spec = importlib.util.spec_from_file_location("stub", Path(__file__).with_name("stub.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.installed = []
-    monkeypatch.setattr(patch, "install", module.installed.append)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv(connections.VARIABLE, "1")
-    arguments.add_flags(module)
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", ["/there/pretrain_gpt.py", *MODEL, *flags])
-        args = module.parse_args()
-        return module.validate_args(args, {})
-
-    module.run = run
-    return module
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -99,8 +99,12 @@ def _describe(world: dist.ProcessGroup, store: dist.Store, theirs: Any) -> Any:
 
 
 def _switch(world: dist.ProcessGroup, name: str, backend: Any, kind: Any) -> None:
+    named, described = world.group_name, world.group_desc
     world._register_backend(_CPU, kind, backend)
     world._set_default_backend(kind)
+    # A group's name is that of one of its backends, by which a mesh finds the group.
+    world._set_group_name(named)
+    world._set_group_desc(described)
     # Groups made from now on inherit the name.
     c10d._world.pg_map[world] = (name, c10d._world.pg_map[world][1])
     c10d._world.pg_backend_config[world] = str(c10d.BackendConfig(c10d.Backend(name)))

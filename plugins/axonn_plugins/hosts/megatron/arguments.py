@@ -11,10 +11,12 @@ import functools
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.hosts.megatron import components
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS
 
 IMPLS = ("megatron", "axonn3d")
@@ -37,21 +39,15 @@ def add_flags(module: ModuleType) -> None:
 
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
-        if not hasattr(args, "tensor_model_parallel_impl"):
-            return validate(args, *rest, **named)
-        from axonn_plugins.hosts.megatron import patch, rules
-
         try:
-            settings = rules.before(args)
-            try:
-                result = validate(args, *rest, **named)
-            except Exception as error:
-                said = _in_a_line(error)
-                raise ConfigError(f"Megatron refuses these arguments: {said}; change what it names") from error
-            rules.after(args, settings)
+            blocks = components.read(args)
+            result = _with_grid(validate, args, *rest, **named)
         except ConfigError as error:
             fail(error)
-        patch.install(settings)
+        if blocks:
+            from axonn_plugins.hosts.megatron import patch
+
+            patch.install_components(blocks)
         return result
 
     validate_args.axonn = True  # type: ignore[attr-defined]
@@ -59,6 +55,23 @@ def add_flags(module: ModuleType) -> None:
     importer = sys.modules.get("megatron.training.initialize")
     if getattr(importer, "validate_args", None) is validate:
         importer.validate_args = validate_args  # type: ignore[union-attr]
+
+
+def _with_grid(validate: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
+    """Megatron's validation, between that of our grid where there is one, which is then installed."""
+    if not hasattr(args, "tensor_model_parallel_impl"):
+        return validate(args, *rest, **named)
+    from axonn_plugins.hosts.megatron import patch, rules
+
+    settings = rules.before(args)
+    try:
+        result = validate(args, *rest, **named)
+    except Exception as error:
+        said = _in_a_line(error)
+        raise ConfigError(f"Megatron refuses these arguments: {said}; change what it names") from error
+    rules.after(args, settings)
+    patch.install(settings)
+    return result
 
 
 def _in_a_line(error: Exception) -> str:
@@ -83,7 +96,7 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Values are taken as text: `rules` refuses them in one sentence, where argparse would print the whole usage.
     """
     hosts = list(parser._actions)  # a script may add others of its own
-    group = parser.add_argument_group(title="axonn", description="3D parallel matrix multiplication by axonn-plugins")
+    group = parser.add_argument_group(title="axonn", description="axonn-plugins")
 
     def add(flag: str, **how: Any) -> None:
         # Without a value where one must be, argparse would print the whole usage.
@@ -126,6 +139,10 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="time the first step's products as NN, NT and TN, and keep the fastest",
     )
+    try:
+        components.add(group)
+    except ConfigError as error:
+        fail(error)
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
@@ -133,6 +150,7 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         try:
             _check_words(words, [flag for action in group._group_actions for flag in action.option_strings])
             found, rest = parse(args, namespace)
+            components.settle(found)
             _settle(found, {word.partition("=")[0] for word in words})
         except ConfigError as error:
             fail(error)
@@ -164,9 +182,15 @@ def _check_words(words: list[str], ours: list[str]) -> None:
             if last == _OVERLAP or last not in ours or values <= (last != _TUNE):
                 continue
             raise ConfigError(f"{last} is followed by {word}, a value too many; leave that out")
+        if flag in components.REFUSED:
+            why, remedy = components.REFUSED[flag]
+            raise ConfigError(f"{flag} does not go with Megatron: {why}; {remedy}")
         if flag.startswith("--axonn") and flag not in ours:
             near = difflib.get_close_matches(flag, ours, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{flag} is not known; use {near}, or another of {', '.join(ours[1:])}")
+            raise ConfigError(
+                f"{flag} is not known; use {near}, or another of {', '.join(ours[1:])}; a system of your own must be imported "
+                "before arguments are parsed"
+            )
         if flag == _TUNE and equals:
             raise ConfigError(f"{_TUNE} takes no value; leave ={value} out")
         last, values = flag, int(bool(equals))
@@ -174,7 +198,7 @@ def _check_words(words: list[str], ours: list[str]) -> None:
 
 def _settle(found: argparse.Namespace, given: set[str]) -> None:
     """Leave our flags in the namespace only where they are used, and whether Megatron's own size came with them."""
-    ours = [name for name in vars(found) if name.startswith("axonn_")]
+    ours = [name for name in vars(found) if name.startswith("axonn_") and name != "axonn_components"]
     for name in ("tensor_model_parallel_impl", *ours):
         if getattr(found, name) == "":
             raise ConfigError(f"--{name.replace('_', '-')} has no value; give one, or leave it out")

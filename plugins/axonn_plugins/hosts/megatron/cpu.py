@@ -86,6 +86,11 @@ def enable_core() -> bool:
     return True
 
 
+def enabled() -> bool:
+    """Whether Megatron's tensors are on the CPU."""
+    return "core" in _enabled
+
+
 class _Stream:
     """A stream: what is put on it has been done."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
+from axonn_plugins.config.base import Block
 from axonn_plugins.hosts.megatron.settings import Settings
 
 
@@ -26,10 +28,31 @@ def install(settings: Settings) -> None:
     checkpoint.install()
 
 
-def uninstall() -> None:
-    """Leave Megatron as it was before `install`; models and groups that were made stay."""
-    from axonn_plugins.hosts.megatron import checkpoint, process_groups, spec
+def install_components(blocks: Mapping[str, Block]) -> None:
+    """Have PCCL and systems of one's own take part in this process' training, before it makes process groups.
 
+    Args:
+        blocks: by key, ``pccl`` or that of a system.
+    """
+    from axonn_plugins.config import Pccl
+    from axonn_plugins.hosts.megatron import collectives, moments
+
+    others = {}
+    for key, block in blocks.items():
+        if isinstance(block, Pccl):
+            collectives.install(block)
+        else:
+            others[key] = block
+    if others:
+        moments.install(others)
+
+
+def uninstall() -> None:
+    """Leave Megatron as it was before `install` and `install_components`; models and groups that were made stay."""
+    from axonn_plugins.hosts.megatron import checkpoint, collectives, moments, process_groups, spec
+
+    moments.uninstall()
+    collectives.uninstall()
     checkpoint.uninstall()
     spec.uninstall()
     process_groups.uninstall()

@@ -85,6 +85,11 @@ def stages() -> int:
     return _installed.stages
 
 
+def device() -> str:
+    """The type of the device that the process group is for."""
+    return "cuda" if torch.cuda.is_available() and dist.get_backend() not in ("gloo", "pccl") else "cpu"
+
+
 def _with_grid(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
@@ -98,8 +103,7 @@ def _with_grid(original: Callable[..., None]) -> Callable[..., None]:
         given.arguments["expert_tensor_parallel_size"] = grid.gx * grid.gy
         communicators = Communicators.of(given.arguments)
         original(*given.args, **given.kwargs)
-        device = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-        _installed.mesh, _installed.stages = MegatronMesh(grid, device, stages, communicators), stages
+        _installed.mesh, _installed.stages = MegatronMesh(grid, device(), stages, communicators), stages
 
     return initialize_model_parallel
 

@@ -1,0 +1,121 @@
+"""The moments that Megatron's training gives systems: gradients before each optimizer step, the step, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from axonn_plugins.autoload import on_import
+from axonn_plugins.config.base import Block, ConfigError
+from axonn_plugins.config.systems import REGISTERED
+from axonn_plugins.hosts.host import System
+from axonn_plugins.hosts.megatron.arguments import fail
+from axonn_plugins.hosts.megatron.originals import Originals
+
+_STATES = "axonn_systems"
+
+
+class _Moments:
+    """Systems of one's own in one run, and what was wrapped for them.
+
+    Args:
+        blocks: by key.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block]) -> None:
+        self._blocks = blocks
+        self._systems: dict[str, System] = {}
+        self._loaded: dict[str, Any] = {}
+        self.originals = Originals()
+        on_import("megatron.training.training", self._wrap_training)
+        on_import("megatron.training.checkpointing", self._wrap_checkpointing)
+
+    def _wrap_training(self, module: ModuleType) -> None:
+        self.originals.wrap(module, "setup_model_and_optimizer", lambda original: self._with_systems(original, module))
+
+    def _wrap_checkpointing(self, module: ModuleType) -> None:
+        self.originals.wrap(module, "generate_state_dict", self._with_states)
+        self.originals.wrap(module, "_load_base_checkpoint", self._keeping_states)
+
+    def _with_systems(self, original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+        @wraps(original)
+        def setup_model_and_optimizer(*args: Any, **named: Any) -> Any:
+            made = original(*args, **named)
+            model, optimizer = made[:2]
+            if optimizer is not None:
+                try:
+                    self._attach(model, optimizer, module.get_args())
+                except ConfigError as error:
+                    fail(error)
+            return made
+
+        return setup_model_and_optimizer
+
+    def _attach(self, model: list[Any], optimizer: Any, args: Any) -> None:
+        from axonn_plugins.hosts.megatron.host import MegatronHost
+
+        host = MegatronHost(model, optimizer, args)
+        self._systems = {key: REGISTERED[key].system(block, host) for key, block in self._blocks.items()}
+        for key, system in self._systems.items():
+            if key in self._loaded and not args.finetune:
+                system.load_state_dict(self._loaded[key])
+        step = optimizer.step
+
+        @wraps(step)
+        @torch.no_grad()
+        def with_moments(*given: Any, **named: Any) -> Any:
+            for system in self._systems.values():
+                system.gradients(host.gradients())
+            result = step(*given, **named)
+            host.steps += 1
+            for system in self._systems.values():
+                system.stepped()
+            return result
+
+        optimizer.step = with_moments
+
+    def _with_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def generate_state_dict(*args: Any, **named: Any) -> Any:
+            made = original(*args, **named)
+            states = {key: system.state_dict() for key, system in self._systems.items()}
+            return {**made, _STATES: states} if states else made
+
+        return generate_state_dict
+
+    def _keeping_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Checkpoints are read before there are systems."""
+
+        @wraps(original)
+        def load(*args: Any, **named: Any) -> Any:
+            result = original(*args, **named)
+            self._loaded = (result[0] or {}).get(_STATES, self._loaded)
+            return result
+
+        return load
+
+
+_installed: _Moments | None = None
+
+
+def install(blocks: Mapping[str, Block]) -> None:
+    """Give systems their moments in models that `megatron.training` makes from now on; the last blocks count.
+
+    Args:
+        blocks: of systems, by key.
+    """
+    global _installed
+    uninstall()
+    _installed = _Moments(blocks)
+
+
+def uninstall() -> None:
+    """Leave Megatron as it was before `install`; optimizers that were made keep their systems."""
+    global _installed
+    if _installed is not None:
+        _installed.originals.restore()
+    _installed = None

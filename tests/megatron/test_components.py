@@ -1,0 +1,108 @@
+"""Flags of systems of one's own and of PCCL in a stub of Megatron's parser, and names of a model's parameters."""
+
+import json
+import re
+from argparse import ArgumentParser
+
+import pytest
+from torch import nn
+
+from axonn_plugins.hosts.megatron import components, cpu
+from tests.compose.noise import NoiseBlock
+
+NOISE = ["--axonn-gradient-noise", '{"std": 0.3}']
+ON = ["--tensor-model-parallel-impl", "axonn3d"]
+WRONG = {
+    "json": (["--axonn-gradient-noise", "std: 1"], "--axonn-gradient-noise std: 1 is not JSON .* write it as"),
+    "unknown": (["--axonn-gradient-noise", '{"std": 1.0, "dcay": 1.0}'], 'dcay is not a key; use "decay"'),
+    "missing": (["--axonn-gradient-noise"], "axonn.gradient_noise.std is missing; add it"),
+    "number": (["--axonn-gradient-noise", "3"], "axonn.gradient_noise = 3 is not an object; write it in braces"),
+    "null": (["--axonn-gradient-noise", "null"], "--axonn-gradient-noise null is not an object; write"),
+    "range": (['--axonn-gradient-noise={"std": -1}'], "axonn.gradient_noise.std = -1 is not"),
+    "empty": (["--axonn-gradient-noise="], "--axonn-gradient-noise has no value; give one"),
+    "near": (["--axonn-gradient-nois"], "use --axonn-gradient-noise, .*; a system of your own must be imported before"),
+    "two": ([*NOISE, "{}"], "--axonn-gradient-noise is followed by {}, a value too many"),
+    "on-a-grid": ([*ON, "--axonn-gradient-noise", "{}"], "axonn.gradient_noise.std is missing"),
+    "yaml": ([*NOISE, "--yaml-cfg", "x.yaml"], "--yaml-cfg does not go with --axonn-gradient-noise, which it would"),
+    "fsdp": (
+        [*NOISE, "--use-megatron-fsdp"],
+        "--use-megatron-fsdp does not go with --axonn-gradient-noise: its gradients",
+    ),
+    "experts": ([*NOISE, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-gradient-noise: .* TED"),
+    "order": ([*NOISE, "--use-tp-pp-dp-mapping"], "--use-tp-pp-dp-mapping does not go with --axonn-gradient-noise"),
+    "device": (["--axonn-pccl"], "--axonn-pccl is for CPU tensors, and Megatron trains on CUDA, .*; leave it out"),
+    "samo": (
+        ["--axonn-samo", "{}"],
+        "--axonn-samo does not go with Megatron: Distributed.* float32 weights.* DeepSpeed",
+    ),
+    "ted": ([*ON, "--axonn-ted"], "--axonn-ted does not go with Megatron: Distributed.* --expert-model-parallel-size"),
+    "offload": (
+        ["--axonn-offload-optimizer={}"],
+        "--axonn-offload-optimizer does not .* use Megatron's --optimizer-cpu",
+    ),
+    "pipeline": (["--axonn-pipeline", "{}"], "--axonn-pipeline does not .* use --pipeline-model-parallel-size"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_sentence(host, capsys, name):
+    flags, said = WRONG[name]
+    with pytest.raises(SystemExit) as stopped:
+        host.run(*flags)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.count("\n") == 1
+    assert re.match("pretrain_gpt.py: error: .*" + said, told), told
+    assert not host.installed and not host.components
+
+
+def test_flags_become_blocks(host, monkeypatch):
+    args = host.run(*NOISE)
+    assert host.components == [{"gradient_noise": NoiseBlock(std=0.3)}] and not host.installed
+    assert args.axonn_components == {"gradient_noise": NOISE[1]}
+    assert [name for name in vars(args) if "axonn" in name] == ["axonn_components"]
+    host.run(*ON, "--axonn-gx", "2", *NOISE)
+    assert len(host.installed) == 1 and host.components[1] == host.components[0]
+    monkeypatch.setattr(cpu, "enabled", lambda: True)
+    host.run("--axonn-pccl", "--axonn-gradient-noise", json.dumps({"std": 1.0, "decay": 0.0}))
+    host.run("--axonn-pccl", '{"algorithm": "ring"}')
+    assert host.components[2]["pccl"].algorithm == "auto" and host.components[2]["gradient_noise"].decay == 0
+    assert list(host.components[3]) == ["pccl"] and host.components[3]["pccl"].algorithm == "ring"
+
+
+def test_without_a_flag_nothing_is_different(host):
+    args = host.run()
+    assert not host.components and not [name for name in vars(args) if "axonn" in name]
+
+
+def test_help_says_what_a_system_does(host):
+    text = " ".join(host.add_megatron_arguments(ArgumentParser()).format_help().split())
+    assert (
+        "--axonn-gradient-noise [JSON] Adds the same noise to a gradient on any grid; what stands under the key" in text
+    )
+    assert "--axonn-pccl [JSON] collectives of CPU tensors by PCCL" in text
+
+
+def test_a_key_whose_flag_is_there_is_refused(host, capsys, monkeypatch):
+    registered = {**components.REGISTERED, "gx": components.REGISTERED["gradient_noise"]}
+    monkeypatch.setattr(components, "REGISTERED", registered)
+    with pytest.raises(SystemExit):
+        host.run()
+    assert "--axonn-gx is another flag, so that a system cannot have the key gx; rename" in capsys.readouterr().err
+
+
+def test_names_are_those_of_one_stage():
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from axonn_plugins.hosts.megatron.host import _serial_names
+
+    model, head = nn.Module(), nn.Linear(2, 2, bias=False)
+    model.decoder, model.output_layer = nn.Module(), head
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model.decoder.layers = nn.ModuleList(layers)
+    for number, layer in enumerate(layers):
+        layer.layer_number = number + 3
+    assert list(_serial_names(model).values()) == [
+        *("decoder.layers.2.weight", "decoder.layers.2.bias", "decoder.layers.3.weight", "decoder.layers.3.bias"),
+        "output_layer.weight",
+    ]
+    model.share_embeddings_and_output_weights = True
+    assert _serial_names(model)[head.weight] == "embedding.word_embeddings.weight"
