@@ -128,5 +128,5 @@ def _pipeline(side: str, settings: Settings, corpus: Corpus) -> Outcome:
         bucketed = engine.optimizer.bucketed
         outcome.state = bucketed.device_bytes + bucketed.step_bytes, bucketed.host_bytes
     if ours and settings.sparsity is not None:
-        outcome.state = engine.optimizer.samo.nbytes, 0
+        outcome.state = engine.optimizer.states.nbytes, 0
     return outcome
