@@ -118,3 +118,25 @@ def test_a_pruned_checkpoint_is_read_dense(tmp_path: Path) -> None:
     pruned, dense = run_ranks(pruned_to_dense, 4, str(tmp_path))[0]
     assert pruned[0] == pytest.approx(dense[0], rel=CLOSE)
     assert pruned[1] != pytest.approx(dense[1], rel=1e-6)
+
+
+def scaled(folder: str) -> tuple[list[float], list[float]]:
+    """Norms of a run in fp16 whose loss scale grows with each step, and of one that goes on from its middle."""
+    ready(staged=False)
+    growing = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    case = Case({**grid(gx=2), "offload_optimizer": {}}, 1, extra={"fp16": growing})
+    engine = start(case)
+    train(engine, case, range(2))
+    engine.save_checkpoint(folder)
+    found = [train(engine, case, range(2, 4))[1]]
+    engine.destroy()
+    engine = start(case)
+    engine.load_checkpoint(folder)
+    found.append(train(engine, case, range(2, 4))[1])
+    engine.destroy()
+    return found[0], found[1]
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    wanted, resumed = run_ranks(scaled, 4, str(tmp_path))[0]
+    assert resumed == pytest.approx(wanted, rel=1e-6)

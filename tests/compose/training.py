@@ -303,9 +303,29 @@ def train(engine: Any, case: Case, steps: range | None = None) -> tuple[list[flo
     return losses, norms
 
 
+def obeyed(engine: Any, case: Case) -> None:
+    """What no loss shows: that each key is at work."""
+    block, kinds = case.block, {type(module).__name__ for module in engine.module.modules()}
+    if "offload_optimizer" in block:
+        optimizer = engine.optimizer
+        assert optimizer.states.host if hasattr(optimizer, "states") else optimizer.bucketed.host_bytes
+    if "ted" in block:
+        assert "TedMoE" in kinds or "MoE" not in kinds
+    if "pccl" in block:
+        assert "pccl" in str(dist.group.WORLD._get_backend(torch.device("cpu")).name())  # type: ignore[union-attr]
+    if "pipeline" in block or case.stages:
+        assert engine.num_stages == case.stages and hasattr(engine, "most_alive")
+    if "tensor_parallel" in block:
+        assert engine.mesh.grid.gx * engine.mesh.grid.gy * engine.mesh.grid.gz > 1 or "auto" in str(block)
+        assert any(getattr(p, "axonn_layout", None) is not None for p in engine.module.parameters())
+    if "samo" in block:
+        assert engine._pruning.pruned or block["samo"].get("start_step")
+
+
 def run(case: Case) -> tuple[list[float], list[float], list[float], list[float]]:
     """Losses and norms of the engine, and those of the serial run."""
     engine = start(case)
+    obeyed(engine, case)
     found, readers = train(engine, case), readers_of(case, engine)
     engine.destroy()
     dist.barrier()

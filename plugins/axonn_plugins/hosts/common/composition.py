@@ -64,7 +64,8 @@ class Composition:
             "stage": self.stage,
             "host": offload is not None,
             "norm": self._square_of_all,
-            **({} if offload is None else {"tile_size": offload.bucket_size // 2}),
+            # Two tiles are on the device, each with what the optimizer's arithmetic allocates.
+            **({} if offload is None else {"tile_size": offload.bucket_size // 4}),
         }
 
     def attach(self, optimizer: samo.Optimizer) -> None:

@@ -69,10 +69,9 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     refuse(of_old_forms(raw))
     compose.check(block)
     stage = section(raw, "zero_optimization").get("stage", 0)
-    own = states_config.owned(block, stage)
-    if own:
-        given = [*(key for key in _SYSTEMS if getattr(block, key) is not None), *block.others]
-        names.require(f"axonn.{given[0]}", "axonn_tp", "samo", "ted_moe")
+    own = states_config.owner(block, stage)
+    if own is not None:
+        names.require(f"axonn.{own}", "axonn_tp", "samo", "ted_moe")
     _tile(config.parse({}) if own else block, raw)
     _stock_pipelines()
     if block.tensor_parallel is None or block.pipeline is not None:  # whose engine puts its own in that place

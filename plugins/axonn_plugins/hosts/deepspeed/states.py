@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
 from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
-from axonn_plugins.hosts.deepspeed.states_config import owned
+from axonn_plugins.hosts.deepspeed.states_config import owner
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.dealt import DealtNames
 
@@ -62,7 +62,7 @@ class OwnStates(CheckedCheckpoints):
     optimizer: Any
     mesh: Mesh
     _own_block: Axonn | None = None
-    _own_stage = 0
+    _own_stage, _own_key = 0, "axonn"
     composition: Composition | None = None
 
     def _own_states(self, config_class: Any, optimizer: Any) -> None:
@@ -72,8 +72,10 @@ class OwnStates(CheckedCheckpoints):
             ConfigError: it does, and there is no optimizer.
         """
         block, stage = config_class.axonn, config_class.axonn_stage
-        if not owned(block, stage):
+        found = owner(block, stage)
+        if found is None:
             return
+        self._own_key = f"axonn.{found}"
         self._own_block, self._own_stage = block, stage
         if optimizer is None and not config_class.optimizer_name:
             raise ConfigError(
@@ -84,12 +86,6 @@ class OwnStates(CheckedCheckpoints):
     @property
     def _owns(self) -> bool:
         return self._own_block is not None
-
-    @property
-    def _own_key(self) -> str:
-        block = self._own_block
-        given = [key for key in ("samo", "offload_optimizer") if getattr(block, key) is not None]
-        return f"axonn.{given[0]}" if given else "axonn"
 
     @property
     def _pruning(self) -> Pruning | None:

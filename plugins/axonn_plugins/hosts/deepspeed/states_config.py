@@ -27,19 +27,21 @@ OWNERS = {
 """Keys whose optimizer is ours, and what it does."""
 
 
-def owned(block: Axonn, stage: int) -> bool:
-    """Whether gradients and optimizer states are ours under a block, at a stage of ZeRO.
+def owner(block: Axonn, stage: int) -> str | None:
+    """The key for which gradients and optimizer states are ours at a stage of ZeRO; None: they are DeepSpeed's.
 
     DeepSpeed's sharding of states knows neither experts beside split weights nor split weights in a pipeline.
     """
-    if block.others or any(getattr(block, key) is not None for key in OWNERS):
-        return True
+    given = [key for key in OWNERS if getattr(block, key) is not None] + list(block.others)
+    if given:
+        return given[0]
     splits = [key for key in ("tensor_parallel", "ted") if getattr(block, key) is not None]
-    return stage > 0 and (len(splits) == 2 or (bool(splits) and block.pipeline is not None))
+    apart = len(splits) == 2 or (bool(splits) and block.pipeline is not None)
+    return splits[0] if stage > 0 and apart else None
 
 
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
-    """Refuse what the first of the given keys cannot go with, with the reason.
+    """Refuse what the keys for which states are ours cannot go with, with the reason.
 
     Args:
         block: the block.
@@ -49,9 +51,17 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
     Raises:
         ConfigError: the first.
     """
-    owners = {name: does for name, does in OWNERS.items() if getattr(block, name) is not None}
-    for name, does in (owners | dict.fromkeys(block.others, "changes gradients before they are clipped")).items():
-        _check(f"axonn.{name}", does, block, raw, mpu)
+    first = owner(block, section(raw, "zero_optimization").get("stage", 0))
+    if first is None:
+        return
+    given = [key for key in OWNERS if getattr(block, key) is not None] + list(block.others)
+    for name in given or [first]:
+        default = (
+            "changes gradients before they are clipped"
+            if name in block.others
+            else "shares states out by weights' own ranks"
+        )
+        _check(f"axonn.{name}", OWNERS.get(name, default), block, raw, mpu)
 
 
 def _check(key: str, does: str, block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
@@ -82,6 +92,21 @@ def _of_state(key: str, does: str, raw: Mapping[str, Any]) -> list[Refusal]:
                 f"zero_optimization.{name} is DeepSpeed's own offload, and {key} {does}; remove one of them",
             )
             for name in ("offload_optimizer", "offload_param")
+        ],
+        *[
+            (bool(zero.get(name)), f"zero_optimization.{name} rounds what travels, which {key} does not; remove it")
+            for name in ("zero_quantized_gradients", "zero_quantized_weights")
+        ],
+        *[
+            (
+                bool(section(raw, half).get(name)),
+                f"{half}.{name} keeps masters or states in 16 bits, and {key} keeps them in float32; remove it",
+            )
+            for half, name in (
+                ("fp16", "fp16_master_weights_and_grads"),
+                ("bf16", "bf16_master_weights_and_grads"),
+                ("bf16", "bf16_optimizer_states"),
+            )
         ],
         (bool(zero.get("zenflow")), f"zero_optimization.zenflow is an optimizer of its own; remove it, or {key}"),
         (

@@ -159,7 +159,7 @@ class GridCheckpoints(OwnStates):
 
     def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
         """On the same grid or on another one, by another plan or ZeRO stage."""
-        if keywords.get("custom_load_fn", rest[4] if len(rest) > 4 else None) is not None:
+        if self._splits and keywords.get("custom_load_fn", rest[4] if len(rest) > 4 else None) is not None:
             raise ConfigError(
                 "custom_load_fn would be given shards, which DeepSpeed's files hold under axonn.tensor_parallel; leave it out, and give whole "
                 "tensors to engine.module.load_state_dict, which keeps this rank's shards of them"

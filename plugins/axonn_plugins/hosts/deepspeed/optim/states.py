@@ -87,20 +87,28 @@ def _may_fuse(group: Mapping[str, Any]) -> bool:
 
 
 class Scale(samo.LossScale):
-    """DeepSpeed's loss scaler, moved by its own rules.
+    """DeepSpeed's loss scaler, moved by its own rules; also where a checkpoint changes it.
 
     Args:
         scaler: of `deepspeed.runtime.fp16.loss_scaler`.
     """
 
     def __init__(self, scaler: Any) -> None:
-        super().__init__(scaler.loss_scale, dynamic=scaler.dynamic)
         self.scaler = scaler
+        super().__init__(scaler.loss_scale, dynamic=scaler.dynamic)
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        """The scaler's."""
+        return self.scaler.loss_scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        """Left to the scaler."""
 
     def update(self, overflow: bool) -> None:
         """Let the scaler take note of how a step went."""
         self.scaler.update_scale(overflow)
-        self.scale = self.scaler.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's numbers."""
@@ -110,7 +118,6 @@ class Scale(samo.LossScale):
         """Numbers of a scaler of the same kind; those of a static one are nothing to a dynamic one, nor the reverse."""
         if state.keys() == self.state_dict().keys():
             vars(self.scaler).update(state)
-            self.scale = self.scaler.loss_scale
 
 
 class StateOptimizer(WrappedOptimizer):

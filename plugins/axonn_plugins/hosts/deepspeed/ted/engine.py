@@ -22,7 +22,7 @@ from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
 from axonn_plugins.hosts.deepspeed.engine import AxonnEngine, Split
-from axonn_plugins.hosts.deepspeed.states_config import owned
+from axonn_plugins.hosts.deepspeed.states_config import owner
 from axonn_plugins.hosts.deepspeed.ted.config import check_experts, check_rest
 from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, refuse_others, refuse_split
 from axonn_plugins.hosts.deepspeed.ted.layers import (
@@ -50,7 +50,7 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         block, layers = config_class.axonn.ted, stock_layers(model)
         if layers:
             check_experts(config_class.axonn_raw)
-        composed = config_class.axonn.tensor_parallel is not None or owned(config_class.axonn, config_class.axonn_stage)
+        composed = config_class.axonn.tensor_parallel is not None or owner(config_class.axonn, config_class.axonn_stage)
         if block.tensor > 1 or composed:
             return super().__new__(cls)
         if layers:
