@@ -24,11 +24,11 @@ GROUPED = {**SIZES, "num_key_value_heads": 2}
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def hf(name: str, **sizes: Any) -> nn.Module:
-    """A model of HF transformers by class name, from a configuration alone."""
+def hf(name: str, configuration: str = "", **sizes: Any) -> nn.Module:
+    """A model of HF transformers by class name, from a configuration alone, whose class the family's name tells if it is not given."""
     transformers = pytest.importorskip("transformers")
     family = name.partition("For")[0].removesuffix("LMHeadModel").removesuffix("Model")
-    config = getattr(transformers, f"{family}Config")(**{**NO_TOKENS, **sizes})
+    config = getattr(transformers, configuration or f"{family}Config")(**{**NO_TOKENS, **sizes})
     model = getattr(transformers, name)(config).eval()
     # The default product of experts knows no float64.
     model.set_experts_implementation("eager")
@@ -38,8 +38,8 @@ def hf(name: str, **sizes: Any) -> nn.Module:
 def litgpt(**sizes: Any) -> nn.Module:
     model = pytest.importorskip("litgpt.model")
     config = pytest.importorskip("litgpt.config")
-    common = {"block_size": 16, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY, "n_layer": 2, "n_embd": 32}
-    return model.GPT(config.Config(**common, n_head=4, **sizes))
+    common = {"block_size": 16, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY, "n_embd": 32}
+    return model.GPT(config.Config(**{**common, "n_layer": 2, "n_head": 4, **sizes}))
 
 
 class Encoder(nn.Module):

@@ -6,8 +6,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from axonn_tp.plan.search.replay import Related
 
-class Answers(Protocol):
+
+class Answers(Related, Protocol):
     """Stands in for layers; each answers to what it was given, by its name."""
 
     def linear(self, name: str, input: Tensor) -> Tensor:

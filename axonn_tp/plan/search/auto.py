@@ -11,7 +11,7 @@ its authors publish (HF transformers' ``_tp_plan``) are taken at their word. All
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +27,18 @@ from axonn_tp.plan.report import Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.pairs import Group, Judge, Traced, short
 from axonn_tp.plan.search.published_pairs import published_pairs
-from axonn_tp.plan.search.shadow import Mismatch, Run, Shadow
+from axonn_tp.plan.search.replay import containing
+from axonn_tp.plan.search.runs import Mismatch, Run
+from axonn_tp.plan.search.shadow import Shadow
 from axonn_tp.plan.search.stream import Shared, split_stream
 
 
 def auto_plan(
-    model: nn.Module, grid: Grid, example_inputs: Any = None, options: Options | None = None
+    model: nn.Module,
+    grid: Grid,
+    example_inputs: Any = None,
+    options: Options | None = None,
+    reuse: bool = True,
 ) -> tuple[dict[str, LayerPlan], Report]:
     """A plan for `model`, and what it says about every layer. Pure: no processes, nothing changes.
 
@@ -41,11 +47,12 @@ def auto_plan(
         grid: the grid that the plan is for.
         example_inputs: arguments of the model's forward, a tuple or a mapping; small ones do. They are guessed when None.
         options: of the run, for the bytes in the report.
+        reuse: simulate blocks that are alike once; without it each of them, which finds the same and takes longer.
 
     Returns:
         The plan by layer name, and a report; `print` it.
     """
-    finder = _Finder(model, grid, example_inputs)
+    finder = _Finder(model, grid, example_inputs, reuse)
     plan: dict[str, LayerPlan] = {}
     for group in finder.accepted():
         for name, parts in zip(group.normal, group.parts, strict=True):
@@ -73,7 +80,7 @@ def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[
 class _Finder:
     """The search; `reasons` says by layer what became of it."""
 
-    def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any) -> None:
+    def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any, reuse: bool) -> None:
         self.model, self.grid = model, grid
         self.reasons: dict[str, str] = {}
         self.tensors: dict[str, tuple] = {}
@@ -84,25 +91,28 @@ class _Finder:
         self.free = set(self.sizes)
         self.shadow: Shadow | None = None
         try:
-            self.shadow = Shadow(model)
+            self.shadow = Shadow(model, reuse)
         except Exception as error:
             let_out(error)
             self.note = f"The model could not be copied for a simulation ({short(error)})."
         self.arguments = None if example_inputs is None else as_arguments(example_inputs)
         self._trials = Judge(self.shadow, self.sizes, grid, self.reasons)
-        self._verdicts: dict[tuple, Group | str] = {}
-        self._whole: Traced | None = None
+        self._verdicts: dict[Hashable, Group | str] = {}
+        self._whole: Arguments | None = None
         self._groups: list[Group] = []
 
     def accepted(self) -> list[Group]:
         """Groups that are right on this grid, without overlap."""
         found: list[Group] = []
         for traced in self._traced("") if self.shadow else []:
-            candidates = [self._judge(group, traced) for group in self._candidates(traced.run)]
-            traced.groups = [group for group in candidates if group is not None]
+            candidates = list(self._candidates(traced.run))
             self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
+            traced.run.settle()
+            judged = [self._judge(group, traced) for group in candidates]
+            traced.groups = [group for group in judged if group is not None]
             found += self._confirmed(traced)
-            self._whole = traced if not traced.name else None
+            self._whole = traced.run.arguments[""] if not traced.name else None
+            traced.run = Run()
         self._groups = list(found)
         taken = {name for group in found for name in (*group.normal, group.transposed)}
         for pair in published_pairs(self.model, self.free, self.sizes):
@@ -174,10 +184,21 @@ class _Finder:
         assert self.shadow is not None
         parent = self.shadow.modules[group.parent]
         numbers = [(key, value) for key, value in vars(parent).items() if isinstance(value, int) and "idx" not in key]
-        key = (tuple(map(collapse, names)), tuple(self.sizes[name] for name in names), type(parent), tuple(numbers))
-        if key not in self._verdicts:
-            self._verdicts[key] = self._trials.decide(group, traced)
-        verdict = self._verdicts[key]
+        keys: list[Hashable] = [
+            (tuple(map(collapse, names)), tuple(self.sizes[name] for name in names), type(parent), tuple(numbers))
+        ]
+        block = containing(group.transposed, traced.run.blocks)
+        if block is not None and all(name.startswith(f"{block}.") for name in names):
+            keys.append((traced.run.blocks[block].likeness, tuple(name[len(block) :] for name in names)))
+        verdict = next((self._verdicts[key] for key in keys if key in self._verdicts), None)
+        if verdict is None:
+            reads = self.shadow.reads
+            verdict = self._trials.decide(group, traced)
+            if self.shadow.reads != reads:
+                # In the trial the block asked for something in which it differs from others.
+                traced.run.blocks.clear()
+                del keys[1:]
+            self._verdicts.update(dict.fromkeys(keys, verdict))
         if isinstance(verdict, str):
             for name in names:
                 self.reasons.setdefault(name, verdict)
@@ -247,8 +268,7 @@ class _Finder:
         widths = {self.sizes[group.transposed][1] for group in groups}
         widths |= {self.sizes[name][0] for group in groups for name in group.normal}
         over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
-        arguments = self._whole.run.arguments[""]
-        found = split_stream(self.model, self.shadow, arguments, grid, widths, over_x, over_both)
+        found = split_stream(self.model, self.shadow, self._whole, grid, widths, over_x, over_both)
         made = found.plan()
         place(self.model, grid, {**plan, **made})
         self.reasons.update(dict.fromkeys(made, "simulated on shares of the stream"))

@@ -17,7 +17,8 @@ from axonn_tp.plan.counted_attributes import counting_attributes, divisors, read
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.report import collapse
 from axonn_tp.plan.rules import LayerPlan, linear_split
-from axonn_tp.plan.search.shadow import Cut, Local, Mismatch, Run, Shadow
+from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run
+from axonn_tp.plan.search.shadow import Shadow
 
 _PRIMES = (2, 3, 5, 7)
 

@@ -8,12 +8,9 @@ makes this share of what the partner must see, and leaves everything else as it 
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,82 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from axonn_tp.layers.linear_split import features
 from axonn_tp.plan.counted_attributes import local_counts
+from axonn_tp.plan.own_faults import let_out
+from axonn_tp.plan.search.alike import Likeness
 from axonn_tp.plan.search.answers import Answers
+from axonn_tp.plan.search.copies import embedding, is_embedding, weightless_copy
 from axonn_tp.plan.search.dependencies import Reach
-
-TOLERANCE = 1e-6
-_LARGEST_PARAMETER = 1 << 22
-
-
-class Mismatch(Exception):
-    """A share computes something else than its part of the whole."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one linear takes part in a share: ``parts`` None for the layer that ends a pair, else the equal matrices of its output."""
-
-    share: int
-    shares: int
-    parts: int | None = 1
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This share of features in the last dim.
-
-        Raises:
-            Mismatch: they do not divide.
-        """
-        pieces = tensor.chunk(self.parts or 1, -1)
-        if pieces[0].shape[-1] % self.shares:
-            raise Mismatch(f"{tensor.shape[-1]} features do not divide by {self.shares}")
-        return torch.cat([piece.chunk(self.shares, -1)[self.share] for piece in pieces], -1)
-
-
-@dataclass(frozen=True)
-class Local:
-    """Counts of one module (see `axonn_tp.plan.counted_attributes`) divided by `shares`."""
-
-    module: str
-    names: tuple[str, ...]
-    shares: int
-
-
-@dataclass
-class Run:
-    """One pass over the whole module.
-
-    Attributes:
-        inputs: input of each linear, by name, one a call.
-        made: outputs of the linears, leaves of the autograd graph, with their names.
-        outputs: tensors that the pass returned.
-        results: what each linear, and each watched embedding and norm, answered, one a call.
-        arguments: what each module was first called with.
-        read: the tensor objects that each linear was called with, and their versions, which tell whether two are one.
-    """
-
-    inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    read: dict[str, list[tuple[Tensor, int]]] = field(default_factory=lambda: defaultdict(list))
-    made: list[tuple[str, Tensor]] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    results: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    arguments: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)
-
-    def tensors(self, name: str) -> tuple[tuple[int, int], ...]:
-        """What the linear `name` read: equal for two linears that read the same tensors."""
-        return tuple((id(tensor), version) for tensor, version in self.read[name])
-
-    def consumers(self) -> dict[str, set[str]]:
-        """By linear, the linears that read something made of its output; ``""`` is the pass' own output."""
-        bits = {name: 1 << i for i, name in enumerate(self.inputs)}
-        reach = Reach({id(leaf): bits[name] for name, leaf in self.made})
-        found: dict[str, set[str]] = {name: set() for name in bits}
-        ends = [(name, tensor) for name, tensors in self.inputs.items() for tensor in tensors]
-        for end, tensor in [*ends, *(("", tensor) for tensor in self.outputs)]:
-            sources = reach(tensor)
-            for name, bit in bits.items():
-                if sources & bit:
-                    found[name].add(end)
-        return found
+from axonn_tp.plan.search.replay import Recorder, Related, Replay, containing
+from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, check_same, equal
 
 
 class Shadow:
@@ -104,31 +32,40 @@ class Shadow:
 
     Args:
         model: the serial model, on any device including meta; it is not changed.
+        reuse: of blocks that are alike, run one in a pass on shares.
 
     Raises:
         Exception: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        generator = torch.Generator().manual_seed(1)
-        memo: dict[int, Any] = {}
-        bare = set(_weights_of_shadowed(model))
-        for parameter in model.parameters():
-            memo[id(parameter)] = _stand_in(parameter, id(parameter) in bare, generator)
-        self.model = copy.deepcopy(model, memo).eval()
+    def __init__(self, model: nn.Module, reuse: bool = True) -> None:
+        self.model, drawn = weightless_copy(model)
         self.modules = dict(self.model.named_modules())
         self.linears = {name: size for name, module in self.modules.items() if (size := features(module))}
-        for module in self.modules.values():
-            _settle(module, generator)
+        self.likeness: Likeness | None = None
+        if reuse:
+            answering = {id(m) for name, m in self.modules.items() if name in self.linears or is_embedding(m)}
+            self.likeness = Likeness(self.modules, answering, drawn)
+            for name in self.likeness.kinds:
+                self.modules[name].forward = self._block(name, self.modules[name].forward)  # type: ignore[method-assign]
         for number, (name, module) in enumerate(self.modules.items()):
             if name in self.linears:
                 module.forward = self._linear(name, number)  # type: ignore[method-assign]
             elif is_embedding(module):
-                module.forward = _embedding(module.embedding_dim, number)  # type: ignore[method-assign, assignment]
+                module.forward = embedding(module.embedding_dim, number)  # type: ignore[method-assign, assignment]
         self._run = Run()
         self._expected: Run | None = None
         self._cuts: Mapping[str, Cut] = {}
         self._seat: Answers | None = None
+        self._player: Recorder | Replay | None = None
+
+    def _block(self, name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **keywords: Any) -> Any:
+            assert self.likeness is not None
+            with self.likeness.running(name):
+                return whole(*args, **keywords) if self._player is None else self._player(name, whole, (args, keywords))
+
+        return forward
 
     def _linear(self, name: str, number: int) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
@@ -159,7 +96,12 @@ class Shadow:
         if call >= len(calls):
             raise Mismatch(f"{name} is called more often")
         ends_pair = cut is not None and cut.parts is None
-        _same(input, cut.of(calls[call]) if ends_pair else calls[call], f"the input of {name}")  # type: ignore[union-attr]
+        check_same(input, cut.of(calls[call]) if ends_pair else calls[call], f"the input of {name}")  # type: ignore[union-attr]
+
+    @property
+    def reads(self) -> int:
+        """How much was read so far of what differs between repeated blocks."""
+        return self.likeness.reads if self.likeness is not None else 0
 
     def whole(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> Run:
         """One pass of the module `name`, of everything it holds.
@@ -168,9 +110,40 @@ class Shadow:
             Exception: whatever the module raises on these arguments.
         """
         self._expected, self._cuts = None, {}
+        inside = f"{name}." if name else ""
         with self._recording() as run:
-            run.outputs = self._call(name, arguments)
+            if self.likeness is not None and any(block.startswith(inside) for block in self.likeness.kinds):
+                self._player = Recorder(self.likeness, run.results)
+            try:
+                run.outputs = self._call(name, arguments)
+            finally:
+                recorder, self._player = self._player, None
+        if isinstance(recorder, Recorder):
+            run.blocks = recorder.blocks()
         return run
+
+    @contextmanager
+    def _replaying(
+        self, run: Run, related: Related, cuts: Mapping[str, Cut], counts: Iterable[Local]
+    ) -> Iterator[Replay]:
+        """Inside, blocks that are alike are run once.
+
+        Raises:
+            Mismatch: in this pass a block asked for something in which blocks differ.
+        """
+        assert self.likeness is not None
+        parts: list[tuple[str, Hashable]] = [(name, cut) for name, cut in cuts.items()]
+        parts += [(local.module, (local.names, local.shares)) for local in counts]
+        reads = self.likeness.reads
+        self._player = replay = Replay(self.likeness, run.blocks, related, parts)
+        try:
+            yield replay
+        finally:
+            self._player = None
+            if self.likeness.reads != reads:
+                run.blocks.clear()
+        if self.likeness.reads != reads:
+            raise Mismatch("blocks differ in what they read")
 
     def share(self, name: str, run: Run, cuts: Mapping[str, Cut], counts: list[Local], compare_outputs: bool) -> None:
         """One pass as one share, compared with the whole `run` of the same module.
@@ -179,6 +152,16 @@ class Shadow:
             Mismatch: it differs, and where first.
             Exception: whatever the module raises on a share's features.
         """
+        if run.blocks:
+            try:
+                with self._replaying(run, _Whole(self, run), cuts, counts):
+                    self._share(name, run, cuts, counts, compare_outputs)
+                return
+            except Exception as error:
+                let_out(error)  # every block has its say before the pass is called wrong
+        self._share(name, run, cuts, counts, compare_outputs)
+
+    def _share(self, name: str, run: Run, cuts: Mapping[str, Cut], counts: list[Local], compare_outputs: bool) -> None:
         self._run, self._expected, self._cuts = Run(), run, cuts
         with ExitStack() as stack:
             for local in counts:
@@ -191,7 +174,13 @@ class Shadow:
             if len(outputs) != len(run.outputs):
                 raise Mismatch("the number of outputs differs")
             for got, expected in zip(outputs, run.outputs, strict=True):
-                _same(got, expected, "the output")
+                check_same(got, expected, "the output")
+
+    def called(self, layer: str, number: int) -> None:
+        """A linear was called as often as in the whole pass, and given the same, by a block that was not run."""
+        assert self._expected is not None
+        began = len(self._run.inputs[layer])
+        self._run.inputs[layer].extend(self._expected.inputs[layer][began : began + number])
 
     def watch(self, embeddings: Iterable[str], norms: Iterable[str]) -> None:
         """From now on runs record what these modules answer, and passes on a share of the stream ask it of the share.
@@ -231,8 +220,10 @@ class Shadow:
 
         return forward
 
-    def seated(self, seat: Answers, run: Run, counts: list[Local]) -> list[Tensor]:
-        """What the model returns in a pass on a share of its stream.
+    def seated(
+        self, seat: Answers, run: Run, cuts: Mapping[str, Cut], counts: list[Local], reuse: bool
+    ) -> list[Tensor]:
+        """What the model returns in a pass on a share of its stream; with `reuse`, of blocks that are alike one is run.
 
         Raises:
             Mismatch: a layer did not get what it is to get.
@@ -241,6 +232,8 @@ class Shadow:
         self._seat = seat
         try:
             with ExitStack() as stack:
+                if reuse:
+                    stack.enter_context(self._replaying(run, seat, cuts, counts))
                 for local in counts:
                     stack.enter_context(local_counts(self.modules[local.module], local.names, local.shares))
                 return self._call("", run.arguments[""])
@@ -254,7 +247,10 @@ class Shadow:
 
     def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> list[Tensor]:
         args, keywords = tree_map(_fresh, arguments)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ExitStack() as stack:
+            if self.likeness is not None:
+                stack.enter_context(self.likeness.watching())
+                stack.enter_context(self.likeness.running(containing(name, self.likeness.kinds)))
             torch.manual_seed(0)
             outputs = self.modules[name](*args, **keywords)
         return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -276,73 +272,31 @@ class Shadow:
             yield run
 
 
+class _Whole:
+    """A share of the pairs, between which everything is whole, as blocks see it (`axonn_tp.plan.search.replay.Related`)."""
+
+    def __init__(self, shadow: Shadow, run: Run) -> None:
+        self._shadow, self._run = shadow, run
+
+    def part(self, got: Tensor, whole: Tensor) -> Hashable:
+        return ("whole",) if equal(got, whole) else None
+
+    def entering(self, tensor: Tensor, part: Hashable) -> Tensor:
+        return tensor
+
+    def answer(self, whole: Tensor, part: Hashable) -> Tensor:
+        leaf = whole.detach().clone().requires_grad_(whole.requires_grad)
+        return leaf.view_as(leaf)
+
+    def repeated(self, first: str, name: str, calls: Mapping[str, int]) -> None:
+        for inner, number in calls.items():
+            layer = f"{name}.{inner}"
+            if layer in self._run.inputs:
+                self._shadow.called(layer, number)
+
+
 def _fresh(value: Any) -> Any:
     """A detached copy of a tensor, in the shadow's precision."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)
-
-
-def _same(got: Tensor, expected: Tensor, what: str) -> None:
-    if got.shape != expected.shape:
-        raise Mismatch(f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
-    if not same(got, expected):
-        raise Mismatch(f"{what} has other values")
-
-
-def same(got: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape are equal up to rounding."""
-    return torch.allclose(got.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-
-
-def _weights_of_shadowed(model: nn.Module) -> Iterator[int]:
-    """Parameters that no run needs: those of linears and embeddings, unless somebody else reads them directly."""
-    inside = {id(m) for mha in model.modules() if isinstance(mha, nn.MultiheadAttention) for m in mha.modules()}
-    for module in model.modules():
-        if id(module) not in inside and (features(module) or is_embedding(module)):
-            yield from (id(p) for p in module._parameters.values() if p is not None)
-
-
-def _stand_in(parameter: nn.Parameter, bare: bool, generator: torch.Generator) -> nn.Parameter:
-    shape = parameter.shape
-    if bare or parameter.numel() > _LARGEST_PARAMETER:
-        data = torch.full((1,), 1e-3, dtype=torch.float64).expand(shape)
-    else:
-        # Not the model's own numbers: a gate that starts at zero would hide what passes through it.
-        data = 1 + 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return nn.Parameter(data)
-
-
-def is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """An embedding whose forward is torch's."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-
-
-def _embedding(width: int, number: int) -> Callable[[Tensor], Tensor]:
-    def forward(ids: Tensor) -> Tensor:
-        columns = torch.arange(width, dtype=torch.float64) + 1
-        return torch.sin((ids[..., None].double() + 1) * 12.9898 * columns + number)
-
-    return forward
-
-
-def _settle(module: nn.Module, generator: torch.Generator) -> None:
-    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches."""
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            real = buffer.is_floating_point()
-            value = buffer.detach().to(torch.float64 if real else buffer.dtype)
-            if buffer.is_meta:
-                value = torch.rand(value.shape, generator=generator, dtype=value.dtype) if real else _zeros(value)
-            module._buffers[name] = value.cpu()
-    config = getattr(module, "config", None)
-    if getattr(config, "use_cache", None) is True:
-        config.use_cache = False  # type: ignore[union-attr]
-    if "flash" in str(getattr(config, "_attn_implementation", "")):
-        config._attn_implementation = "sdpa"  # type: ignore[union-attr]
-    if getattr(config, "_experts_implementation", None):
-        config._experts_implementation = "eager"  # type: ignore[union-attr]
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)

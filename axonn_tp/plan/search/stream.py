@@ -8,7 +8,7 @@ rank must not flow into a share, nor shares into whole values: their gradients w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from axonn_tp.layers.rms_norm import is_rms_norm
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.report import collapse
 from axonn_tp.plan.rules import LayerPlan
-from axonn_tp.plan.search.shadow import Cut, Local, Mismatch, Run, Shadow, is_embedding, same
+from axonn_tp.plan.search.copies import is_embedding
+from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, equal, same
+from axonn_tp.plan.search.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,40 @@ class StreamPass:
         self._pure(input, "whole", f"the input of {name}")
         return self._answer(result, "whole")
 
+    def part(self, got: Tensor, whole: Tensor) -> Hashable:
+        """Whether a block's tensor is whole or a share of the stream, and what it was made of; nothing where it is neither."""
+        kinds = tuple(kind for kind, leaves in self._leaves.items() if self._shadow.reaches(got, leaves))
+        if whole.requires_grad and self._seat.holds(got, whole):
+            return "share", kinds, got.requires_grad
+        return ("whole", kinds, got.requires_grad) if equal(got, whole) else None
+
+    def entering(self, tensor: Tensor, part: Hashable) -> Tensor:
+        """The tensor, made of the same kinds of activations and of nothing else."""
+        kinds, graded = part[1:]  # type: ignore[index]
+        if not graded:
+            return tensor
+        if not kinds:
+            leaf = tensor.detach().clone().requires_grad_()
+            return leaf.view_as(leaf)
+        made = self._answer(tensor, kinds[0])
+        for kind in kinds[1:]:
+            made = made + self._answer(tensor.new_zeros(()), kind)
+        return made
+
+    def answer(self, whole: Tensor, part: Hashable) -> Tensor:
+        """A block's answer by what it is of the whole one."""
+        is_share = part[0] == "share"  # type: ignore[index]
+        return self.entering(self._seat.of(whole.detach()) if is_share else whole.detach().clone(), part)
+
+    def repeated(self, first: str, name: str, calls: Mapping[str, int]) -> None:
+        """The layers of a block took part as those of one like it did."""
+        for inner, number in calls.items():
+            layer, like = f"{name}.{inner}", f"{first}.{inner}"
+            self._calls[layer] = self._calls.get(layer, -1) + number
+            for found in (self.embeddings, self.heads, self.norms):
+                if like in found:
+                    found.add(layer)
+
     def finish(self, outputs: list[Tensor]) -> None:
         """Compare what the model returned.
 
@@ -255,6 +291,7 @@ def split_stream(
         raise Mismatch("no embedding starts it")
     shadow.watch(embeddings, norms)
     run = shadow.whole("", arguments)
+    run.settle()
     found = _simulated(shadow, run, grid, [*over_x, *over_both], False)
     if grid.gx == 1:
         return found
@@ -280,9 +317,22 @@ def split_stream(
 def _simulated(shadow: Shadow, run: Run, grid: Grid, ranks: list[Shared], tokens: bool) -> Stream:
     found: set[Stream] = set()
     for rank in ranks:
-        told = StreamPass(shadow, run, rank.cuts, Seat(grid, rank.x, rank.y, tokens))
-        told.finish(shadow.seated(told, run, rank.counts))
+        told = _pass(shadow, run, rank, Seat(grid, rank.x, rank.y, tokens))
         found.add(Stream(tuple(sorted(told.embeddings)), tuple(sorted(told.norms)), tuple(sorted(told.heads))))
     if len(found) != 1:
         raise Mismatch("ranks find different layers in it")
     return found.pop()
+
+
+def _pass(shadow: Shadow, run: Run, rank: Shared, seat: Seat) -> StreamPass:
+    """One rank's pass; every block has its say before it is called wrong."""
+    for reuse in (True, False) if run.blocks else (False,):
+        told = StreamPass(shadow, run, rank.cuts, seat)
+        try:
+            told.finish(shadow.seated(told, run, rank.cuts, rank.counts, reuse))
+            return told
+        except Exception as error:
+            if not reuse:
+                raise
+            let_out(error)
+    raise AssertionError

@@ -1,0 +1,90 @@
+"""A copy of a model that runs in float64 on the CPU without the weights of its linears and embeddings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from axonn_tp.layers.linear_split import features
+
+_LARGEST_PARAMETER = 1 << 22
+
+
+def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int]]:
+    """The copy, and the ids of its buffers that had no values, of a model on the meta device: these are drawn.
+
+    Raises:
+        Exception: the model cannot be copied.
+    """
+    generator = torch.Generator().manual_seed(1)
+    memo: dict[int, Any] = {}
+    bare = set(_weights_of_shadowed(model))
+    for parameter in model.parameters():
+        memo[id(parameter)] = _stand_in(parameter, id(parameter) in bare, generator)
+    copied = copy.deepcopy(model, memo).eval()
+    drawn: set[int] = set()
+    for module in copied.modules():
+        drawn |= _settle(module, generator)
+    return copied, drawn
+
+
+def _weights_of_shadowed(model: nn.Module) -> Iterator[int]:
+    """Parameters that no run needs: those of linears and embeddings, unless somebody else reads them directly."""
+    inside = {id(m) for mha in model.modules() if isinstance(mha, nn.MultiheadAttention) for m in mha.modules()}
+    for module in model.modules():
+        if id(module) not in inside and (features(module) or is_embedding(module)):
+            yield from (id(p) for p in module._parameters.values() if p is not None)
+
+
+def _stand_in(parameter: nn.Parameter, bare: bool, generator: torch.Generator) -> nn.Parameter:
+    shape = parameter.shape
+    if bare or parameter.numel() > _LARGEST_PARAMETER:
+        data = torch.full((1,), 1e-3, dtype=torch.float64).expand(shape)
+    else:
+        # Not the model's own numbers: a gate that starts at zero would hide what passes through it.
+        data = 1 + 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return nn.Parameter(data)
+
+
+def is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """An embedding whose forward is torch's."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def embedding(width: int, number: int) -> Callable[[Tensor], Tensor]:
+    """A forward that needs no table: rows of `width` numbers that depend on the id and on the embedding's number."""
+
+    def forward(ids: Tensor) -> Tensor:
+        columns = torch.arange(width, dtype=torch.float64) + 1
+        return torch.sin((ids[..., None].double() + 1) * 12.9898 * columns + number)
+
+    return forward
+
+
+def _settle(module: nn.Module, generator: torch.Generator) -> set[int]:
+    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches."""
+    drawn: set[int] = set()
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            real = buffer.is_floating_point()
+            value = buffer.detach().to(torch.float64 if real else buffer.dtype)
+            if buffer.is_meta:
+                value = torch.rand(value.shape, generator=generator, dtype=value.dtype) if real else _zeros(value)
+                drawn.add(id(value))
+            module._buffers[name] = value.cpu()
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is True:
+        config.use_cache = False  # type: ignore[union-attr]
+    if "flash" in str(getattr(config, "_attn_implementation", "")):
+        config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+    if getattr(config, "_experts_implementation", None):
+        config._experts_implementation = "eager"  # type: ignore[union-attr]
+    return drawn
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
