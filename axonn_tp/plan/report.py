@@ -19,6 +19,24 @@ from axonn_tp.plan.rules import LayerPlan, Placement
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _OWN = "statistics of each rank's own samples, as under DDP; sync_batch_norm = true takes those of all"
 _SYNCHRONISED = "statistics of all ranks' samples"
+ALONE = "no partner"
+ALL_FEATURES = "needs all features"
+MIXED = "which others read too"
+CHANGES = "split, it changes the model"
+_SHARED = "its weight is shared or read by other code"
+_OWN_FORWARD = "has a forward of its own"
+_ADVICE = {
+    ALL_FEATURES: "on a share of the features the code between these layers computes something else, as said in brackets. Let it take "
+    "head counts and widths from its tensors' shapes, or from an integer attribute of the module such as num_heads.",
+    MIXED: "these read a sum or product of several layers' outputs, as a residual stream or a gate is, so no pair ends in them; each is split by "
+    "itself, with whole features in and out.",
+    ALONE: "what these give does not reach one linear alone, so they begin no pair; each is split by itself, with whole features in and out.",
+    CHANGES: "each of these pairs is right by itself and wrong in the model: code outside of them reads their features or their counts. Let it "
+    "read what the pair's last layer gives.",
+    "do not divide": "sizes and heads must divide by the axis that splits them: choose gx and gy from their divisors.",
+    _SHARED: "untie the weight (tie_word_embeddings = false in HF), or call the layer in the place of reading its weight.",
+    _OWN_FORWARD: "only torch's own linear is split: use nn.Linear, or keep it whole.",
+}
 _HEADER = ("layers", "number", "became", "with", "a step sends", "a token sends", "why")
 
 
@@ -81,7 +99,12 @@ class Report:
         )
         total = f"Each rank sends {step} a step and {token} for each of its tokens, forward and backward."
         rest = "Layers that are not in the table are whole on every rank."
-        return "\n".join([f"axonn auto plan, {sizes}", *table, total, rest, *filter(None, [self.note])])
+        return "\n".join([f"axonn auto plan, {sizes}", *table, total, rest, *filter(None, [self.note]), *self.advice()])
+
+    def advice(self) -> list[str]:
+        """What can be done about layers that are in no pair, a sentence for each reason in the table."""
+        reasons = {row.why for row in self.rows if row.kind in ("self_contained", "replicated")}
+        return [f'"{why}": {told}' for why, told in _ADVICE.items() if any(why in reason for reason in reasons)]
 
 
 def make_report(
@@ -110,7 +133,7 @@ def make_report(
             rows.setdefault((collapse(name), "replicated", "", statistics), []).append(name)
         elif features(module) or isinstance(module, nn.Linear) or name in plan:
             kind = placements[name].kind if name in placements else "replicated"
-            reason = why.get(name, "no partner" if name in placements else _untouched(module))
+            reason = why.get(name, ALONE if name in placements else _untouched(module))
             rows.setdefault((collapse(name), kind, _detail(plan.get(name)), reason), []).append(name)
     made = []
     for (pattern, kind, detail, reason), names in rows.items():
@@ -142,8 +165,8 @@ def _detail(layer: LayerPlan | None) -> str:
 
 def _untouched(module: nn.Module) -> str:
     if features(module):
-        return "its weight is shared or read by other code"
-    return f"{type(module).__name__} has a forward of its own"
+        return _SHARED
+    return f"{type(module).__name__} {_OWN_FORWARD}"
 
 
 def _shown(size: Fraction) -> str:

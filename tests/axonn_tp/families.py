@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +35,24 @@ def hf(name: str, configuration: str = "", **sizes: Any) -> nn.Module:
     # The default product of experts knows no float64.
     model.set_experts_implementation("eager")
     return model
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """HF's norms, states and scores round to float32 in any model, which no other order of sums repeats; inside they keep float64."""
+    to, to_float = torch.Tensor.to, torch.Tensor.float
+
+    def kept(self: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            keywords = {name: torch.float64 if value is torch.float32 else value for name, value in keywords.items()}
+        return to(self, *args, **keywords)
+
+    def wide(self: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else to_float(self, *args, **keywords)
+
+    with mock.patch.object(torch.Tensor, "to", kept), mock.patch.object(torch.Tensor, "float", wide):
+        yield
 
 
 def litgpt(**sizes: Any) -> nn.Module:
@@ -81,6 +101,14 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int | None]]] = {
     "qwen2": (lambda: hf("Qwen2ForCausalLM", **GROUPED), LLAMA),
     "qwen3": (lambda: hf("Qwen3ForCausalLM", **GROUPED, head_dim=8), LLAMA),
     "gemma2": (lambda: hf("Gemma2ForCausalLM", **GROUPED, head_dim=8), LLAMA),
+    "gemma3": (
+        lambda: hf("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED, head_dim=8, query_pre_attn_scalar=8),
+        LLAMA,
+    ),
+    "phi": (
+        lambda: hf("PhiForCausalLM", **SIZES),
+        {"q_proj": 4, "k_proj": 4, "v_proj": 4, "self_attn.dense": None, "fc1": None, "fc2": None},
+    ),
     "phi3": (lambda: hf("Phi3ForCausalLM", **GROUPED), {"gate_up_proj": None, "down_proj": None}),
     "mixtral": (
         lambda: hf("MixtralForCausalLM", **GROUPED, num_local_experts=4),
@@ -91,6 +119,18 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int | None]]] = {
         {"self.query": 4, "self.key": 4, "self.value": 4, "intermediate.dense": None, "output.dense": None},
     ),
     "vit": (lambda: hf("ViTForImageClassification", **VISION, num_labels=VOCABULARY), {**MHA, "o_proj": None}),
+    "convnext": (
+        lambda: hf(
+            "ConvNextForImageClassification",
+            **{"num_stages": 2, "hidden_sizes": [16, 32], "depths": [2, 1], "image_size": 16},
+            num_labels=VOCABULARY,
+        ),
+        {"pwconv1": None, "pwconv2": None},
+    ),
+    "mamba": (
+        lambda: hf("MambaForCausalLM", hidden_size=32, state_size=4, num_hidden_layers=2, vocab_size=VOCABULARY),
+        {},
+    ),
     "opt": (lambda: hf("OPTForCausalLM", **OPT, pad_token_id=1), {**MHA, "out_proj": None}),
     "whisper": (lambda: hf("WhisperForConditionalGeneration", **WHISPER), {**MHA, "out_proj": None}),
     "neox": (

@@ -50,22 +50,31 @@ class Mixing(nn.Module):
         return x + h.sum() if self.kind == "shared" else x
 
 
-def token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    output = model(ids[:, :-1])
+def loss_of(model: nn.Module, labels: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """Of a model that was given what `batch_for` says."""
+    names = input_names(model)
+    output = model(**dict(zip(names, inputs, strict=True))) if names else model(*inputs)
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def image_loss(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(pixels).logits, labels)
+def input_names(model: nn.Module) -> list[str]:
+    """The keyword arguments of HF's model."""
+    main = getattr(model, "main_input_name", "")
+    return [main, "decoder_input_ids"] if main and model.config.is_encoder_decoder else [main] if main else []
 
 
 def batch_for(model: nn.Module) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+    """A loss of the model and of a batch of four, and that batch: labels, then inputs."""
     generator = torch.Generator().manual_seed(5)
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        pixels = torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64)
-        return image_loss, (pixels, torch.randint(VOCABULARY, (4,), generator=generator))
-    return token_loss, (torch.randint(VOCABULARY, (4, 9), generator=generator),)
+    ids = torch.randint(VOCABULARY, (4, 9), generator=generator)
+    names = input_names(model)
+    if "pixel_values" in names:
+        return loss_of, (ids[:, 0], torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64))
+    if "input_features" in names:
+        heard = torch.randn(4, model.config.num_mel_bins, 32, generator=generator, dtype=torch.float64)
+        return loss_of, (ids[:, 1:], heard, ids[:, :-1])
+    return loss_of, (ids[:, 1:], *(ids[:, :-1] for _ in names or "x"))
 
 
 def three_steps(serial: nn.Module, parallel: nn.Module, mesh: Mesh) -> dict[str, float]:

@@ -23,7 +23,7 @@ from axonn_tp.options import Options
 from axonn_tp.plan.example_inputs import Arguments, as_arguments, guesses, rows
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.placement import free_layers, place, readers
-from axonn_tp.plan.report import Report, collapse, make_report
+from axonn_tp.plan.report import CHANGES, MIXED, Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.pairs import Group, Judge, Traced, short
 from axonn_tp.plan.search.published_pairs import published_pairs
@@ -167,7 +167,7 @@ class _Finder:
             # Forward would be right, but the gradient of a whole activation would be that of a share.
             others = {name for name, ends in consumers.items() if end in ends} - {*names}
             if others:
-                mixed = f"{collapse(end)} reads what {collapse(min(others))} gives, which others read too"
+                mixed = f"{collapse(end)} reads what {collapse(min(others))} gives, {MIXED}"
                 self.reasons.update(dict.fromkeys((*ending.pop(end), end), mixed))
         order = {name: number for number, name in enumerate(run.inputs)}
         weight = {name: math.prod(self.sizes[name]) for name in self.free}
@@ -221,7 +221,7 @@ class _Finder:
                 kept += groups
                 continue
             for name in (name for group in groups for name in (*group.normal, group.transposed)):
-                self.reasons[name] = f"split, it changes the model ({short(problem)})"
+                self.reasons[name] = f"{CHANGES} ({short(problem)})"
         return kept
 
     def _together(self, traced: Traced, groups: list[Group]) -> Exception | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.plan.counted_attributes import counting_attributes, divisors, read_count
 from axonn_tp.plan.own_faults import let_out
-from axonn_tp.plan.report import collapse
+from axonn_tp.plan.report import ALL_FEATURES, collapse
 from axonn_tp.plan.rules import LayerPlan, linear_split
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run
 from axonn_tp.plan.search.shadow import Shadow
@@ -104,7 +104,7 @@ class Judge:
                     self._fewest_counts(trial, name, run, shares)
                     return self._finest(trial, name, run, common)
                 problem = problem or failed
-        return f"code up to {collapse(group.transposed)} needs all features ({collapse(short(problem))})"
+        return f"code up to {collapse(group.transposed)} {ALL_FEATURES} ({collapse(short(problem))})"
 
     def _around(self, group: Group, traced: Traced) -> str:
         """The smallest module that holds the whole group and was called."""
