@@ -42,6 +42,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
     ),
+    "layers": Command(
+        'what plan = "auto" makes of a model\'s layers, and what each sends', "axonn_plugins.cli.layers", "MODEL"
+    ),
     "plan": Command("which configuration to run, how long it takes and why it wins", "axonn_plugins.planner.cli"),
     "cluster": Command("emulate a cluster on this machine: up, exec, run, status, down", "axonn_plugins.cluster.cli"),
     "simulate": {"pccl": Command("time schedules on a modelled machine", "axonn_plugins.pccl.simulate_cli")},
