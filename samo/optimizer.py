@@ -39,7 +39,7 @@ class Optimizer(FlatOptimizer):
         kernels: compress and step by Triton's kernels on CUDA, and step by a compiled loop on a CPU, where these know the
             inner optimizer and state is not in host memory. They differ from torch in rounding only.
         options: the other arguments of `FlatOptimizer`: max_norm, loss_scale, group, stage, host, tile_size (of kept
-            elements), bucket_bytes and norm.
+            elements), bucket_bytes, gradient_dtype and norm.
 
     Raises:
         ValueError: see `FlatOptimizer`; masks of unknown parameters or of other shapes.
@@ -78,7 +78,9 @@ class Optimizer(FlatOptimizer):
         super()._build(inner)
         self._plans: dict[Store, fused.Plan] = {}
         interpreted = any(fused.runs(store.gradient) for store in self.stores)
-        self._native = native_step(inner, self.stores) if self.kernels and not interpreted else None
+        self._alike = all(store.gradient.dtype == store.dtype for store in self.stores)
+        native = self.kernels and self._alike and not interpreted
+        self._native = native_step(inner, self.stores) if native else None
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on, or further: state of what is kept stays.
@@ -103,4 +105,5 @@ class Optimizer(FlatOptimizer):
         if self._native is not None:
             self._native.step(1.0 if factor is None else float(factor))
             return self.stores
-        return [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]
+        kernels = self.kernels and self._alike
+        return [s for s in self.stores if kernels and fused.adam(self.inner, s, self._plans, factor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +88,25 @@ def test_files_are_read_in_one_sitting() -> None:
     for file in MODULES.values():
         length, name = len(file.read_text().splitlines()), str(file.relative_to(ROOT))
         assert length <= LONGEST or name in LONG, f"{name} has {length} lines"
+
+
+def test_what_of_deepspeed_is_replaced_is_listed() -> None:
+    """Methods of its engines that ours have in their place, each with its reason in docs/design.md."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
+    from axonn_plugins.hosts.deepspeed.ted.engine import TedEngine
+    from axonn_plugins.hosts.deepspeed.ted.unit import TedUnitEngine
+
+    stock = {name for kind in PipelineEngine.__mro__[:2] for name in vars(kind) if not name.startswith("__")}
+    classes = {kind for engine in (MessageDrivenEngine, TedEngine, TedUnitEngine) for kind in engine.__mro__}
+    ours = [kind for kind in classes if kind.__module__.startswith("axonn_plugins.")]
+    replaced = {name for kind in ours for name in vars(kind)} & stock
+    table = (ROOT / "docs" / "design.md").read_text().rpartition("| method | in | why |")[2].partition("\n## ")[0]
+    listed = {
+        name
+        for row in table.splitlines()
+        for name in re.findall(r"`(\w+)`", row.split("|")[1:2][0] if "|" in row else "")
+    }
+    assert replaced == listed
+    assert len(replaced) < 15

@@ -308,7 +308,7 @@ def obeyed(engine: Any, case: Case) -> None:
     block, kinds = case.block, {type(module).__name__ for module in engine.module.modules()}
     if "offload_optimizer" in block:
         optimizer = engine.optimizer
-        assert optimizer.states.host if hasattr(optimizer, "states") else optimizer.bucketed.host_bytes
+        assert optimizer.host
     if "ted" in block:
         assert "TedMoE" in kinds or "MoE" not in kinds
     if "pccl" in block:

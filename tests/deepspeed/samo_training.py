@@ -100,7 +100,7 @@ def _as_arrays(function: Callable[..., Any], arguments: tuple) -> Any:
 
 def masks_of(engine: Any) -> dict[str, Tensor]:
     """By what an engine's model is pruned."""
-    return engine._pruning.masks(engine.optimizer.states)
+    return engine._pruning.masks(engine.optimizer)
 
 
 def half_life(optimizer: torch.optim.Optimizer) -> Any:

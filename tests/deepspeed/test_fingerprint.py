@@ -17,7 +17,7 @@ from torch import nn
 import axonn_plugins
 import axonn_plugins.config
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model
-from axonn_plugins.hosts.deepspeed.agreement import first_difference
+from axonn_plugins.hosts.common.agreement import first_difference
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks

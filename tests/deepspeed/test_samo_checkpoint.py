@@ -68,7 +68,7 @@ def weights_only(folder: Path) -> dict[str, Any]:
     case = Case({"sparsity": 0.5}, "bf16", same=True)
     engine = start(case)
     engine.load_checkpoint(str(folder / "bf16 shard"), load_module_only=True)
-    masters = engine.optimizer.states.state_dict()["state"]
+    masters = engine.optimizer.state_dict()["state"]
     weights = {name: p.detach().float() for name, p in engine.module.named_parameters() if p.requires_grad}
     found["masks"] = masks_of(engine)
     for number, (name, weight) in enumerate(weights.items()):
@@ -100,7 +100,7 @@ def weights_only(folder: Path) -> dict[str, Any]:
         masks = masks_of(engine)
         found[f"from dense {states}"] = all(torch.equal(mask, masks[name]) for name, mask in wanted.items())
         numbers = [name for name, p in engine.module.named_parameters() if p.requires_grad]
-        state = engine.optimizer.states.state_dict()["state"][numbers.index("5.weight")]
+        state = engine.optimizer.state_dict()["state"][numbers.index("5.weight")]
         found[f"moments {states}"] = torch.equal(state["exp_avg"], moments) if states else "exp_avg" not in state
     assert engine.load_checkpoint(str(folder / "nothing"))[0] is None and engine._pruning.pruned
     engine.destroy()

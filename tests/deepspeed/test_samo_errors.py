@@ -36,11 +36,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 # Name: the rest of the configuration, what the sentence must contain.
 REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stage 3": ({"zero_optimization": {"stage": 3}}, ("stage = 3", "stage 0, 1 or 2")),
-    "offload": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ("offload_optimizer", "remove")),
+    "offload": ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ("offload_optimizer", "use cpu")),
     "offload parameters": ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ("offload_param", "remove")),
     "both halves": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast", "bfloat16")),
-    "accumulation": ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, ("grad_accum_dtype",)),
+    "accumulation": ({"data_types": {"grad_accum_dtype": "bf16"}}, ("grad_accum_dtype",)),
     "reduction": ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, ("communication_data_type", "bf16")),
     "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam", "AdamW")),
     "lamb": ({"optimizer": {"type": "Lamb"}}, ("optimizer.type = Lamb", "AdamW")),

@@ -35,7 +35,7 @@ from tests.pipeline.training import (
 
 activate()
 
-from axonn_plugins.hosts.deepspeed.pipeline.engine import checkpoint_interval  # noqa: E402
+from axonn_plugins.hosts.deepspeed.pipeline.batch import checkpoint_interval  # noqa: E402
 
 CLOSE = 1e-10
 
@@ -260,7 +260,7 @@ def stage_is_killed(when: str, folder: str) -> str:
     engine = start(KILLED)
     train(engine, KILLED, range(2))
     engine.save_checkpoint(folder)
-    name = "_backward_microbatch" if when == "in the pipeline" else "_exec_reduce_grads"
+    name = "_backward_microbatch" if when == "in the pipeline" else "_reduce_gradients"
     original = getattr(engine, name)
 
     def dies(*arguments: Any) -> Any:

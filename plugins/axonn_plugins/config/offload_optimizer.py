@@ -20,8 +20,7 @@ class OffloadOptimizer(Block):
     )
     coarsening: Size = Field(
         4,
-        description="Buckets whose gradients are averaged in one all-reduce; they are updated while the next ones' is under way, unless "
-        "gradients are clipped, as DeepSpeed does by default (gradient_clipping = 1.0), or the loss is scaled.",
+        description="Buckets whose gradients are averaged in one all-reduce, while backward goes on.",
     )
 
     @field_validator("bucket_size", mode="before")

@@ -24,7 +24,9 @@ import samo
 from axonn_plugins import config
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.config import compose as pairs
+from axonn_plugins.hosts.common.agreement import meet
 from axonn_plugins.hosts.common.composition import Composition
+from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
@@ -103,9 +105,15 @@ def compose(
     Raises:
         ConfigError: the first mistake, in one sentence.
     """
-    found = config.parse(block)
-    pairs.check(found)
-    _refuse(found)
+    problem, found, trained = None, config.parse({}), [p for p in model.parameters() if p.requires_grad]
+    try:
+        found = config.parse(block)
+        pairs.check(found)
+        _refuse(found)
+    except ConfigError as error:
+        problem = str(error)
+    settings: dict[str, Any] = {"axonn": dict(block), "stage": stage, "max_norm": max_norm, "loss_scale": loss_scale}
+    meet(problem, of_configuration(settings) | of_versions() | of_model(model))
     if found.pccl is not None:
         from axonn_plugins.pccl import world
 
@@ -114,7 +122,6 @@ def compose(
     run = Run(model, mesh)
     run._composition = Composition(found, stage, run)
     names = run.serial_names()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = run._composition.settings(set(trained), names)
     groups = [{"params": [(names[parameter], parameter) for parameter in trained]}]
     try:

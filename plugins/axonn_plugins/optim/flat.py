@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from axonn_plugins.optim.gradients import clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
+from axonn_plugins.optim.memory import state_bytes
 from axonn_plugins.optim.parameters import named_groups
 from axonn_plugins.optim.probe import examine, make_optimizer
 from axonn_plugins.optim.reducer import Reducer, gather_weights
@@ -51,6 +52,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             parameters' device.
         tile_size: elements updated at a time.
         bucket_bytes: gradients reduced in one call.
+        gradient_dtype: in which gradients are accumulated and summed, where it is wider than the parameters'.
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
             every rank, which also decides whether a step is skipped: for parameters that are shards, or that not all ranks
             have. By default their sum.
@@ -58,7 +60,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     Attributes:
         overflow: whether the last step was skipped.
         total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
-
         on_gradients: called in each step when gradients are reduced, before their norm is taken.
 
     Raises:
@@ -77,6 +78,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         host: bool = False,
         tile_size: int = TILE,
         bucket_bytes: int = 25 * 2**20,
+        gradient_dtype: torch.dtype | None = None,
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
     ) -> None:
         if tile_size < 1:
@@ -87,8 +89,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
             )
-        self.factory, self.max_norm, self.norm = factory, max_norm, norm
-        self.stage, self.host, self.tile_size, self.bucket_bytes = stage, host, tile_size, bucket_bytes
+        self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
+        self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
         self.overflow = False
         self.total_norm: Tensor | None = None
@@ -143,7 +145,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _build(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host)
+        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype)
         self.reducer = Reducer(self.stores)
         self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
         self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
@@ -178,7 +180,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return False
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in the ``with`` block only accumulate; all but the last of those that make a step."""
+        """Backward passes in the ``with`` block only accumulate."""
         return self.reducer.no_sync()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -295,12 +297,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @property
     def nbytes(self) -> int:
         """Bytes of the state that this rank holds, dense parameters included, the tile's buffers not."""
-        state = sum(
-            value.nbytes for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)
-        )
-        return (
-            state + sum(store.nbytes for store in self.stores) + sum(entry.parameter.nbytes for entry in self.entries)
-        )
+        return state_bytes(self.stores, self.inner.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Compressed state of all parameters, on every rank; in stages 1 and 2 every rank calls it.

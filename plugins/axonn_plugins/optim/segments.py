@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from axonn_plugins.optim.lending import Part, TiledStep
+from axonn_plugins.optim.memory import visiting_bytes
 from axonn_plugins.optim.store import Segment, Store
-from axonn_plugins.optim.tiles import Buffers, Cut, Memory, Slots, slot_bytes, update, visit
+from axonn_plugins.optim.tiles import Buffers, Cut, Memory, Slots, update, visit
 
 
 @dataclass(eq=False)
@@ -98,9 +99,8 @@ def step_tiles(
     needs: dict[torch.device, int] = {}
     for tile in tiles:
         if tile.store.host:
-            wide = torch.promote_types(tile.store.dtype, torch.float32)
-            dtypes = [wide, wide, *(state.dtype for state in tile.store.states.values()), tile.store.dtype]
-            needs[tile.store.device] = max(needs.get(tile.store.device, 0), slot_bytes(tile.end - tile.begin, *dtypes))
+            visiting = visiting_bytes(tile.store, tile.end - tile.begin)
+            needs[tile.store.device] = max(needs.get(tile.store.device, 0), visiting)
     slots = Slots(needs)
     for tile in tiles:
         store, cuts = tile.store, [cut for cut in tile.cuts if cut.segment.entry.arrived]

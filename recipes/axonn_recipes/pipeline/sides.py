@@ -19,6 +19,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from axonn_plugins.autoload import activate  # noqa: E402
+from axonn_plugins.optim.memory import host_bytes, step_bytes
 from axonn_plugins.pipeline.timeline import split  # noqa: E402
 from axonn_recipes.data import Corpus  # noqa: E402
 from axonn_recipes.models.gpt import GPT  # noqa: E402
@@ -125,8 +126,9 @@ def _pipeline(side: str, settings: Settings, corpus: Corpus) -> Outcome:
         if ours:
             outcome.splits.append(split(engine.events))
     if ours and settings.offload:
-        bucketed = engine.optimizer.bucketed
-        outcome.state = bucketed.device_bytes + bucketed.step_bytes, bucketed.host_bytes
+        optimizer = engine.optimizer
+        away = host_bytes(optimizer.stores)
+        outcome.state = optimizer.nbytes - away + step_bytes(optimizer.stores, optimizer.tile_size), away
     if ours and settings.sparsity is not None:
-        outcome.state = engine.optimizer.states.nbytes, 0
+        outcome.state = engine.optimizer.nbytes, 0
     return outcome

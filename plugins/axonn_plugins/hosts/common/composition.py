@@ -54,7 +54,8 @@ class Composition:
         Raises:
             ConfigError: the model cannot be pruned so; the same on every rank.
         """
-        host, offload = self.host, self.block.offload_optimizer
+        host, tile, offload = self.host, self._tile, self.block.offload_optimizer
+        size = max((parameter.element_size() for parameter in trained), default=0)
         if self.block.samo is not None:
             self.pruning = Pruning(self.block.samo, host.model, trained, host.mesh, names, host.stages_with)
             self._masks = self.pruning.first()
@@ -64,9 +65,20 @@ class Composition:
             "stage": self.stage,
             "host": offload is not None,
             "norm": self._square_of_all,
-            # Two tiles are on the device, each with what the optimizer's arithmetic allocates.
-            **({} if offload is None else {"tile_size": offload.bucket_size // 4}),
+            **({} if tile is None else {"tile_size": tile}),
+            **({} if offload is None else {"bucket_bytes": offload.coarsening * offload.bucket_size * size}),
         }
+
+    @property
+    def _tile(self) -> int | None:
+        """Elements that a step updates at a time, if the block says so."""
+        offload, experts = self.block.offload_optimizer, self.block.ted
+        given = experts is not None and "tile_size" in experts.model_fields_set
+        sizes = [experts.tile_size] if experts is not None and given and experts.tile_size is not None else []
+        if offload is not None:
+            # Two tiles are on the device, each with what the optimizer's arithmetic allocates.
+            sizes.append(offload.bucket_size // 4)
+        return min(sizes, default=None)
 
     def attach(self, optimizer: samo.Optimizer) -> None:
         """Take part in the steps of the optimizer that was made of `settings`."""
@@ -80,8 +92,11 @@ class Composition:
         """The square of the whole model's norm, in which each parameter counts once."""
         named = {entry.name: entry.parameter for entry in self.optimizer.entries}
         device = self.host.mesh.device
-        counted = [square.double().to(device) for name, square in squares.items() if self.host.counts(named[name])]
-        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for name, square in squares.items():
+            # What is not finite counts on every rank: only one replica may have it.
+            if self.host.counts(named[name]) or not square.isfinite():
+                total += square.to(device)
         dist.all_reduce(total)
         return total
 

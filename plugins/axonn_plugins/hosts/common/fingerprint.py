@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 from torch import nn
 
@@ -53,7 +53,8 @@ def of_configuration(raw: Mapping[str, Any]) -> Facts:
 
 def of_versions() -> Facts:
     """The libraries that compute."""
-    found = {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "axonn-plugins": __version__}
+    host = getattr(sys.modules.get("deepspeed"), "__version__", None)
+    found = {"torch": torch.__version__, "deepspeed": host, "axonn-plugins": __version__}
     return {f"version of {name}": str(version) for name, version in found.items()}
 
 

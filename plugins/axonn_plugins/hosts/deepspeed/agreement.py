@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import fingerprint
+from axonn_plugins.hosts.common.agreement import digest, first_difference, gather, on_ranks
 from axonn_plugins.hosts.common.fingerprint import MODEL, Facts
 from axonn_plugins.hosts.deepspeed.roll import wait_for_all
 from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
-
-_MOST_SHOWN = 100
-"""Characters of a value in a message."""
 
 
 def agree(problem: str | None, facts: Facts, offer: Any = None, stage: int = 0) -> Any:
@@ -43,23 +39,19 @@ def agree(problem: str | None, facts: Facts, offer: Any = None, stage: int = 0) 
             "same configuration"
         )
     common = {name: value for name, value in facts.items() if not name.startswith(MODEL)}
-    everyone = _gather((problem, offer, stage, _digest(common), _digest(facts)))
+    everyone = gather((problem, offer, stage, digest(common), digest(facts)))
     for rank, (trouble, *_) in enumerate(everyone):
         if trouble is not None:
             alone = not all(other for other, *_ in everyone)
             raise ConfigError(f"rank {rank}: {trouble}" if alone else trouble)
     if len({common for *_, common, _ in everyone}) > 1:
-        raise ConfigError(first_difference(dict(enumerate(_gather(common)))))
+        raise ConfigError(first_difference(dict(enumerate(gather(common)))))
     for one in sorted({at for _, _, at, *_ in everyone}):
         ranks = [rank for rank, (_, _, at, *_) in enumerate(everyone) if at == one]
         if len({everyone[rank][-1] for rank in ranks}) > 1:
-            gathered = _gather(facts)
+            gathered = gather(facts)
             raise ConfigError(first_difference({rank: gathered[rank] for rank in ranks}))
     return everyone[0][1]
-
-
-def _digest(facts: Facts) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def compare(
@@ -98,46 +90,6 @@ def facts_of(model: nn.Module, raw: Mapping[str, Any], optimizer: Any, keywords:
         **fingerprint.of_model(model),
         **fingerprint.of_arguments(model, optimizer, given, keywords.get("lr_scheduler")),
     }
-
-
-def first_difference(everyone: Mapping[int, Facts]) -> str:
-    """The first fact that ranks do not share, with each value and its ranks, as a sentence."""
-    for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
-        ranks_by_value: dict[str | None, list[int]] = {}
-        for rank, facts in everyone.items():
-            ranks_by_value.setdefault(facts.get(name), []).append(rank)
-        if len(ranks_by_value) > 1:
-            break
-    values = list(ranks_by_value)
-    told = [f"{_shown(value, values)} on {on_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
-    return f"{name} is {' and '.join(told)}; start all ranks with the same configuration and script"
-
-
-def _shown(value: str | None, values: list[str | None]) -> str:
-    """A long value from where it begins to differ from the others."""
-    if value is None:
-        return "not there"
-    if len(value) <= _MOST_SHOWN:
-        return value
-    others = [other or "" for other in values if other != value]
-    same = min(next((at for at, (a, b) in enumerate(zip(value, other)) if a != b), len(other)) for other in others)  # noqa: B905  of unequal lengths
-    start = max(0, same - _MOST_SHOWN // 2)
-    return ("..." if start else "") + value[start : start + _MOST_SHOWN] + "..."
-
-
-def on_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def _gather(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(everyone, mine)
-    except RuntimeError:
-        raise ConfigError("another rank ended before the model was split; its own message says why") from None
-    return everyone
 
 
 def check_shapes(model: nn.Module) -> None:

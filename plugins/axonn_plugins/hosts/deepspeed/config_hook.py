@@ -69,7 +69,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     refuse(of_old_forms(raw))
     compose.check(block)
     stage = section(raw, "zero_optimization").get("stage", 0)
-    own = states_config.owner(block, stage)
+    own = states_config.owner(block, raw, mpu)
     if own is not None:
         names.require(f"axonn.{own}", "axonn_tp", "samo", "ted_moe")
     _tile(config.parse({}) if own else block, raw)
@@ -78,9 +78,17 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
         _forget_unit()
     _forget_experts()
     mpu = engines.use(block, raw, mpu)
-    parsed_config.axonn, parsed_config.axonn_raw, parsed_config.axonn_stage = block, raw, stage
+    parsed_config.axonn, parsed_config.axonn_raw = block, raw
+    parsed_config.axonn_stage, parsed_config.axonn_owner = stage, own
     _communicate(block)
-    return mpu, {**raw, "zero_optimization": {**section(raw, "zero_optimization"), "stage": 0}} if own else raw
+    return mpu, raw if own is None else _without_states(raw)
+
+
+def _without_states(raw: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed should obey where the optimizer's states are ours."""
+    zero = {key: value for key, value in section(raw, "zero_optimization").items() if key != "offload_optimizer"}
+    types = {key: value for key, value in section(raw, "data_types").items() if key != "grad_accum_dtype"}
+    return {**raw, "zero_optimization": {**zero, "stage": 0}, "data_types": types}
 
 
 def step_aside() -> None:

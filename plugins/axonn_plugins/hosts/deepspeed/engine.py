@@ -1,7 +1,7 @@
 """DeepSpeed's engine on the 4D grid: the model is split before DeepSpeed sees it, and rides on its own machinery.
 
-Ranks that differ in z or data are DeepSpeed's data-parallel ranks; those of one x-y plane its model-parallel ones.
-A weight split over z takes the path DeepSpeed keeps for experts: reduced over data only, divided by gz·gdata.
+Ranks that differ in z or data are DeepSpeed's data-parallel ranks; those of one x-y plane its model-parallel ones. Gradients are
+summed by parameters' layouts: by the optimizer where states are ours (`states_config.owner`), else here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
-from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
-from axonn_plugins.hosts.deepspeed.optim.double_zero import DoubleZero
-from axonn_plugins.hosts.deepspeed.optim.param_groups import extend_scheduler, schedulers_of, split_groups
-from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
+from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
-from axonn_plugins.hosts.deepspeed.tracing import TracedEngine
+from axonn_plugins.hosts.deepspeed.tracing import trace
 from axonn_plugins.hosts.deepspeed.unit import GridUnit
+from axonn_plugins.hosts.deepspeed.whole_parameters import mark
 from axonn_tp import (
     Grid,
     LayerPlan,
@@ -41,18 +39,10 @@ from axonn_tp import (
     clip_grad_norm_,
     first_difference,
     grad_norm,
-    layout_of,
     parallelize,
     place,
     sync_gradients,
 )
-
-_EXPERT_TABLES = (
-    (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
-    (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
-)
-_named: Counter[str] = Counter()
-"""Engines that use a name in these tables."""
 
 
 def choose_sizes(
@@ -119,10 +109,8 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(DoubleZero, TracedEngine):
+class AxonnEngine(GridCheckpoints):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
-
-    client_lr_scheduler: Any
 
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
@@ -151,15 +139,9 @@ class AxonnEngine(DoubleZero, TracedEngine):
         agree(problem, facts | {f"the plan of {name}": repr(layer) for name, layer in split.plan.items()})
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
-        self._trace(self._axonn, self.mesh)
         replicas.share_samplers(self.mesh)
         self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
         self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None
-        self._names: set[str] = set()
-        # DeepSpeed's groups are those of one grid, and experts beside split weights are on another.
-        self._by_layout = block.tensor_parallel is not None and block.ted is not None
-        self._apart = not self._owns and not self._by_layout and self._mark_apart(model)
-        self._wide = any(p.dtype == torch.float64 for p in model.parameters())
         if dist.get_rank() == 0:
             print(f"axonn {__version__}: {self._described(split)}", file=sys.stderr, flush=True)
             if split.report is not None:
@@ -167,6 +149,8 @@ class AxonnEngine(DoubleZero, TracedEngine):
         if self._splits:
             keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
+        self._tracer = trace(self, self._axonn)
 
     def _settings(self, block: Axonn) -> TensorParallel:
         self._splits = block.tensor_parallel is not None
@@ -208,74 +192,14 @@ class AxonnEngine(DoubleZero, TracedEngine):
         sizes = f"gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
         return f"3D PMM on {grid.world} ranks, {sizes}; layers: {kinds or 'none to split'}"
 
-    def _mark_apart(self, model: nn.Module) -> bool:
-        """Put parameters whose gradients are not summed over z and data on DeepSpeed's expert path; whether there are any.
-
-        It sums over the group given here, and divides by gz·gdata.
-        """
-        grid, found = self.mesh.grid, False
-        # DeepSpeed reads the third word as a size.
-        names = {
-            "data": f"ep_size_{grid.gz}_axonn_{grid.gx}x{grid.gy}x{grid.gdata}",
-            "tokens": f"ep_size_{grid.gy}_axonn_tokens_{grid.gx}x{grid.gz}x{grid.gdata}",
-        }
-        for parameter in model.parameters():
-            axis = layout_of(parameter).sum_axis
-            if self.mesh.group(axis) is self.mesh.group("batch"):
-                parameter.allreduce = True  # type: ignore[attr-defined]
-                continue
-            name = names[axis]
-            beside = "z" if axis == "data" else "y"
-            for (table, ranks), group in zip(_EXPERT_TABLES, (beside, axis), strict=True):
-                table[name] = self.mesh.group(group)
-                ranks[name] = dist.get_process_group_ranks(self.mesh.group(group))
-            parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
-            self._names.add(name)
-            found |= parameter.requires_grad
-        _named.update(self._names)
-        return found
-
-    def _configure_distributed_model(self, model: nn.Module) -> None:
-        super()._configure_distributed_model(model)
-        self.has_moe_layers = self.has_moe_layers or self._apart
-        if not self._splits:
-            return
-        # One checkpoint file for each (x, y, z); the replicas along data need none.
-        at, grid = self.mesh.coordinates, self.mesh.grid
-        self.checkpoint_mp_rank = at["x"] + grid.gx * (at["y"] + grid.gy * at["z"])
-        self.mp_world_size = grid.gx * grid.gy * grid.gz
-
     def _broadcast_model(self) -> None:
         """Nothing to do where `parallelize` split rank 0's weights."""
         if not self._splits:
             super()._broadcast_model()
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """DeepSpeed's gradient sum at stage 0; what it does not know, as float64, we sum by layouts."""
-        if not self._owns and (self._wide or self._by_layout) and grads is None:
-            sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
-        else:
-            super().buffered_allreduce_fallback(grads, elements_per_buffer)
-
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        if isinstance(client_optimizer, torch.optim.Optimizer) and callable(self.client_lr_scheduler):
-            self.client_lr_scheduler = self.client_lr_scheduler(client_optimizer)
-        if self._apart:
-            if client_optimizer is None:
-                model_parameters = split_groups(model_parameters)
-            else:
-                before = len(client_optimizer.param_groups)
-                client_optimizer.param_groups[:] = split_groups(client_optimizer.param_groups)
-                for scheduler in schedulers_of(client_optimizer):
-                    extend_scheduler(scheduler, client_optimizer.param_groups, before)
-        super()._configure_optimizer(client_optimizer, model_parameters)
-
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        return LayoutZeroOptimizer.adopt(super()._configure_zero_optimizer(optimizer), self.mesh)
-
-    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> MixedPrecisionOptimizer:
-        scaler = loss_scaler(self, low_precision_dtype)
-        return MixedPrecisionOptimizer(optimizer, self.mesh, scaler, self.gradient_clipping())
+        """Sum gradients by their layouts, where the optimizer does not."""
+        sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""
@@ -284,7 +208,7 @@ class AxonnEngine(DoubleZero, TracedEngine):
             self._verify_plan(inputs, keywords)
         outputs = super().forward(*inputs, **keywords)
         if self.module.training and torch.is_grad_enabled():
-            self._replicas.computed(outputs, "model's outputs")
+            self._replicas.watch(outputs)
         return outputs
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
@@ -300,42 +224,24 @@ class AxonnEngine(DoubleZero, TracedEngine):
                 "looks across features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
             )
 
-    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
-        """Called with the gradient of each of the model's outputs, however backward was started."""
-        if grad is not None:
-            self._replicas.computed(grad, "gradients of the model's outputs")
-        return super()._backward_prologue_per_tensor(grad)
-
-    def allreduce_gradients(self, *rest: Any, **keywords: Any) -> None:
-        """DeepSpeed's, over this engine's groups."""
-        with self._own_groups():
-            super().allreduce_gradients(*rest, **keywords)
-
     def clip_fp32_gradients(self) -> None:
-        """Clip by the whole model's norm."""
+        """Clip by the whole model's norm, where the optimizer does not."""
         if not self._owns:
             norm = clip_grad_norm_(self.module.parameters(), self.mesh, self.gradient_clipping())
             self._global_grad_norm = norm.item()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        plain = isinstance(self.optimizer, torch.optim.Optimizer)
-        if plain and not self.gradient_clipping():
+        if not self._owns and not self.gradient_clipping():
             self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
-        with self._own_groups():
-            super()._take_model_step(lr_kwargs)
+        super()._take_model_step(lr_kwargs)
         self._replicas.stepped(self.global_steps)
 
     def destroy(self) -> None:
         """DeepSpeed's clean-up, and ours."""
+        if self._tracer is not None:
+            self._tracer.close()
         super().destroy()
         self._unwatch()
         replicas.stop_sharing_samplers(self.mesh)
-        # A stock engine that comes later looks for the largest of the names; another engine of ours may have the same.
-        _named.subtract(self._names)
-        for name in (name for name in self._names if not _named[name]):
-            for tables in _EXPERT_TABLES:
-                for table in tables:
-                    table.pop(name, None)
-        self._names = set()
         if groups.mpu is self.mpu:
             groups.mpu = None

@@ -9,7 +9,6 @@ import deepspeed
 
 from axonn_plugins.config import Axonn
 from axonn_plugins.hosts.deepspeed import states_config
-from axonn_plugins.hosts.deepspeed.sections import section
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
@@ -39,15 +38,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         from axonn_plugins.hosts.deepspeed.tensor import config as of_tensors
 
         return of_tensors.use(block, raw, mpu)
-    deepspeed.DeepSpeedEngine = _engine_of_states(block, raw)
-    return mpu
-
-
-def _engine_of_states(block: Axonn, raw: Mapping[str, Any]) -> Any:
-    if block.samo is None and not block.others and not section(raw, "zero_optimization").get("stage", 0):
-        from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
-
-        return OffloadEngine
     from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
 
-    return AxonnEngine
+    deepspeed.DeepSpeedEngine = AxonnEngine
+    return mpu

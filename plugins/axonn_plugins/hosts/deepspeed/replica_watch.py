@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import digests
+from axonn_plugins.hosts.common.agreement import on_ranks
 from axonn_plugins.hosts.common.digests import GENERATORS, Sketch
 from axonn_plugins.hosts.deepspeed import replicas
-from axonn_plugins.hosts.deepspeed.agreement import on_ranks
 from axonn_tp import Grid, Mesh, layout_of
 
 _AXES = ("x", "y", "z", "data")
@@ -125,6 +125,14 @@ class ReplicaWatch:
     def due(self) -> bool:
         """Whether the step under way is looked at."""
         return self.steps < _FIRST or (self.steps + 1) % self.every == 0
+
+    def watch(self, outputs: Any) -> None:
+        """Compare the model's outputs, and their gradients when backward brings them."""
+        self.computed(outputs, "model's outputs")
+        if self.mesh.size("model") > 1 and self.due:
+            for value in tree_leaves(outputs):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(lambda gradient: self.computed(gradient, "gradients of the model's outputs"))
 
     def computed(self, values: Any, what: str) -> None:
         """Compare the floating-point tensors among `values`, which ranks of a plane have computed alike; every rank calls it.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.optim.wrapped import loss_scaler
-from axonn_plugins.hosts.deepspeed.states_config import owner
+from axonn_plugins.hosts.deepspeed.optim.wrapped import basic_optimizer, loss_scaler
+from axonn_plugins.hosts.deepspeed.sections import on, section
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.dealt import DealtNames
 
@@ -57,12 +57,15 @@ class EngineHost:
 
 
 class OwnStates(CheckedCheckpoints):
-    """The part of an engine that makes the optimizer."""
+    """The part of an engine that makes the optimizer, and whose states these are."""
 
     optimizer: Any
     mesh: Mesh
+    has_moe_layers: bool
     _own_block: Axonn | None = None
     _own_stage, _own_key = 0, "axonn"
+    _stock_experts = False
+    """Whether experts are DeepSpeed's own."""
     composition: Composition | None = None
 
     def _own_states(self, config_class: Any, optimizer: Any) -> None:
@@ -71,12 +74,10 @@ class OwnStates(CheckedCheckpoints):
         Raises:
             ConfigError: it does, and there is no optimizer.
         """
-        block, stage = config_class.axonn, config_class.axonn_stage
-        found = owner(block, stage)
-        if found is None:
+        if config_class.axonn_owner is None:
             return
-        self._own_key = f"axonn.{found}"
-        self._own_block, self._own_stage = block, stage
+        self._own_key = f"axonn.{config_class.axonn_owner}"
+        self._own_block, self._own_stage = config_class.axonn, config_class.axonn_stage
         if optimizer is None and not config_class.optimizer_name:
             raise ConfigError(
                 f"{self._own_key} is about an optimizer's state, and there is no optimizer; add the section optimizer, or pass one to "
@@ -102,63 +103,48 @@ class OwnStates(CheckedCheckpoints):
 
     # Optimizer
 
-    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
-        """Torch's Adam for DeepSpeed's, which need not be compiled then."""
-        name, settings = self.optimizer_name(), dict(self.optimizer_params() or {})
-        if not self._owns or name not in ("adam", "adamw") or "max_grad_norm" in settings:
-            return super()._configure_basic_optimizer(model_parameters)
-        from axonn_plugins.hosts.deepspeed.optim.states import torch_adam
-
-        decoupled = name == "adamw" or settings.get("adam_w_mode", True)
-        return torch_adam(model_parameters, decoupled, settings, self._own_key)
-
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        super()._configure_optimizer(client_optimizer, model_parameters)
+        # Experts' gradients are summed, and their files written, by their layouts.
+        self.has_moe_layers = self.has_moe_layers and self._stock_experts
         if self._own_block is None:
+            super()._configure_optimizer(client_optimizer, model_parameters)
             return
         # Only here is `samo` needed, a name that a user's folder may have.
         from axonn_plugins.hosts.common.composition import Composition
         from axonn_plugins.hosts.deepspeed.optim.states import StateOptimizer
 
-        basic, host = self.optimizer, EngineHost(self)
+        basic = basic_optimizer(self, client_optimizer, model_parameters, self._own_key)
+        host = EngineHost(self)
         self.composition = Composition(self._own_block, self._own_stage, host)
-        scaler, names = (loss_scaler(self, torch.float16) if self.fp16_enabled() else None), host.serial_names()
+        names = host.serial_names()
         trained = {parameter for group in basic.param_groups for parameter in group["params"]}
-        settings = self.composition.settings(trained, names)
-        self.optimizer = StateOptimizer(basic, names, self._own_key, scaler, self.gradient_clipping(), **settings)
-        self.composition.attach(self.optimizer.states)
-        self.basic_optimizer = self.optimizer.states
+        self.optimizer = StateOptimizer(
+            basic,
+            names,
+            self._own_key,
+            loss_scaler(self),
+            self.gradient_clipping(),
+            self._reduces,
+            **self.composition.settings(trained, names) | self._configured(trained),
+        )
+        self.composition.attach(self.optimizer)
+        self.basic_optimizer = self.optimizer
+        # The optimizer sums gradients while backward runs, and what is left when it steps.
+        self.enable_backward_allreduce = False
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """Which of DeepSpeed's wrappers the optimizer gets: none where ours wraps it."""
-        return None if self._owns else super()._do_optimizer_sanity_check(basic_optimizer)
+    def _configured(self, trained: set[nn.Parameter]) -> dict[str, Any]:
+        """What DeepSpeed's sections say of the optimizer."""
+        raw = self._config.axonn_raw
+        zero, made = section(raw, "zero_optimization"), dict[str, Any]()
+        elements = zero.get("reduce_bucket_size")
+        if isinstance(elements, int | float) and trained:
+            made["bucket_bytes"] = int(elements) * max(parameter.element_size() for parameter in trained)
+        if section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
+            made["gradient_dtype"] = torch.float32
+        return made | ({"host": True} if on(zero, "offload_optimizer") else {})
 
-    def _scheduler_from_config(self, optimizer: Any) -> Any:
-        return super()._scheduler_from_config(optimizer.states if self._owns else optimizer)
-
-    # Gradients
-
-    def _set_reduction(self) -> None:
-        if self._owns:
-            self.optimizer.reduce_in_backward(self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt)
-
-    def backward(self, *inputs: Any, **keywords: Any) -> Any:  # noqa: D102
-        self._set_reduction()
-        return super().backward(*inputs, **keywords)
-
-    def _backward_prologue(self) -> None:
-        self._set_reduction()
-        super()._backward_prologue()
-
-    def buffered_allreduce_fallback(self, *rest: Any, **keywords: Any) -> None:
-        """DeepSpeed's, where gradients are not ours: those are summed while backward runs, and the rest in the step."""
-        if not self._owns:
-            super().buffered_allreduce_fallback(*rest, **keywords)
-
-    def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's, where the optimizer does not clip when it steps."""
-        if not self._owns:
-            super().clip_fp32_gradients()
+    def _reduces(self) -> bool:
+        return self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has consumed."""

@@ -27,17 +27,55 @@ OWNERS = {
 """Keys whose optimizer is ours, and what it does."""
 
 
-def owner(block: Axonn, stage: int) -> str | None:
-    """The key for which gradients and optimizer states are ours at a stage of ZeRO; None: they are DeepSpeed's.
+def owner(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> str | None:
+    """The key for which gradients and optimizer states are ours; None: they are DeepSpeed's.
 
-    DeepSpeed's sharding of states knows neither experts beside split weights nor split weights in a pipeline.
+    They are wherever a key cares for them, and where split weights or experts have states to share out or to keep in float32:
+    DeepSpeed's optimizers know one group of ranks that holds whole weights. Stages alone are left to DeepSpeed but for what it
+    does not compute: fp16 at stage 0, whose loss it does not scale, and float64. That, and whether a model has experts for
+    ``ted`` without ``tensor``, is known when there is a model (`take_over`).
+
+    Args:
+        block: the block.
+        raw: the whole configuration.
+        mpu: the user's model parallel unit, or the pipeline's.
     """
     given = [key for key in OWNERS if getattr(block, key) is not None] + list(block.others)
     if given:
         return given[0]
+    zero = section(raw, "zero_optimization")
+    stage = zero.get("stage", 0)
     splits = [key for key in ("tensor_parallel", "ted") if getattr(block, key) is not None]
-    apart = len(splits) == 2 or (bool(splits) and block.pipeline is not None)
-    return splits[0] if stage > 0 and apart else None
+    if not splits:
+        return "pipeline" if block.pipeline is not None and stage == 0 and enabled(raw, "fp16") else None
+    of_script = mpu is not None and block.pipeline is None
+    may_be_stock = splits == ["ted"] and block.pipeline is None and block.ted is not None and block.ted.tensor == 1
+    if of_script or may_be_stock or stage == 3:  # what a script has split, and ZeRO-3, are DeepSpeed's, or refused
+        return None
+    return splits[0] if has_states(raw) else None
+
+
+def has_states(raw: Mapping[str, Any]) -> bool:
+    """Whether there are states to share out, to keep in float32 or in host memory."""
+    zero = section(raw, "zero_optimization")
+    return zero.get("stage", 0) > 0 or enabled(raw, "bf16") or enabled(raw, "fp16") or on(zero, "offload_optimizer")
+
+
+def take_over(parsed: Any, key: str) -> None:
+    """Have the states be ours after all, now that the model is known.
+
+    Args:
+        parsed: DeepSpeed's configuration.
+        key: of the block.
+
+    Raises:
+        ConfigError: the rest of the configuration does not go with that.
+    """
+    _check(f"axonn.{key}", "shares states out by weights' own ranks", parsed.axonn, parsed.axonn_raw, None)
+    parsed.axonn_owner = key
+    parsed.zero_config.stage = parsed.zero_optimization_stage = 0
+    parsed.zero_enabled = False
+    parsed.grad_accum_dtype = None
 
 
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
@@ -51,7 +89,7 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
     Raises:
         ConfigError: the first.
     """
-    first = owner(block, section(raw, "zero_optimization").get("stage", 0))
+    first = owner(block, raw, mpu)
     if first is None:
         return
     given = [key for key in OWNERS if getattr(block, key) is not None] + list(block.others)
@@ -86,13 +124,18 @@ def _of_state(key: str, does: str, raw: Mapping[str, Any]) -> list[Refusal]:
             f"zero_optimization.stage = 3 gathers and frees weights itself, and {key} {does}; use stage 0, 1 or 2, and "
             "axonn.tensor_parallel.gz to split weights",
         ),
-        *[
-            (
-                on(zero, name),
-                f"zero_optimization.{name} is DeepSpeed's own offload, and {key} {does}; remove one of them",
-            )
-            for name in ("offload_optimizer", "offload_param")
-        ],
+        (
+            on(zero, "offload_param"),
+            f"zero_optimization.offload_param belongs to ZeRO-3, which gathers and frees weights itself, and {key} {does}; remove it",
+        ),
+        (
+            on(zero, "offload_optimizer") and key == "axonn.offload_optimizer",
+            f"zero_optimization.offload_optimizer is DeepSpeed's own offload, and {key} {does}; remove one of them",
+        ),
+        (
+            section(zero, "offload_optimizer").get("device") == "nvme",
+            f"zero_optimization.offload_optimizer.device = nvme is beyond host memory, where {key} can keep states; use cpu",
+        ),
         *[
             (bool(zero.get(name)), f"zero_optimization.{name} rounds what travels, which {key} does not; remove it")
             for name in ("zero_quantized_gradients", "zero_quantized_weights")
@@ -118,9 +161,10 @@ def _of_state(key: str, does: str, raw: Mapping[str, Any]) -> list[Refusal]:
 
 def _of_precision(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
     own, autocast = own_names(raw), section(raw, "torch_autocast")
-    given = {
-        "data_types.grad_accum_dtype": section(raw, "data_types").get("grad_accum_dtype"),
-        "communication_data_type": raw.get("communication_data_type"),
+    sums = section(raw, "data_types").get("grad_accum_dtype")
+    known = {
+        "data_types.grad_accum_dtype": (sums, {*own, "fp32", "float32"}),
+        "communication_data_type": (raw.get("communication_data_type"), own if sums is None else {sums}),
     }
     return [
         *of_halves(raw),
@@ -130,10 +174,11 @@ def _of_precision(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
         ),
         *[
             (
-                value is not None and value not in own,
-                f"{name} = {value} does not go with {key}, whose gradients have the weights' type; remove it, or use {own[0]}",
+                value is not None and value not in allowed,
+                f"{name} = {value} does not go with {key}, which sums gradients in the type in which they are accumulated, the weights' or "
+                "float32 (data_types.grad_accum_dtype); remove it",
             )
-            for name, value in given.items()
+            for name, (value, allowed) in known.items()
         ],
     ]
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
+from axonn_plugins.optim.access import Access
+from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_tp import Layout, Mesh, layout_of
 from axonn_tp.comm.meeting import meet
 from axonn_tp.layers.exports import whole_tensor
@@ -77,32 +79,47 @@ class Whole:
         )
 
 
-class ShardShapes:
-    """Stands in DeepSpeed's files where its converters look for parameters' shapes: they would take shards for the whole."""
+class Held:
+    """What a parameter carries of an optimizer of ours, where DeepSpeed's functions find its gradient, weights and states.
 
-    def __iter__(self) -> NoReturn:
-        """What zero_to_fp32.py and ds_to_universal.py do first.
+    Args:
+        optimizer: the optimizer.
+        parameter: this rank's shard.
+    """
 
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "these files hold shards of weights that axonn.tensor_parallel splits, of which DeepSpeed's converters know nothing; "
-            "axonn_tp.checkpoint.convert_checkpoint writes whole weights from the folder axonn beside them"
-        )
+    def __init__(self, optimizer: FlatOptimizer, parameter: nn.Parameter) -> None:
+        held = Access(optimizer, parameter)
+        self.functions: dict[str, Callable[..., Any]] = {
+            "safe_get_full_grad": lambda param: held.gradient(),
+            "safe_set_full_grad": lambda param, value: held.set_gradient(value),
+            "safe_get_full_fp32_param": lambda param: held.weights(),
+            "safe_set_full_fp32_param": lambda param, value: held.set_weights(value),
+            "safe_get_full_optimizer_state": lambda param, optim_state_key: held.state(optim_state_key),
+            "safe_set_full_optimizer_state": lambda param, value, optim_state_key: held.set_state(
+                optim_state_key, value
+            ),
+        }
+
+    def __reduce__(self) -> Any:
+        """A copy of the parameter has another optimizer, or none."""
+        return type(None), ()
 
 
-def mark(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+def mark(parameters: Iterable[nn.Parameter], mesh: Mesh, optimizer: FlatOptimizer | None = None) -> None:
     """Have DeepSpeed's functions give and take these parameters whole.
 
     Args:
         parameters: an engine's.
         mesh: its mesh.
+        optimizer: with the parameters' states, if these are ours.
     """
+    trained = set() if optimizer is None else {entry.parameter for entry in optimizer.entries}
     for parameter in parameters:
         layout: Layout = layout_of(parameter)
         if layout.transposed or layout.axes - set(layout.home):
-            parameter.axonn_whole = Whole(parameter, mesh)  # type: ignore[attr-defined]
+            parameter.axonn_whole = Whole(parameter, mesh.over(layout.grid))  # type: ignore[attr-defined]
+        if optimizer is not None and parameter in trained:
+            parameter.axonn_held = Held(optimizer, parameter)  # type: ignore[attr-defined]
     if not _stock:
         for name in (*_GIVE, *_TAKE, _CHANGE):
             _lead(name)
@@ -132,25 +149,31 @@ def answer(name: str, *given: Any, **named: Any) -> Any:
     arguments = stock.__signature__.bind(*given, **named).arguments
     if name == _CHANGE:
         return _update(**arguments)
+    held: Held | None = getattr(arguments["param"], "axonn_held", None)
     whole: Whole | None = getattr(arguments["param"], "axonn_whole", None)
+    act = stock if held is None else held.functions[name]
     if whole is None:
-        return stock(**arguments)
+        return act(**arguments)
     if name in _GIVE:
         whole.meet(name)
-        shard = stock(**arguments)
+        shard = act(**arguments)
         return None if shard is None else whole.gather(shard)
-    return stock(**arguments | {"value": whole.shard(arguments["value"], name)})
+    return act(**arguments | {"value": whole.shard(arguments["value"], name)})
 
 
 def _update(param_list: list[nn.Parameter], update_func: Callable[[Any, nn.Parameter], Tensor]) -> None:
     """Change gradients by a function of the whole ones."""
     get, put = _functions.safe_get_full_grad, _functions.safe_set_full_grad
-    rest = [parameter for parameter in param_list if not hasattr(parameter, "axonn_whole")]
+    rest = [parameter for parameter in param_list if not _ours(parameter)]
     if rest:
         _stock[_CHANGE](rest, update_func)
     for parameter in param_list:
-        if hasattr(parameter, "axonn_whole") and parameter.requires_grad:
+        if _ours(parameter) and parameter.requires_grad:
             put(parameter, update_func(get(parameter), parameter))
+
+
+def _ours(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "axonn_whole") or getattr(parameter, "axonn_held", None) is not None
 
 
 class Gathered:

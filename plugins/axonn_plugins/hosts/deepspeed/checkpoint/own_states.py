@@ -32,7 +32,7 @@ class OwnState:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._states = engine, engine.optimizer.states
+        self._engine, self._states = engine, engine.optimizer
         self.composition: Composition = engine.composition
         self._pruning = self.composition.pruning
         self._names = {parameter: name for name, parameter in engine.module.named_parameters()}

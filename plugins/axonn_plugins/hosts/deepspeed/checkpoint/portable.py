@@ -1,27 +1,20 @@
 """An engine's state by the serial model's names, so that it resumes on another grid or another ZeRO stage.
 
-Under ZeRO-1 and 2 a rank keeps float32 masters and moments of a flat partition: parts of several parameters' shards.
-Masters are stored where they are wider than the weights; otherwise they are equal to them.
+Float32 masters are stored where they are wider than the weights; otherwise they are equal to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from axonn_plugins.hosts.deepspeed.optim.by_layout import LayoutZeroOptimizer, MixedPrecisionOptimizer
-from axonn_tp import layout_of
 from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
-    Piece,
-    Pieces,
     groups_of,
     matched_groups,
     optimizer_state,
@@ -59,22 +52,12 @@ class PortableState:
 
             self.own = OwnState(engine)
         self.optimizer: torch.optim.Optimizer | None
-        if self.own is not None:
-            self.optimizer, self.pieces = self.own.view, whole_pieces(self.module, self.own.view)
-        else:
-            self.optimizer, self.pieces = _pieces(engine.optimizer, self.module)
-
-    def _masters(self, wider: bool) -> Iterable[Piece]:
-        """Pieces of masters, those that are wider than the weights or those that are equal to them."""
-        for piece in chain.from_iterable(self.pieces):
-            parameter = self.parameters[piece.name]
-            if piece.holder is not parameter and (piece.holder.dtype != parameter.dtype) == wider:
-                yield piece
+        self.optimizer = engine.optimizer if self.own is None else self.own.view
+        self.pieces = [] if self.optimizer is None else whole_pieces(self.module, self.optimizer)
 
     def _wide_masters(self) -> Shards:
-        if self.own is not None:
-            return {f"optimizer.{name}.master": shard for name, shard in self.own.masters.items()}
-        return {f"optimizer.{piece.name}.master": piece.shard(piece.holder.detach()) for piece in self._masters(True)}
+        held = {} if self.own is None else self.own.masters
+        return {f"optimizer.{name}.master": shard for name, shard in held.items()}
 
     def collect(self, client_state: dict[str, Any]) -> tuple[Shards, Notes]:
         """What this rank holds.
@@ -141,9 +124,6 @@ class PortableState:
         if states and self.own is not None:
             self.own.hand_over()
             self._restore_scale(notes.get("loss_scaler", {}))
-        elif states:
-            self._copy_equal_masters()
-            self._restore_scale(notes.get("loss_scaler", {}))
         elif hasattr(self.engine.optimizer, "refresh_fp32_params"):
             self.engine.optimizer.refresh_fp32_params()
         if self.own is not None and states:
@@ -172,15 +152,6 @@ class PortableState:
         if scaler is not None and vars(scaler).keys() == saved.keys():  # else the other one was static, or dynamic
             vars(scaler).update(saved)
 
-    @torch.no_grad()
-    def _copy_equal_masters(self) -> None:
-        for piece in self._masters(False):
-            weights = self.parameters[piece.name].view(-1).narrow(0, piece.start, piece.length)
-            piece.holder.view(-1).narrow(0, piece.offset, piece.length).copy_(weights)
-        # DeepSpeed hands out views of the moments, which are new tensors now.
-        if getattr(self.engine.optimizer, "_hp_optimizer_states_linked", False):
-            self.engine.optimizer._hp_optimizer_states_linked = False
-
     def _schedule(self, notes: Notes) -> Any:
         if self.optimizer is None or "optimizer" not in notes:
             return notes["scheduler"]
@@ -190,42 +161,3 @@ class PortableState:
 
 def _scaler(engine: DeepSpeedEngine) -> Any:
     return getattr(engine.optimizer, "loss_scaler", None)
-
-
-def _pieces(optimizer: Any, module: nn.Module) -> tuple[torch.optim.Optimizer | None, Pieces]:
-    """The basic optimizer inside DeepSpeed's, and where it keeps its states."""
-    if optimizer is None:
-        return None, []
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    if isinstance(optimizer, LayoutZeroOptimizer):
-        return optimizer.optimizer, _partitions(optimizer, names)
-    if isinstance(optimizer, MixedPrecisionOptimizer):
-        return optimizer.optimizer, [
-            [Piece(names[id(p)], layout_of(p), holder, 0, holder.numel()) for p, holder in group]
-            for group in optimizer.pairs_by_group()
-        ]
-    return optimizer, whole_pieces(module, optimizer)
-
-
-def _partitions(optimizer: LayoutZeroOptimizer, names: dict[int, str]) -> Pieces:
-    """The parts of parameters in this rank's partition of each flattened group."""
-    found: Pieces = []
-    for number, members in enumerate(optimizer.round_robin_bit16_groups):
-        partition = optimizer.single_partition_of_fp32_groups[number]
-        size = partition.numel()
-        begin = size * dist.get_rank(group=optimizer.real_dp_process_group[number])
-        found.append([])
-        for parameter, offset in zip(members, _offsets(optimizer, number), strict=True):
-            low, high = max(offset, begin), min(offset + parameter.numel(), begin + size)
-            at, length, start = (low - begin, high - low, low - offset) if low < high else (0, 0, 0)
-            name, layout = names[id(parameter)], layout_of(parameter)
-            found[-1].append(Piece(name, layout, partition, at, length, start))
-    return found
-
-
-def _offsets(optimizer: LayoutZeroOptimizer, group: int) -> list[int]:
-    """Where each parameter begins in the flattened group; DeepSpeed before 0.19 does not say, and leaves no gaps."""
-    if hasattr(optimizer, "round_robin_bit16_offsets"):
-        return optimizer.round_robin_bit16_offsets[group]
-    sizes = [parameter.numel() for parameter in optimizer.round_robin_bit16_groups[group]]
-    return [sum(sizes[:place]) for place in range(len(sizes))]

@@ -1,47 +1,62 @@
-"""Checkpoints of a pipeline whose stages are split, pruned or have states of their own: by the serial model's names alone.
+"""Checkpoints of a pipeline: one set of files for all stages, read on other stages, grids and numbers of ranks.
 
-So they are read on other stages, grids and numbers of ranks.
+Weights that are whole are written in DeepSpeed's files of layers, too. Where states are DeepSpeed's, or layers are split by the
+script, all is in DeepSpeed's files alone, for as many stages and slices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
+from axonn_plugins.config import ConfigError, TensorParallel
 from axonn_plugins.hosts.deepspeed.checkpoint.layer_names import LayerNames
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
-from axonn_plugins.hosts.deepspeed.whole_parameters import ShardShapes, mark
-from axonn_tp import Mesh
-from axonn_tp.checkpoint import CheckpointError
-from axonn_tp.checkpoint.training import Reading
-
-_PORTABLE = "axonn"
+from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.states import OwnStates
 
 
-class StagedCheckpoints(CheckedCheckpoints):
+class StagedCheckpoints(OwnStates, PortableCheckpoints):
     """The part of a pipeline's engine that saves and loads."""
 
-    mesh: Mesh
-
-    def _configure_checkpointing(self, *rest: Any) -> None:
-        super()._configure_checkpointing(*rest)
-        mark(self.module.parameters(), self.mesh)
-
-    def _get_zero_param_shapes(self) -> Any:
-        return ShardShapes()
+    _split: TensorParallel | None
+    grid: Any
 
     def _portable_state(self) -> PortableState:
         return PortableState(self, LayerNames(self.module), apart=True)
 
+    @property
+    def _stock_alone(self) -> bool:
+        return self._split is None and (not self._owns or self.grid.get_slice_parallel_world_size() > 1)
+
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
-        """One set of files for all stages."""
-        state = self._portable_state()
+        alone = self._stock_alone
+        if alone and self._pruning is not None:
+            raise ConfigError(
+                "axonn.samo cannot be saved beside layers that the script has split over a model axis itself, whose masks differ between "
+                "ranks; split them by axonn.tensor_parallel"
+            )
+        if not self._owns and alone:
+            super()._write(save_dir, tag, client_state, **keywords)
+            return
+        if self._split is None:
+            with self._with_states(self.optimizer.state_dict() if alone else None):
+                super()._write(save_dir, tag, client_state, **keywords)
+        if not alone:
+            self._write_portable(Path(save_dir) / tag, client_state)
+
+    @contextmanager
+    def _with_states(self, states: dict[str, Any] | None) -> Iterator[None]:
+        """DeepSpeed's files have these states: it asks for them on some ranks, and they may be shared out over all."""
+        before = self.optimizer
+        self.optimizer = None if states is None else SimpleNamespace(state_dict=lambda: states)
         try:
-            state.write(Path(save_dir) / tag / _PORTABLE, *state.collect(client_state))
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
+            yield
+        finally:
+            self.optimizer = before
 
     def _read(
         self,
@@ -53,25 +68,28 @@ class StagedCheckpoints(CheckedCheckpoints):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple:
-        """What was written on any stages and grid, pruned or dense."""
+        """What was written on any stages and grid, pruned or dense; of DeepSpeed's files weights from any stages.
+
+        Raises:
+            ConfigError: DeepSpeed's files are of other stages, and optimizer state is to be read.
+        """
+        rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         if tag is None:
             return None, {}
         folder = Path(load_dir) / tag
-        if not (folder / _PORTABLE).is_dir():
+        if (folder / PORTABLE).is_dir():
+            return self._read_portable(folder, *rest)
+        if self._split is not None:
             raise ConfigError(
                 f"{folder} was written by another engine, whose files know one number of stages and ranks; load it with the block that wrote "
                 "it, or start anew"
             )
-        if not load_module_strict or custom_load_fn is not None:
+        files = len(list(folder.glob("mp_rank_*_model_states.pt")))
+        states = load_optimizer_states and not load_module_only and not self.load_universal_checkpoint()
+        if states and files not in (0, self.mp_world_size):
+            stages = files * self.num_stages // self.mp_world_size
             raise ConfigError(
-                "load_module_strict=False and custom_load_fn are for DeepSpeed's own files; leave them out under axonn.pipeline"
+                f"{folder} was written on {stages} stages, where each has the optimizer state of its own layers, and this run has "
+                f"{self.num_stages}; use {stages}, or load_optimizer_states=False, with which the weights are read"
             )
-        states = load_optimizer_states and not load_module_only
-        schedule = load_lr_scheduler_states and not load_module_only
-        try:
-            state = self._portable_state()
-            reading = Reading(folder / _PORTABLE, state.ranks, verified=True)
-            found = state.load(reading, states, schedule, not load_module_only)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
-        return str(folder), found
+        return super()._read(load_dir, tag, *rest)

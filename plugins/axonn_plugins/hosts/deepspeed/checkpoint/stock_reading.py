@@ -232,7 +232,7 @@ class StockReading:
             f"{name}.deepspeed_moe.experts.deepspeed_experts.".removeprefix("."): layer.num_experts // ranks
             for name, layer in layers.items()
         }
-        sources = [renumbered(names, local) for names in script_groups(self.engine, self.state.pieces)]
+        sources = [renumbered(names, local) for names in script_groups(self.state.pieces)]
         numel = {name: layout_of(p).serial_shape for name, p in self.state.parameters.items()}
         return stock_groups(
             sources, {name: math.prod(numel[EXPERT.sub(r"\g<1>0\3", name)]) for names in sources for name in names}

@@ -9,8 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import CLIP_GRAD
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
@@ -22,23 +26,13 @@ from axonn_tp.checkpoint.training import Reading
 from axonn_tp.grid.layout import Layout
 
 
-def script_groups(engine: Any, pieces: Pieces) -> list[list[str]]:
+def script_groups(pieces: Pieces) -> list[list[str]]:
     """Names of the optimizer's parameters by group, as the script makes the groups.
 
     Args:
-        engine: a `TedEngine`.
-        pieces: where its optimizer keeps the states.
+        pieces: where the optimizer keeps the states.
     """
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    # Under ZeRO the order in which parameters are flattened may depend on the number of ranks.
-    given = getattr(engine.optimizer, "bit16_groups", None)
-    members = [[piece.name for piece in group] for group in pieces]
-    if given is not None:
-        members = [[names[id(parameter)] for parameter in group] for group in given]
-    made: dict[int, list[str]] = {}
-    for number, (group, inside) in enumerate(zip(engine.optimizer.param_groups, members, strict=True)):
-        made.setdefault(group.get("axonn_source", number), []).extend(inside)
-    return [made[source] for source in sorted(made)]
+    return [[piece.name for piece in group] for group in pieces]
 
 
 @dataclass
@@ -60,10 +54,10 @@ class StockStates:
             piece.name: piece.layout.serial_shape for group in self.state.pieces for piece in group if piece.name
         }
         numel = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        self.experts = self.engine.groups.topology.expert
+        self.experts = 1 if self.engine.groups is None else self.engine.groups.topology.expert
         self.groups: list[Group] = []
-        for group in stock_groups(script_groups(self.engine, self.state.pieces), numel):
-            dealt = self.engine.zero_optimization() and self.engine.optimizer.round_robin_gradients
+        for group in stock_groups(script_groups(self.state.pieces), numel):
+            dealt = self.engine._own_stage and self.engine.zero_round_robin_gradients()
             self.groups.append(group.dealt(self._count(group)) if dealt else group)
 
     def _count(self, group: Group) -> int:
@@ -92,8 +86,8 @@ class StockStates:
 
     def partitions(self, rank: int) -> dict[str, Any]:
         """What the ZeRO-1 or 2 optimizer of a rank saves."""
-        optimizer = self.engine.optimizer
-        alignment = getattr(optimizer, "parameter_alignment", False)
+        knows = hasattr(self.engine, "zero_parameter_alignment")
+        alignment = knows and self.engine.zero_parameter_alignment()
         flats, masters, states, shards = [], [], {}, {}
         for number, group in enumerate(self.groups):
             sizes = [math.prod(self.shapes[name]) for name in group.names]
@@ -113,8 +107,16 @@ class StockStates:
                 states[number] = state
             flats.append((flat, partition))
         self.reading.read(shards, Place())
-        saved = {key: value for key, value in optimizer.state_dict().items() if key != "param_slice_mappings"}
-        if "param_alignment_paddings" in saved:
+        engine = self.engine
+        saved: dict[str, Any] = {
+            "loss_scaler": engine.optimizer.loss_scaler or LossScaler(1.0),
+            "dynamic_loss_scale": engine.optimizer.dynamic_loss_scale,
+            "overflow": engine.optimizer.overflow,
+            CLIP_GRAD: engine.gradient_clipping(),
+            "zero_stage": ZeroStageEnum(engine._own_stage),
+            "ds_version": deepspeed.__version__,
+        }
+        if knows:
             saved["param_alignment_paddings"] = [list(flat.gaps) for flat, _ in flats]
         return saved | {
             "base_optimizer_state": {"state": states, "param_groups": self._param_groups([1] * len(self.groups))},
@@ -144,7 +146,7 @@ class StockStates:
 
     def _param_groups(self, lengths: list[int]) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
-        known = {g.get("axonn_source", n): g for n, g in reversed(list(enumerate(self.engine.optimizer.param_groups)))}
+        known = self.engine.optimizer.param_groups
         for group, length in zip(self.groups, lengths, strict=True):
             first = sum(len(g["params"]) for g in made)
             kind = {"moe": True, "name": f"ep_size_{self.experts}"} if group.experts else {"moe": False}
@@ -153,10 +155,10 @@ class StockStates:
 
 
 def save_states(engine: Any, folder: Path, portable: Path, state: PortableState) -> list[dict[str, torch.Size]] | None:
-    """Write stock's files of optimizer states; every rank calls it.
+    """Write stock's files of optimizer states, where its ZeRO-1 and 2, or a torch optimizer, has such; every rank calls it.
 
     Args:
-        engine: a `TedEngine` under ZeRO-1 or 2, or with a torch optimizer.
+        engine: a `TedEngine`.
         folder: where they go.
         portable: what was saved.
         state: of the engine.
@@ -164,10 +166,12 @@ def save_states(engine: Any, folder: Path, portable: Path, state: PortableState)
     Returns:
         Shapes of the parameters by group where ZeRO has partitions.
     """
+    if engine._owns and not engine._own_stage:
+        return None
     stock, rank = StockStates(engine, state, Reading(portable, state.ranks, verified=True)), dist.get_rank()
-    if engine.zero_optimization():
+    if engine._own_stage:
         saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine.config}
-        saved["ds_version"] = saved["optimizer_state_dict"]["ds_version"]
+        saved["ds_version"] = deepspeed.__version__
         torch.save(
             saved, engine._get_rank_zero_ckpt_name(folder.parent, folder.name, 0, rank, engine.bfloat16_enabled())
         )

@@ -6,34 +6,33 @@ weights, one of the same ep_size on as many the optimizer's states, too (ZeRO-1 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.checkpoint.grid import _LAYOUTS, _PORTABLE, GridCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import STATES, StockReading, is_stock
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import save_states
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
-from axonn_tp import Grid, layout_of
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import experts_grid
+from axonn_tp import layout_of
 from axonn_tp.checkpoint.dealt import DealtNames
-from axonn_tp.grid.layout import Layout
-from axonn_tp.layers.exports import as_shards
+from axonn_tp.layers.exports import as_shards, whole_tensor
 from ted_moe import Groups
 
 
 class TedCheckpoints(GridCheckpoints):
     """The part of `TedEngine` that saves and loads."""
 
-    groups: Groups
-    _without_portable = "holds the weights alone"
+    groups: Groups | None
 
     def _portable_state(self) -> PortableState:
         return PortableState(self, DealtNames(self.module))
@@ -44,32 +43,21 @@ class TedCheckpoints(GridCheckpoints):
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        state, shapes = self._save_portable(folder / _PORTABLE, client_state), None
-        if state is not None and (self._plain or self.zero_optimization()):
-            shapes = save_states(self, folder, folder / _PORTABLE, state)
+        state = self._write_portable(folder, client_state)
+        shapes = save_states(self, folder, folder / PORTABLE, state)
         self._save_stock(folder, {**client_state, "param_shapes": shapes})
-        if dist.get_rank() == 0:
-            (folder / _LAYOUTS).write_text(json.dumps(self._layouts()))
 
-    def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
+    def _readable(self, folder: Path) -> bool:
         """What TED wrote under any degrees, or a stock engine without tensor parallelism."""
-        if tag is None:
-            return None, {}
-        folder = Path(load_dir) / tag
-        if (folder / _PORTABLE).is_dir() or is_stock(folder):
-            return self._load_portable(folder, *rest, **keywords)
-        raise ConfigError(
-            f"{folder} is no checkpoint that was written under axonn.ted, nor by DeepSpeed-MoE without tensor parallelism; load it "
-            "without the block, or start anew"
-        )
+        return super()._readable(folder) or is_stock(folder)
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
-        if (folder / _PORTABLE).is_dir():
+        if (folder / PORTABLE).is_dir():
             return super()._reading(state, folder, states)
         return StockReading(self, state, folder, states)
 
-    def _consolidated_16bit_state_dict(self, *rest: Any, **keywords: Any) -> Any:
-        """Refused: DeepSpeed's has no experts of other ranks.
+    def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
+        """Refused: one file has no experts of other ranks.
 
         Raises:
             ConfigError: always.
@@ -79,17 +67,15 @@ class TedCheckpoints(GridCheckpoints):
             "mp_rank_00_model_states.pt hold whole weights"
         )
 
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-
     def _save_stock(self, folder: Path, client_state: dict) -> None:
         """Files of ranks that hold the first replica."""
-        if self.mesh.rank("data"):
-            return
         with as_shards():
             held = self.module.state_dict(keep_vars=True)
-        module = {name: self._whole(value, value) for name, value in held.items()}
-        if self.mesh.rank("x") == 0 or not self.groups.topology.expert_tensor_parallel:
-            self._save_experts(folder, module)
+        module = {name: self._whole(value) for name, value in held.items()}
+        if self.groups is not None:
+            on = self.mesh.over(experts_grid(self.groups.topology))
+            if on.rank("x") == on.rank("data") == 0:
+                self._save_experts(folder, module)
         if dist.get_rank() == 0:
             dense = {name: value for name, value in module.items() if ".deepspeed_experts." not in name}
             state = {
@@ -105,7 +91,7 @@ class TedCheckpoints(GridCheckpoints):
                 "mp_world_size": 1,
                 "num_experts": self.num_experts,
                 "ds_config": self.config,
-                "ds_version": _version(),
+                "ds_version": deepspeed.__version__,
             }
             torch.save(state, folder / STATES)
 
@@ -123,25 +109,12 @@ class TedCheckpoints(GridCheckpoints):
         for file, tensors in files.items():
             torch.save(tensors, folder / file)
 
-    @property
-    def _plain(self) -> bool:
-        return isinstance(self.optimizer, torch.optim.Optimizer)
-
     @torch.no_grad()
-    def _whole(self, value: Any, parameter: Any) -> Any:
-        """A tensor that lies like a parameter, whole over the tensor ranks; ranks of a tensor group call it together."""
+    def _whole(self, value: Any) -> Any:
+        """A tensor of the module's state, whole over the ranks that split it; every rank calls it."""
         if not isinstance(value, Tensor):
             return value
-        layout: Layout = layout_of(parameter)
-        held = value.detach()
-        if "x" not in {axis for _, axis in layout.split} or self.mesh.size("x") == 1:
-            return held.cpu().clone()
-        shards = [torch.empty_like(held) for _ in range(self.mesh.size("x"))]
-        dist.all_gather(shards, held.contiguous(), group=self.mesh.group("x"))
-        return replace(layout, home=()).assemble(shards, Grid(gx=len(shards))).cpu()
-
-
-def _version() -> str:
-    import deepspeed
-
-    return deepspeed.__version__
+        layout = layout_of(value)
+        if not layout.axes:
+            return value.detach().cpu().clone()
+        return whole_tensor(value, layout, self.mesh.over(layout.grid)).cpu()

@@ -2,32 +2,170 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import Tensor
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
+from axonn_plugins.optim.loss_scale import LossScale
 
 Groups = list[dict[str, Any]]
+# What DeepSpeed's Adams know and torch's do not.
+_DEEPSPEED_ONLY = ("bias_correction", "adam_w_mode", "set_grad_none", "fp32_optimizer_states", "torch_adam", "step")
 
 
-def loss_scaler(engine: DeepSpeedEngine, dtype: torch.dtype) -> Any:
-    """DeepSpeed's scaler of losses, as the engine's configuration has it."""
+def loss_scaler(engine: DeepSpeedEngine) -> Any:
+    """DeepSpeed's scaler of losses, as the engine's configuration has it; None where the loss is not scaled."""
+    if not engine.fp16_enabled():
+        return None
     return CreateLossScaler(
-        dtype=dtype,
+        dtype=torch.float16,
         static_loss_scale=engine.loss_scale(),
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
 
 
-class WrappedOptimizer(ZeROOptimizer):
-    """What the engine holds, around the optimizer that does the work.
+def basic_optimizer(engine: Any, given: Any, parameters: Any, key: str) -> torch.optim.Optimizer:
+    """The optimizer that the script or the configuration names, of which ours makes its own.
+
+    Args:
+        engine: with the configuration.
+        given: the script's: an optimizer, a function of the parameters, or None.
+        parameters: what it trains, where it is not made.
+        key: who runs it, for messages.
+
+    Raises:
+        ConfigError: the configuration says what torch's Adam does not know.
+    """
+    settings = dict(engine.optimizer_params() or {})
+    if given is not None:
+        made = given if isinstance(given, torch.optim.Optimizer) else given(parameters)
+    elif engine.optimizer_name() in ("adam", "adamw") and "max_grad_norm" not in settings:
+        # Torch's, where DeepSpeed's own would be compiled.
+        decoupled = engine.optimizer_name() == "adamw" or settings.get("adam_w_mode", True)
+        made = torch_adam(parameters, decoupled, settings, key)
+    else:
+        made = engine._configure_basic_optimizer(parameters)
+    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
+    engine._check_for_duplicates(made)
+    return made
+
+
+def torch_adam(parameters: Any, decoupled: bool, settings: Mapping[str, Any], key: str) -> torch.optim.Optimizer:
+    """Torch's AdamW, or Adam where weight decay is not decoupled, with what DeepSpeed's configuration says of its own.
+
+    Raises:
+        ConfigError: it says what torch's do not know; `key` is who runs it.
+    """
+    known = {name: value for name, value in settings.items() if name not in _DEEPSPEED_ONLY}
+    try:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **known)
+    except TypeError as error:
+        raise ConfigError(
+            f"optimizer.params does not fit torch's Adam, which {key} runs: {error}; remove what it does not know"
+        ) from None
+
+
+def factory_of(
+    optimizer: torch.optim.Optimizer, key: str, fused: bool = True
+) -> Callable[[Groups], torch.optim.Optimizer]:
+    """A function that makes the same optimizer over other parameter groups.
+
+    Args:
+        optimizer: torch's or DeepSpeed's.
+        key: who runs the copy, for messages.
+        fused: whether torch's Adam is fused where it may choose.
+
+    Raises:
+        ConfigError: it is one of DeepSpeed's own kernels, other than Adam, or needs whole matrices.
+    """
+    kind = type(optimizer)
+    if needs_whole_matrices(kind.__name__):
+        raise ConfigError(
+            f"the optimizer {kind.__name__} looks at more than one weight at a time, and {key} has a part of them at a time; "
+            "use an element-wise one such as AdamW"
+        )
+    settings = dict(optimizer.defaults)
+    if kind.__module__.startswith("deepspeed."):
+        if "Adam" not in kind.__name__:
+            raise ConfigError(
+                f"the optimizer {kind.__name__} is DeepSpeed's own kernel, which {key} cannot run in parts; use Adam, AdamW, SGD or "
+                "another of torch's"
+            )
+        kind = torch.optim.AdamW if getattr(optimizer, "adam_w_mode", True) else torch.optim.Adam
+        if not settings.get("bias_correction", True):
+            raise ConfigError(
+                f"the optimizer's bias_correction = False is unknown to torch's Adam, which {key} runs; leave it out"
+            )
+        settings = {name: value for name, value in settings.items() if name not in _DEEPSPEED_ONLY}
+        for group in optimizer.param_groups:
+            for name in _DEEPSPEED_ONLY:
+                group.pop(name, None)
+    if fused and kind in (torch.optim.Adam, torch.optim.AdamW):
+        for group in [settings, *optimizer.param_groups]:
+            if _may_fuse(group):
+                group["fused"] = True
+    accepted = inspect.signature(kind).parameters
+    settings = {name: value for name, value in settings.items() if name in accepted}
+    return lambda groups: kind(groups, **settings)  # type: ignore[arg-type]
+
+
+def _may_fuse(group: Mapping[str, Any]) -> bool:
+    free = group.get("fused") is None and not group.get("foreach")
+    return free and not (group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), Tensor))
+
+
+class Scale(LossScale):
+    """DeepSpeed's loss scaler, moved by its own rules; also where a checkpoint changes it.
+
+    Args:
+        scaler: of `deepspeed.runtime.fp16.loss_scaler`.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+        super().__init__(scaler.loss_scale, dynamic=scaler.dynamic)
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        """The scaler's."""
+        return self.scaler.loss_scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        """Left to the scaler."""
+
+    def update(self, overflow: bool) -> None:
+        """Let the scaler take note of how a step went."""
+        self.scaler.update_scale(overflow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's numbers."""
+        return {key: value for key, value in vars(self.scaler).items() if isinstance(value, bool | int | float)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Numbers of a scaler of the same kind; those of a static one are nothing to a dynamic one, nor the reverse."""
+        if state.keys() == self.state_dict().keys():
+            vars(self.scaler).update(state)
+
+
+class EngineOptimizer(ZeROOptimizer):
+    """The part of an optimizer that the engine talks to: it scales losses, and leaves the rest to the optimizer.
 
     Args:
         scaler: DeepSpeed's loss scaler; None where the loss is not scaled.
     """
+
+    overflow: bool
+    total_norm: Any
 
     def __init__(self, scaler: Any) -> None:
         super().__init__()
@@ -35,25 +173,19 @@ class WrappedOptimizer(ZeROOptimizer):
         self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
         self._global_grad_norm: float | None = None
 
-    def _take_over(self, basic: torch.optim.Optimizer, inner: Any) -> None:
-        """Have `inner` go on where `basic`, over the same parameters, is; a scheduler made for that goes on working."""
-        self._inner = inner
+    def _go_on_from(self, basic: torch.optim.Optimizer) -> None:
+        """Go on where an optimizer over the same parameters is; a scheduler that was made for it goes on working."""
+        ours: Any = self
         if basic.state:
-            inner.load_state_dict(basic.state_dict())
+            ours.load_state_dict(basic.state_dict())
             basic.state.clear()
-        basic.param_groups = inner.param_groups
+        basic.param_groups = ours.param_groups
         # Torch's schedulers warn when the optimizer that they know has not stepped.
         basic._opt_called = True  # type: ignore[attr-defined]
 
-    @property
-    def param_groups(self) -> Groups:
-        """Parameters and hyperparameters."""
-        return self._inner.param_groups
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped."""
-        return self._inner.overflow
+    def _note_norm(self) -> None:
+        norm = self.total_norm
+        self._global_grad_norm = None if norm is None else float("inf") if self.overflow else float(norm)
 
     @property
     def cur_scale(self) -> float:
@@ -64,3 +196,21 @@ class WrappedOptimizer(ZeROOptimizer):
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale moves."""
         return self.loss_scaler is not None and self.loss_scaler.dynamic
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, **keywords: Any) -> None:
+        """Backward of the scaled loss; older engines of DeepSpeed call this, newer ones scale the loss themselves."""
+        (loss * self.cur_scale).backward(retain_graph=retain_graph)
+
+
+def optimizer_state_of(state_dict: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What a checkpoint of DeepSpeed holds, if it is a torch optimizer's.
+
+    Raises:
+        ConfigError: it is another's.
+    """
+    if "param_groups" not in state_dict:
+        raise ConfigError(
+            f"this checkpoint's optimizer state is of another wrapper of DeepSpeed's, which {key} cannot read; load it with "
+            "load_optimizer_states=False"
+        )
+    return dict(state_dict)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
@@ -29,37 +28,13 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
         check_batch(raw, Grid(gdata=mpu.get_data_parallel_world_size()))
-    deepspeed.PipelineEngine = _engine(block, section(raw, "zero_optimization").get("stage", 0))
+    from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
+
+    deepspeed.PipelineEngine = MessageDrivenEngine
     # A configuration may be parsed before the model is known.
     deepspeed.DeepSpeedEngine = _PlainModule
     deepspeed.DualPipeVEngine = _DualPipe
     return mpu
-
-
-def _engine(block: Axonn, stage: int) -> type[PipelineEngine]:
-    if (
-        block.offload_optimizer is not None
-        and not block.others
-        and (block.samo, block.tensor_parallel, block.ted, stage)
-        == (
-            None,
-            None,
-            None,
-            0,
-        )
-    ):
-        from axonn_plugins.hosts.deepspeed.offload.engine import OffloadEngine
-        from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
-
-        return type("OffloadPipelineEngine", (OffloadEngine, MessageDrivenEngine), {})
-    others = (block.samo, block.tensor_parallel, block.ted, block.offload_optimizer)
-    if block.others or any(key is not None for key in others):
-        from axonn_plugins.hosts.deepspeed.pipeline.composed import ComposedPipelineEngine
-
-        return ComposedPipelineEngine
-    from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
-
-    return MessageDrivenEngine
 
 
 class _PlainModule:

@@ -1,50 +1,56 @@
-"""DeepSpeed's PipelineEngine with Algorithm 2 inside: a stage works on whatever message has arrived (000, chapter 3).
+"""DeepSpeed's PipelineEngine under ``axonn.pipeline``, with every other system inside its stages (000, chapters 3 to 5).
 
-Everything around the passes is DeepSpeed's own: partitioning, ties, optimizers, ZeRO-1, checkpoints, `train_batch`.
+Partitioning, the data loader and `train_batch` are DeepSpeed's own.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import count
-from math import sqrt
-from pathlib import Path
-from time import perf_counter
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.schedule import TrainSchedule
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError
-from axonn_plugins.config.pipeline import Pipeline
-from axonn_plugins.hosts.deepspeed.agreement import compare
-from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.pipeline.passes import StagePasses, checkpoint_layers
-from axonn_plugins.hosts.deepspeed.pipeline.sums import PipelineSums
-from axonn_plugins.pipeline.events import Event, Kind, Recorder
-from axonn_plugins.pipeline.lead import Lead
-from axonn_plugins.pipeline.packing import Message
-from axonn_plugins.pipeline.schedule import Action, Stage, automatic_limit
-from axonn_plugins.pipeline.transport import Arrival, StageLost, Transport
-from axonn_plugins.pipeline.watch import Watch
-from axonn_plugins.pipeline.wires import TorchWire
+from axonn_plugins.hosts.common.tensor_parallel import options
+from axonn_plugins.hosts.deepspeed import replicas
+from axonn_plugins.hosts.deepspeed.agreement import check_optimizer, compare, refuse_experts
+from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
+from axonn_plugins.hosts.deepspeed.engine import choose_sizes
+from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
+    AXES,
+    KEY,
+    StageLayers,
+    regroup,
+    settings_of,
+    stage_grid,
+    stage_plan,
+)
+from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
+from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
+from axonn_plugins.hosts.deepspeed.states_config import take_over
+from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
+from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
+from axonn_plugins.hosts.deepspeed.whole_parameters import mark
+from axonn_tp import Grid, Mesh, first_difference, parallelize, sync_gradients
 
-_engines = count()
 
-
-class MessageDrivenEngine(CheckedCheckpoints, PipelineSums, StagePasses):
+class MessageDrivenEngine(StagedCheckpoints, StageBatches):
     """What `deepspeed.initialize` returns for a PipelineModule under ``axonn.pipeline``.
 
+    A rank is x + gx·(y + gy·(z + gz·(data + gdata·stage))). Ranks of one (x, y, z, data) are a pipeline; those of one stage
+    and data run the same passes in the same order.
+
     Attributes:
-        most_alive: most microbatches whose activations this stage has kept at a time.
+        mesh: of this stage.
     """
 
     def __init__(
@@ -56,241 +62,176 @@ class MessageDrivenEngine(CheckedCheckpoints, PipelineSums, StagePasses):
         config_class: Any = None,
         **keywords: Any,
     ) -> None:
-        compare(model, config_class, optimizer, keywords)
-        has_bool_tensors = False
-        super().__init__(has_bool_tensors, args, model, optimizer, *rest, config_class=config_class, **keywords)
+        # DeepSpeed sets the device later, but our first collectives need it.
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         block: Axonn = config_class.axonn
-        assert block.pipeline is not None
-        self._pipeline: Pipeline = block.pipeline
-        self._kept = {}
-        self.most_alive = 0
-        self._recorder: Recorder | None = None
-        interval = set_checkpointing(self.module, self._pipeline.activation_checkpointing)
-        wire = TorchWire(self.grid.pipe_groups, self.device)
-        wire.connect()
-        self._watch = Watch(str(next(_engines)), self.grid.pipe_groups)
-        self._transport = Transport(wire, self.stage_id, self.num_stages, self._watch.waiting)
-        groups = self._computing_together()
-        self._lead = Lead(groups, wire.timeout) if max(map(len, groups)) > 1 else None
-        if self.global_rank == 0:
-            print(
-                f"axonn {__version__}: pipeline of {self.num_stages} stages, {self._pipeline.schedule}, pipeline_limit "
-                f"{self._limit(self.micro_batches)}, activations checkpointed every {interval} layers"
+        if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
+            planned, stage = StageLayers(model), model.stage_id
+            keywords["config"] = choose_sizes(
+                model, config_class, optimizer, keywords, planned, stage, model.num_stages, model.mpu()
             )
+            block = config_class.axonn
+        self._ted, self._split = block.ted, settings_of(block)
+        self._stock_experts = self._split is None
+        grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
+        if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
+            take_over(config_class, "pipeline")
+        self._own_states(config_class, optimizer)
+        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer))
+        plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
+        self._verify = self._split is not None and self._split.verify_plan and bool(plan)
+        self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            # A function that sorts parameters by their shapes must see them before they are split.
+            given = keywords.pop("model_parameters", None)
+            keywords["model_parameters"] = list(model.parameters() if given is None else given)
+            optimizer = optimizer(keywords["model_parameters"])
+        if self._split is not None:
+            regroup(model, self.mesh)
+            replicas.align_random_state(self.mesh)
+            if self._ted is None:
+                parallelize(model, self.mesh, plan, options(self._split))
+            else:
+                split_with_experts(model, self.mesh, self._ted, plan, options(self._split))
+            every, broadcast = self._split.check_every, self._split.broadcast_inputs
+            self._replicas = ReplicaWatch(self.mesh, model, every, broadcast, stage=True)
+        keep = self._ted is not None and self._ted.communication_aware_checkpointing
+        self._stashes = Stashes(self._ted.stash) if self._ted is not None and keep else None
+        keywords["mpu"] = model.mpu()
+        super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
 
-    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
-        """DeepSpeed's, without the step that it takes at stage 0 before there are gradients: that decays weights, and counts."""
-        fresh = not optimizer.state
-        made = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
-        if fresh and not isinstance(made, ZeROOptimizer):
-            optimizer.state.clear()
-            for group in optimizer.param_groups:
-                group.pop("step", None)
-            made.refresh_fp32_params()
-        return made
+    def _problem_with(self, model: PipelineModule, optimizer: Any) -> str | None:
+        try:
+            if self._ted is None and (self._split is not None or self._owns):
+                refuse_experts(model)
+            if self._split is not None:
+                check_optimizer(optimizer)
+        except ValueError as error:
+            return str(error)
+        return None
 
-    # Records
-
-    def record_events(self, on: bool = True) -> None:
-        """Keep the events of each batch from now on, or no more."""
-        self._recorder = Recorder() if on else None
-
-    @property
-    def events(self) -> list[Event]:
-        """Of the last batch on this stage; none unless `record_events` was called."""
-        return [] if self._recorder is None else self._recorder.events
-
-    def _note(self, kind: Kind, microbatch: int, start: float) -> None:
-        if self._recorder is not None:
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()
-            self._recorder.add(kind, microbatch, start)
-
-    def destroy(self) -> None:
-        """DeepSpeed's clean-up, and the end of this engine's threads."""
-        super().destroy()
-        self._watch.close()
-        self._transport.close()
-
-    # Checkpoints
-
-    def _read(
-        self,
-        load_dir: str,
-        tag: str | None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple:
-        """DeepSpeed's; weights from any stages, optimizer state from as many.
-
-        Raises:
-            ConfigError: it was written on other stages, and optimizer state is to be read.
-        """
-        rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        if tag is not None and load_optimizer_states and not load_module_only and not self.load_universal_checkpoint():
-            folder = Path(load_dir) / tag
-            files = len(list(folder.glob("mp_rank_*_model_states.pt")))
-            if files not in (0, self.mp_world_size):
-                stages = files * self.num_stages // self.mp_world_size
-                raise ConfigError(
-                    f"{folder} was written on {stages} stages, where each has the optimizer state of its own layers, and this run has "
-                    f"{self.num_stages}; use {stages}, or load_optimizer_states=False, with which the weights are read"
-                )
-        return super()._read(load_dir, tag, *rest)
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        tie(self.module)
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
     # The batch
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
-        """Train on one batch; returns its loss.
-
-        Raises:
-            StageLost: another rank is gone; names it.
-        """
-        with self._determined():
-            return super().train_batch(data_iter)
-
-    def eval_batch(self, *rest: Any, **keywords: Any) -> Any:
-        """DeepSpeed's.
-
-        Raises:
-            StageLost: another rank is gone; names it.
-        """
-        with self._watch.collectives():
-            return super().eval_batch(*rest, **keywords)
-
-    @contextmanager
-    def _determined(self) -> Iterator[None]:
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        if not self._pipeline.deterministic or before[0]:
-            yield
-            return
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-    def _aggregate_total_loss(self) -> Tensor:
-        start = perf_counter()
-        with self._watch.collectives():
-            loss = super()._aggregate_total_loss()
-        self._note("loss", -1, start)
-        return loss
-
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run a batch; DeepSpeed's schedule only says of what kind, and of how many microbatches."""
-        training = isinstance(pipe_schedule, TrainSchedule)
-        self.fwd_outputs: list[Any] = []
-        if self._recorder is not None:
-            self._recorder.clear()
-        try:
-            self._compute(pipe_schedule.micro_batches, training)
-        except StageLost as error:
-            raise self._watch.lost(error) from None
-        if not training:
-            return
-        steps: list[tuple[Kind, Any]] = [
-            ("tied", self._exec_reduce_tied_grads),
-            ("reduce", self._exec_reduce_grads),
-            ("optimizer", self._exec_optimizer_step),
-        ]
-        with self._watch.collectives():
-            for kind, step in steps:
-                start = perf_counter()
-                step()
-                self._note(kind, -1, start)
-
-    def _limit(self, microbatches: int) -> int:
-        given = self._pipeline.pipeline_limit
-        return automatic_limit(self._pipeline.schedule, self.num_stages, microbatches) if given == "auto" else given
-
-    def _compute(self, microbatches: int, training: bool) -> None:
-        limit, schedule = self._limit(microbatches), self._pipeline.schedule
-        stage = Stage(schedule, self.stage_id, self.num_stages, microbatches, limit, backward=training)
-        arrived: dict[bool, deque[Message]] = {True: deque(), False: deque()}
-        self._transport.begin(microbatches, stage.limit, backward=training)
-        while not stage.finished:
-            # Without backward passes nothing holds the first stage back but messages that the next has not taken in.
-            while training and self._take_in(stage, arrived, wait=False):
-                pass
-            start = perf_counter()
-            action = self._next(stage)
-            if action is None:
-                arrival = self._take_in(stage, arrived, wait=True)
-                self._watch.working()
-                if self._recorder is not None and arrival is not None:
-                    self._recorder.add_wait(start, arrival.sent)
-            else:
-                self._run(stage, action, arrived, training)
-        self._transport.end()
-
     def _computing_together(self) -> list[list[int]]:
-        """Groups of ranks that meet in collectives inside a pass, and so must make their passes in one order."""
-        topology = self.grid.topology()
-        found = torch.tensor([int(any(_meets_replicas(layer) for layer in self.module.modules()))], device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found:
-            return [topology.filter_match(pipe=stage) for stage in range(self.num_stages)]
-        return topology.get_axis_comm_lists("model") or [[rank] for rank in range(dist.get_world_size())]
+        if self._split is None:
+            return super()._computing_together()
+        grid = self.mesh.grid
+        ranks, size = range(self.num_stages * grid.world), grid.gx * grid.gy * grid.gz
+        if self._ted is not None:  # tokens go to experts of other ranks
+            size = grid.world
+        return [list(ranks[first : first + size]) for first in ranks[::size]]
 
-    def _together(self) -> Any:
-        return nullcontext() if self._lead is None else self._watch.collectives()
+    def _agreed_batch(self) -> Any:
+        """A batch on which ranks of one x-y plane agree."""
+        batch = self._next_batch()
+        if self._split is None or self.mesh.size("model") == 1:
+            return batch
+        return self._replicas.call(("batch",), (batch,), {})[0][0]
 
-    def _next(self, stage: Stage) -> Action | None:
-        if self._lead is None:
-            return stage.next()
-        with self._together():
-            return self._lead.next(stage)
+    def _take_model_step(self, *rest: Any, **keywords: Any) -> None:
+        super()._take_model_step(*rest, **keywords)
+        if self._split is not None:
+            self._replicas.stepped(self.global_steps)
 
-    def _run(self, stage: Stage, action: Action, arrived: dict[bool, deque[Message]], training: bool) -> None:
-        start = perf_counter()
-        kind, microbatch = action
-        with self._together():
-            if kind == "forward":
-                message = None if stage.is_first else arrived[True].popleft()
-                sent = self._forward_microbatch(microbatch, message, training)
-            else:
-                message = None if stage.is_last else arrived[False].popleft()
-                sent = self._backward_microbatch(microbatch, message)
-        self._note(kind, microbatch, start)
-        if sent is not None:
-            start = perf_counter()
-            (self._transport.send_input if kind == "forward" else self._transport.send_gradient)(sent)
-            self._note("send", microbatch, start)
-        if training and kind == "forward" and microbatch == stage.microbatches - 1:
-            with self._watch.collectives():
-                self._expect_loss()
+    def _outputs(self, inputs: Any) -> Any:
+        if self._stashes is None or not torch.is_grad_enabled():
+            return self._verified(inputs)
+        with self._stashes.recording():
+            return self._verified(inputs)
 
-    def _take_in(self, stage: Stage, arrived: dict[bool, deque[Message]], wait: bool) -> Arrival | None:
-        arrival = self._transport.receive(wait)
-        if arrival is not None:
-            arrived[arrival.is_input].append(arrival.message)
-            (stage.input_arrived if arrival.is_input else stage.gradient_arrived)(arrival.message.microbatch)
-        return arrival
+    def _verified(self, inputs: Any) -> Any:
+        if self._verify and self.module.training and self.mesh.size("model") > 1:
+            self._verify = False
+            self._verify_plan(inputs)
+        return super()._outputs(inputs)
+
+    def _verify_plan(self, inputs: Any) -> None:
+        half = self.fp16_enabled() or self.bfloat16_enabled()
+
+        def run() -> Any:
+            # Layers may change their input in place.
+            return self.module(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs))
+
+        # Routing is not continuous: rounding in a dense layer may send a token elsewhere.
+        with passing_by(self.module):
+            found = first_difference(self.module, run, self.mesh, 0.1 if half else 1e-3)
+        if found is not None:
+            raise ConfigError(
+                f"{KEY}.plan: the output of layer {found[0]} differs from the serial model's by {found[1]:.1%}; code before it looks across "
+                "features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
+            )
+
+    # Sums
+
+    def _broadcast_model(self) -> None:
+        """Nothing to do where `parallelize` split the weights of each stage's first rank."""
+        if self._split is None:
+            super()._broadcast_model()
+
+    def _reduce_gradients(self) -> None:
+        if self._owns:
+            self.optimizer.reducer.finish()
+        else:
+            super()._reduce_gradients()
+
+    def buffered_allreduce_fallback(self, *rest: Any, **keywords: Any) -> None:
+        """Sum gradients by their layouts where the optimizer is torch's; others of DeepSpeed's, and its experts, it sums itself."""
+        if self.has_moe_layers or not isinstance(self.optimizer, torch.optim.Optimizer):
+            super().buffered_allreduce_fallback(*rest, **keywords)
+        else:
+            sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm of all stages, where the optimizer does not."""
+        if self._owns:
+            return
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        self._global_grad_norm = self._gradient_norm(trained).item()
+        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
+        if factor < 1:
+            torch._foreach_mul_([p.grad for p in trained], factor)
+
+    def _counts(self, parameter: Tensor) -> bool:
+        # A tied weight counts on its first stage, and what a script has split itself on every slice.
+        here = super()._counts(parameter) or (
+            self._split is None and is_model_parallel_parameter(parameter) and self.mesh.rank("batch") == 0
+        )
+        return here and not getattr(parameter, "ds_pipe_replicated", False)
+
+    def _gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        counted = [p.grad.double().square().sum() for p in parameters if p.grad is not None and self._counts(p)]
+        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def _copies(self, name: str) -> int:
+        tied = self.module.tied_comms.items()
+        return next((len(tie["ranks"]) for key, tie in tied if name.startswith(f"tied_modules.{key}.")), 1)
 
 
-def _meets_replicas(layer: nn.Module) -> bool:
-    """Whether a layer's passes have collectives of data-parallel ranks."""
-    return isinstance(layer, nn.SyncBatchNorm) or (isinstance(layer, MoE) and layer.ep_size > 1)
+def _of_doubles(model: PipelineModule) -> bool:
+    """Whether any stage has weights in float64; every rank calls it."""
+    everyone = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, any(p.dtype == torch.float64 for p in model.parameters()))
+    return any(everyone)
 
 
-def checkpoint_interval(layers: int, all_layers: int) -> int:
-    """The factor of a stage's layers nearest the square root of all layers, which keeps least (equation 3.1)."""
-    factors = [n for n in range(1, layers + 1) if layers % n == 0]
-    return min(factors, key=lambda n: abs(n - sqrt(all_layers)))
+def _own_grid(model: PipelineModule) -> Grid:
+    """The ranks of a stage whose layers are the script's own: along x those that it has split a layer over.
 
-
-def set_checkpointing(module: PipelineModule, given: int | str | bool | None) -> int:
-    """Set what ``axonn.pipeline.activation_checkpointing`` says; returns the interval in layers, 0 for none."""
-    if given is False:
-        module.activation_checkpoint_interval = 0
-    elif given is not None:
-        layers = len(module.forward_funcs)
-        interval = checkpoint_interval(layers, module._num_layers) if given == "auto" else int(given)
-        module.activation_checkpoint_func = checkpoint_layers
-        module.activation_checkpoint_interval = interval
-        module._precompute_checkpointable_values()
-    return module.activation_checkpoint_interval
+    Raises:
+        ConfigError: its topology has the ranks in another order.
+    """
+    unit = model.mpu()
+    axes = unit.topology().get_axis_names()
+    if axes not in AXES:
+        raise ConfigError(
+            f"the PipelineModule's topology has the axes {', '.join(axes)}, and axonn.pipeline needs pipe, data or pipe, data, model; give "
+            "num_stages in its place"
+        )
+    return Grid(gx=unit.get_slice_parallel_world_size(), gdata=unit.get_data_parallel_world_size())

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
@@ -79,7 +78,7 @@ class StagePasses(PipelineEngine):
         Returns:
             What goes to the stage after; None on the last.
         """
-        batch: Any = self._next_batch() if self.is_first_stage() or self.is_last_stage() else None
+        batch: Any = self._agreed_batch() if self.is_first_stage() or self.is_last_stage() else None
         leaves: tuple[Tensor, ...] = ()
         wanted: tuple[bool, ...] = ()
         if message is None:
@@ -104,6 +103,9 @@ class StagePasses(PipelineEngine):
             self.most_alive = max(self.most_alive, len(self._kept))
         return sent
 
+    def _agreed_batch(self) -> Any:
+        return self._next_batch()
+
     def _outputs(self, inputs: Values) -> Any:
         # Not through PipelineEngine, which has no forward.
         return DeepSpeedEngine.forward(self, inputs)
@@ -121,7 +123,7 @@ class StagePasses(PipelineEngine):
         kept = self._kept.pop(microbatch)
         if message is None:
             assert kept.loss is not None
-            DeepSpeedEngine.backward(self, self._scaled(kept.loss))
+            DeepSpeedEngine.backward(self, kept.loss)
         else:
             pairs = [(o, g) for o, g in zip(kept.outputs, message.tensors, strict=True) if g is not None]
             if pairs:
@@ -145,14 +147,6 @@ class StagePasses(PipelineEngine):
         self._stop_timers((*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers))
         if later and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """The loss, scaled where DeepSpeed unscales gradients and forgets to scale: fp16 at stage 0."""
-        scaling = getattr(self.optimizer, "loss_scale_config", None)
-        if scaling is None or not scaling.use_grad_scaling or isinstance(self.optimizer, ZeROOptimizer):
-            return loss
-        custom = self.optimizer.custom_loss_scaler
-        return loss.float() * (self.optimizer.external_loss_scale if custom else scaling.cur_scale)
 
     @property
     def _reentrant(self) -> bool:

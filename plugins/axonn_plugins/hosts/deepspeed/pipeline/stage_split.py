@@ -23,7 +23,7 @@ from axonn_plugins.hosts.deepspeed.ted.layers import stand_ins
 from axonn_tp import Grid, LayerPlan, Mesh, Placement, auto_plan, place
 
 KEY = "axonn.tensor_parallel"
-_AXES = (["pipe", "data"], ["pipe", "data", "model"])
+AXES = (["pipe", "data"], ["pipe", "data", "model"])
 _WITHIN = ("normal", "transposed", "head", "self_contained", "group_norm", "replicated")
 
 
@@ -40,7 +40,7 @@ def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid) -> Grid:
     topology, world = unit.topology(), unit.world_size
     stages, sizes = unit.get_pipe_parallel_world_size(), settings.given
     ranks, plane = world // stages, sizes["gx"] * sizes["gy"]
-    if topology.get_axis_names() not in _AXES:
+    if topology.get_axis_names() not in AXES:
         raise ConfigError(
             f"the PipelineModule's topology has the axes {', '.join(topology.get_axis_names())}, and {KEY} needs pipe, data or pipe, data, "
             "model; give num_stages in its place"

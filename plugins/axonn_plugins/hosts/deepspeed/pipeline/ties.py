@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from axonn_plugins.hosts.deepspeed.agreement import agree
+from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_tp import layout_of
 
 _Copy = dict[str, tuple[tuple[int, ...], bool, str]]
@@ -74,13 +74,22 @@ def _shared(name: str, copies: Sequence[_Copy]) -> bool:
     return len(shapes) == 1 and None not in shapes
 
 
-def gradient_of(weight: Tensor, optimizer: Any) -> Tensor:
-    """What has been summed of a weight's gradient where its optimizer will look for it; zeros are put there where there is none.
+def sum_gradients(module: PipelineModule, optimizer: Any) -> None:
+    """Sum the gradients of tied weights over their stages; DeepSpeed looks for them in `.grad` alone, and does not where there are none.
 
     Args:
-        weight: of this stage.
+        module: this stage's layers.
         optimizer: the engine's.
     """
+    for weight, group in module.get_tied_weights_and_groups():
+        if weight.requires_grad:
+            dist.all_reduce(_gradient_of(weight, optimizer), group=group)
+
+
+def _gradient_of(weight: nn.Parameter, optimizer: Any) -> Tensor:
+    """What has been summed of a weight's gradient where its optimizer will look for it; zeros are put there where there is none."""
+    if isinstance(optimizer, FlatOptimizer):
+        return optimizer.gradient_of(weight)
     if isinstance(optimizer, BF16_Optimizer):
         group, place = next(
             (i, j) for i, weights in enumerate(optimizer.bf16_groups) for j, w in enumerate(weights) if w is weight
@@ -92,8 +101,4 @@ def gradient_of(weight: Tensor, optimizer: Any) -> Tensor:
         name, dtype = "grad_accum", optimizer.gradient_accumulation_dtype
     if getattr(weight, name) is None:
         setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
-    gradient = getattr(weight, name)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        # It takes the norm of gradients, not of weights, and asks them whether they count.
-        setattr(gradient, PIPE_REPLICATED, getattr(weight, PIPE_REPLICATED))
-    return gradient
+    return getattr(weight, name)

@@ -189,14 +189,6 @@ def _layout(parameter: Tensor, split: tuple[int, int] | None, size: int, at: Lay
     return replace(at, shape=tuple(shape), split=((dim, "x"),), parts=parts)
 
 
-def forget_z(model: nn.Module) -> None:
-    """Dense weights were split on a grid without z: on that of the experts they are whole along z."""
-    for parameter in model.parameters():
-        layout = layout_of(parameter)
-        if layout.over_z:
-            parameter.axonn_layout = replace(layout, over_z=False)  # type: ignore[attr-defined]
-
-
 class _StandIn(StockMoE):
     """Needs all features of a token, as a mixture does, and is run without a process group.
 

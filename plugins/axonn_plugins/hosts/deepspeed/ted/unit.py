@@ -72,6 +72,11 @@ class TedUnitEngine(CheckedCheckpoints):
             print(f"axonn: TED on the mpu's groups{how}\n{topology}", file=sys.stderr, flush=True)
         self._stashes = Stashes(block.stash) if block.communication_aware_checkpointing else None
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        # DeepSpeed hands out its table itself, into which gradients' hooks look.
+        engine: Any = self
+        engine.expert_data_parallel_group = dict(engine.expert_data_parallel_group)
+        if getattr(self.optimizer, "expert_dp_process_group", None) is not None:
+            self.optimizer.expert_dp_process_group = dict(self.optimizer.expert_dp_process_group)
 
     def _write(self, *rest: Any, **keywords: Any) -> None:
         with self._own_groups(), as_shards():
@@ -98,20 +103,14 @@ class TedUnitEngine(CheckedCheckpoints):
         with self._stashes.recording():
             return super().forward(*inputs, **keywords)
 
-    def backward(self, *inputs: Any, **keywords: Any) -> Any:
+    def buffered_allreduce_fallback(self, *inputs: Any, **keywords: Any) -> Any:
         """DeepSpeed's, over this engine's groups."""
         with self._own_groups():
-            return super().backward(*inputs, **keywords)
+            return super().buffered_allreduce_fallback(*inputs, **keywords)
 
-    def allreduce_gradients(self, *inputs: Any, **keywords: Any) -> Any:
-        """DeepSpeed's, over this engine's groups."""
+    def _take_model_step(self, *inputs: Any, **keywords: Any) -> Any:
         with self._own_groups():
-            return super().allreduce_gradients(*inputs, **keywords)
-
-    def step(self, *inputs: Any, **keywords: Any) -> Any:
-        """DeepSpeed's, over this engine's groups."""
-        with self._own_groups():
-            return super().step(*inputs, **keywords)
+            return super()._take_model_step(*inputs, **keywords)
 
     def destroy(self) -> None:
         """DeepSpeed's clean-up, and ours."""

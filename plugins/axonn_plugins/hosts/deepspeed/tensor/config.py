@@ -106,21 +106,17 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
         ConfigError: the first.
     """
     zero = section(raw, "zero_optimization")
-    refuse([*_of_zero(zero, grid), *_of_precision(raw), *_of_others(raw), *_of_checkpoints(raw)])
+    refuse([*_of_zero(zero), *_of_precision(raw), *_of_others(raw), *_of_checkpoints(raw)])
     check_batch(raw, grid)
 
 
-def _of_zero(zero: Mapping[str, Any], grid: Grid) -> list[Refusal]:
+def _of_zero(zero: Mapping[str, Any]) -> list[Refusal]:
     stage = zero.get("stage", 0)
     return [
         (
             stage == 3,
             "zero_optimization.stage = 3 does not go with axonn.tensor_parallel, whose z axis splits the weights in the same way; "
             "use stage 0, 1 or 2 and make gz larger",
-        ),
-        (
-            on(zero, "offload_optimizer"),
-            "zero_optimization.offload_optimizer is not supported with axonn.tensor_parallel; remove it",
         ),
         (
             on(zero, "offload_param"),
@@ -131,13 +127,6 @@ def _of_zero(zero: Mapping[str, Any], grid: Grid) -> list[Refusal]:
             bool(zero.get("zero_quantized_gradients")) or bool(zero.get("zero_quantized_weights")),
             "zero_optimization.zero_quantized_* would change results under axonn.tensor_parallel; remove it",
         ),
-        *[
-            (
-                zero.get(key) is False and stage in (1, 2) and grid.gz > 1,
-                f"zero_optimization.{key} = false cannot keep weights split over z apart; remove it",
-            )
-            for key in ("reduce_scatter", "contiguous_gradients")
-        ],
     ]
 
 
@@ -148,10 +137,6 @@ def _of_precision(raw: Mapping[str, Any]) -> list[Refusal]:
         (
             enabled(raw, "torch_autocast") and autocast in ("float16", "fp16", "half"),
             "torch_autocast.dtype = float16 scales the loss on each rank by itself; use bfloat16, or the fp16 section",
-        ),
-        (
-            enabled(raw, "bf16") and section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
-            "data_types.grad_accum_dtype = fp32 with bf16 is not supported with axonn.tensor_parallel; remove it",
         ),
     ]
 

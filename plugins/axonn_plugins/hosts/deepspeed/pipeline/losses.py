@@ -1,71 +1,20 @@
-"""Sums over ranks that PipelineEngine makes, in the type of what is summed, float64 included, and over the whole pipeline."""
+"""The batch's loss on every stage, in the type of what is averaged, float64 included."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
-from torch import Tensor, nn
-
-from axonn_plugins.hosts.deepspeed.optim.double_zero import DoubleZero
-from axonn_plugins.hosts.deepspeed.pipeline.ties import gradient_of, tie
+from torch import Tensor
 
 
-class PipelineSums(DoubleZero, PipelineEngine):
-    """The part of the engine that sums gradients, norms and losses."""
+class PipelineLosses(PipelineEngine):
+    """The part of the engine that averages losses."""
 
     _expected: tuple[Tensor, Any] | None = None
-
-    def _configure_distributed_model(self, model: nn.Module) -> None:
-        super()._configure_distributed_model(model)
-        tie(self.module)
-
-    def _exec_reduce_tied_grads(self) -> None:
-        """Sum the gradients of tied weights over their stages; DeepSpeed looks for them in `.grad` alone, and does not where there are none."""
-        for weight, group in self.module.get_tied_weights_and_groups():
-            if weight.requires_grad:
-                dist.all_reduce(gradient_of(weight, self.optimizer), group=group)
-
-    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """DeepSpeed's gradient sum, which knows no float64; that we sum ourselves."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        if grads is not None or not any(p.dtype == torch.float64 for p in trained):
-            super().buffered_allreduce_fallback(grads, elements_per_buffer)
-            return
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
-        dist.all_reduce(flat, group=self.grid.get_data_parallel_group())
-        flat /= self.dp_world_size
-        for parameter, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-            parameter.grad.copy_(part.view_as(parameter))
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip by the norm of all stages; DeepSpeed takes that of the first."""
-        trained = [p for p in self.module.parameters() if p.grad is not None]
-        self._global_grad_norm = self._gradient_norm(trained).item()
-        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1:
-            for parameter in trained:
-                parameter.grad.mul_(factor)
-
-    def _gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The 2-norm of the whole model's gradient, a float64 scalar; from this rank's parameters."""
-        counted = [p.grad.double().square().sum() for p in parameters if p.grad is not None and self._counts(p)]
-        total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        return total.sqrt()
-
-    def _counts(self, parameter: Tensor) -> bool:
-        # A tied weight counts on its first stage, and one that every slice has whole on the first slice.
-        whole = self.grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
-        return whole and not getattr(parameter, "ds_pipe_replicated", False)
 
     def _expect_loss(self) -> None:
         """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.

@@ -1,0 +1,67 @@
+"""Checkpoints by the serial model's names: read on other grids, stages of a pipeline and of ZeRO, pruned or dense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_tp.checkpoint import CheckpointError
+from axonn_tp.checkpoint.training import Reading
+
+PORTABLE = "axonn"
+"""The folder of these files in a checkpoint's."""
+
+
+class PortableCheckpoints(CheckedCheckpoints):
+    """The part of an engine that writes and reads them."""
+
+    def _portable_state(self) -> PortableState:
+        return PortableState(self)
+
+    def _write_portable(self, folder: Path, client_state: dict) -> PortableState:
+        """Write them into a checkpoint's folder; returns what they hold.
+
+        Raises:
+            ConfigError: the optimizer's states cannot be split anew; the same on every rank.
+        """
+        state = self._portable_state()
+        try:
+            state.write(folder / PORTABLE, *state.collect(client_state))
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
+        return state
+
+    def _read_portable(
+        self,
+        folder: Path,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str, dict]:
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_module_strict=False and custom_load_fn are for DeepSpeed's own files, which hold shards where weights are split; leave "
+                "them out, and give whole tensors to engine.module.load_state_dict, which keeps this rank's shards of them"
+            )
+        if not self._readable(folder):
+            raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")
+        states = load_optimizer_states and not load_module_only
+        schedule = load_lr_scheduler_states and not load_module_only
+        try:
+            state = self._portable_state()
+            found = state.load(self._reading(state, folder, states), states, schedule, not load_module_only)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
+        return str(folder), found
+
+    def _readable(self, folder: Path) -> bool:
+        return (folder / PORTABLE).is_dir()
+
+    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
+        """What `PortableState.load` reads."""
+        return Reading(folder / PORTABLE, state.ranks, verified=True)

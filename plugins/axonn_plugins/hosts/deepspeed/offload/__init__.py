@@ -1,1 +1,0 @@
-"""``axonn.offload_optimizer`` under DeepSpeed."""
