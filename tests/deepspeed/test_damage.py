@@ -144,7 +144,7 @@ def otherwise(folder: Path) -> dict[str, Any]:
         "no marker": with_bytes(folder / "two" / "axonn_complete", lambda data: None, load),
         "unknown tag": load(tag="three"),
         "by tag": load(tag="one"),
-        "name": states.name,
+        "name": str(states.relative_to(folder / "two")),
     }
     gone["ranks differ"] = load(tag="one" if dist.get_rank() else "two")
     gone["saves differ"] = told(engine.save_checkpoint, str(folder), "one" if dist.get_rank() else "two")

@@ -83,10 +83,6 @@ ON_FOUR = {"gx2gy3": (tp(gx=2, gy=3), ("gx*gy*gz = 2*3*1 = 6", "4 ranks")), "gx3
 # Name: what the rest of the configuration is, on a grid of gx=2, gz=2, and what the sentence must contain.
 REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stage 3": ({"zero_optimization": {"stage": 3}}, ("zero_optimization.stage = 3", "gz")),
-    "offload": (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-        ("offload_optimizer", "use cpu"),
-    ),
     "offload param": ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, ("offload_param",)),
     "quantized": ({"zero_optimization": {"zero_quantized_gradients": True}}, ("zero_quantized",)),
     "both halves": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
@@ -99,10 +95,6 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "elasticity": ({"elasticity": {"enabled": True}}, ("elasticity", "remove")),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "bfloat16")),
     "hybrid": ({"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
-    "accumulate": (
-        {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
-        ("grad_accum_dtype",),
-    ),
     "no batch": ({"train_micro_batch_size_per_gpu": None}, ("train_batch_size", "missing")),
     "batch 7": (
         {"train_micro_batch_size_per_gpu": None, "train_batch_size": 7},
@@ -140,7 +132,7 @@ def test_sentence(name: str) -> None:
 
 def test_sentences_differ() -> None:
     found = [_sentence(block, raw) for block, raw, _ in PURE.values()]
-    assert len(set(found)) == len(found) >= 30
+    assert len(set(found)) == len(found) >= 26
 
 
 def test_good_blocks_pass() -> None:

@@ -16,8 +16,8 @@ from torch import nn
 
 import axonn_plugins
 import axonn_plugins.config
-from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model
 from axonn_plugins.hosts.common.agreement import first_difference
+from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks

@@ -134,7 +134,8 @@ def test_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
         for rank in range(RANKS):
             mine, same, bits_of_rank, *_ = everywhere[rank][name]
             assert same == skipped, name
-            close = 1e-6 if name == "fp32" else 0.0  # clipping multiplies by another order of the same factors
+            # Clipping multiplies by the same factors in another order: a rounding of the last bit.
+            close = {"fp32": 1e-6, "fp16, static": 2.0**-12}.get(name, 0.0)
             assert mine == pytest.approx(losses[rank], rel=close, abs=0), name
             assert abs(bits_of_rank - weights).max() <= close, name
         steps = 4 * len(list(network().parameters()))  # counted by Adam for each

@@ -175,8 +175,8 @@ def _of_precision(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
         *[
             (
                 value is not None and value not in allowed,
-                f"{name} = {value} does not go with {key}, which sums gradients in the type in which they are accumulated, the weights' or "
-                "float32 (data_types.grad_accum_dtype); remove it",
+                f"{name} = {value} does not go with {key}, which sums gradients in the type in which they are accumulated: the weights', "
+                f"{own[0]}, or float32 (data_types.grad_accum_dtype); remove it",
             )
             for name, (value, allowed) in known.items()
         ],
