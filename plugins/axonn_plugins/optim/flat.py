@@ -54,11 +54,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
             every rank, which also decides whether a step is skipped: for parameters that are shards, or that not all ranks
             have. By default their sum.
+        gradient_dtype: in which gradients are accumulated and reduced, at least as wide as the parameters'; None: in theirs.
 
     Attributes:
         overflow: whether the last step was skipped.
         total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
-
         on_gradients: called in each step when gradients are reduced, before their norm is taken.
 
     Raises:
@@ -78,6 +78,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         tile_size: int = TILE,
         bucket_bytes: int = 25 * 2**20,
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
@@ -89,8 +90,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         self.factory, self.max_norm, self.norm = factory, max_norm, norm
         self.stage, self.host, self.tile_size, self.bucket_bytes = stage, host, tile_size, bucket_bytes
-        self.loss_scale = LossScale.make(loss_scale)
-        self.overflow = False
+        self.loss_scale, self.gradient_dtype, self.overflow = LossScale.make(loss_scale), gradient_dtype, False
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
         groups, self.names = named_groups(params)
@@ -143,7 +143,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _build(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host)
+        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype)
         self.reducer = Reducer(self.stores)
         self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
         self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))

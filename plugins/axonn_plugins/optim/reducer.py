@@ -237,7 +237,8 @@ def gather_weights(stores: list[Store], size: int) -> None:
                 at, entry = segment.owned - bucket.owned, segment.entry
                 share[at : at + segment.length] = entry.read(entry.flat, segment.begin, segment.begin + segment.length)
             # The gradients, which are spent, are where the weights travel, as far as they are there.
-            whole = bucket.room()
+            room = bucket.room()
+            whole = room.view(store.dtype)[: room.numel()]
             dist.all_gather_into_tensor(whole, share, group=bucket.process_group)
             for entry in bucket.entries:
                 weights = bucket.of(entry, whole)

@@ -89,6 +89,7 @@ class Bucket:
         owned: where this rank's share begins in the vectors of what it holds the state of.
         local: gradients of all elements, not reduced yet in stage 2, which has them while backward fills it only.
         reduced: in stage 2, whether this rank's share has gradients.
+        dtype: of gradients.
     """
 
     entries: list[Entry]
@@ -96,6 +97,7 @@ class Bucket:
     end: int
     stage: int
     owned: int
+    dtype: torch.dtype
     local: Tensor | None = None
     reduced: bool = False
 
@@ -128,8 +130,7 @@ class Bucket:
         """Memory for all elements: `local`, or new where there is none."""
         if self.local is not None:
             return self.local
-        like = self.entries[0].parameter
-        return torch.empty(self.end - self.begin, dtype=like.dtype, device=like.device)
+        return torch.empty(self.end - self.begin, dtype=self.dtype, device=self.entries[0].parameter.device)
 
     def of(self, entry: Entry, whole: Tensor) -> Tensor:
         """An entry's part of a vector of all of the bucket's elements."""
@@ -174,8 +175,7 @@ class Store:
         host: whether master weights and state are in host memory, pinned beside a GPU.
 
     Attributes:
-        gradient: compressed gradients in the parameters' dtype, those that a step reads: of all elements, in stage 2 of this
-            rank's shares.
+        gradient: compressed gradients, those that a step reads: of all elements, in stage 2 of this rank's shares.
         master: float32 weights of the elements whose state this rank holds; None where the parameters are precise
             themselves.
         states: with `host`, the optimizer's state by its names, for the same elements.
@@ -191,7 +191,7 @@ class Store:
         self.owned = sum(end - begin for begin, end in (bucket.share for bucket in buckets))
         self._compact = buckets[0].stage > 1
         length = self.owned if self._compact else buckets[-1].end
-        self.gradient = torch.zeros(length, dtype=self.dtype, device=self.device)
+        self.gradient = torch.zeros(length, dtype=buckets[0].dtype, device=self.device)
         low = self.dtype in (torch.bfloat16, torch.float16)
         self.master = self._make(torch.float32) if low else None
         self.states: dict[str, Tensor] = {}
@@ -240,7 +240,13 @@ def host_zeros(length: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
     return torch.zeros(length, dtype=dtype, pin_memory=beside.type == "cuda")
 
 
-def make_stores(entries: Iterable[Entry], bucket_bytes: int, stage: int = 0, host: bool = False) -> list[Store]:
+def make_stores(
+    entries: Iterable[Entry],
+    bucket_bytes: int,
+    stage: int = 0,
+    host: bool = False,
+    gradient_dtype: torch.dtype | None = None,
+) -> list[Store]:
     """Lay out the kept elements.
 
     Args:
@@ -248,6 +254,7 @@ def make_stores(entries: Iterable[Entry], bucket_bytes: int, stage: int = 0, hos
         bucket_bytes: a bucket is full when it has so many.
         stage: what ranks share: see `Bucket`; buckets are padded so that it divides.
         host: see `Store`.
+        gradient_dtype: of gradients; None: the parameters'.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
     for entry in reversed(list(entries)):
@@ -255,12 +262,12 @@ def make_stores(entries: Iterable[Entry], bucket_bytes: int, stage: int = 0, hos
     stores = []
     for (dtype, _), members in by_kind.items():
         buckets: list[Bucket] = []
-        owned = 0
-        for filling in _fill(members, bucket_bytes // dtype.itemsize):
+        owned, kind = 0, gradient_dtype or dtype
+        for filling in _fill(members, bucket_bytes // kind.itemsize):
             begin = buckets[-1].end if buckets else 0
             for entry, start in zip(filling, _starts(filling, begin), strict=True):
                 entry.start, entry.filled, entry.arrived = start, False, False
-            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept, stage, owned)
+            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept, stage, owned, kind)
             if bucket.sharded:
                 bucket.end = begin + math.ceil((bucket.end - begin) / bucket.ranks) * bucket.ranks
             buckets.append(bucket)
