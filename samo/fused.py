@@ -65,7 +65,8 @@ def adam(inner: torch.optim.Optimizer, store: Store, plans: dict[Store, Plan], f
         plans: what is kept of stores from step to step.
         factor: by which gradients are multiplied; None: by nothing.
     """
-    if store.host or not store.segments or not runs(store.gradient) or not knows(inner):
+    alike = store.gradient.dtype == store.dtype
+    if store.host or not alike or not store.segments or not runs(store.gradient) or not knows(inner):
         return False
     if store not in plans:
         plans[store] = Plan(store, inner)

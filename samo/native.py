@@ -90,14 +90,17 @@ def _processor() -> list[str]:
 def native_step(inner: torch.optim.Optimizer, stores: list[Store]) -> NativeStep | None:
     """The compiled step of stores; None where it does not apply: torch's tiles do it then.
 
-    It applies to parameters in float32, bf16 or fp16 on a CPU with torch's Adam or AdamW, ``fused=True``, without amsgrad and
-    maximize.
+    It applies to parameters in float32, bf16 or fp16, and gradients of the same type, on a CPU with torch's Adam or AdamW,
+    ``fused=True``, without amsgrad and maximize.
     """
     known = type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] and not group["amsgrad"] and not group["maximize"] and isinstance(group["lr"], float | int)
         for group in inner.param_groups
     )
-    kinds = all(store.device.type == "cpu" and store.dtype in _TYPES and not store.host for store in stores)
+    kinds = all(
+        store.device.type == "cpu" and store.dtype in _TYPES and store.gradient.dtype == store.dtype and not store.host
+        for store in stores
+    )
     return NativeStep(inner, stores) if known and kinds and library() is not None else None
 
 

@@ -78,9 +78,7 @@ class Optimizer(FlatOptimizer):
         super()._build(inner)
         self._plans: dict[Store, fused.Plan] = {}
         interpreted = any(fused.runs(store.gradient) for store in self.stores)
-        self._alike = all(store.gradient.dtype == store.dtype for store in self.stores)
-        native = self.kernels and self._alike and not interpreted
-        self._native = native_step(inner, self.stores) if native else None
+        self._native = native_step(inner, self.stores) if self.kernels and not interpreted else None
 
     def prune(self, masks: Mapping[str, Tensor]) -> None:
         """Prune from now on, or further: state of what is kept stays.
@@ -105,5 +103,4 @@ class Optimizer(FlatOptimizer):
         if self._native is not None:
             self._native.step(1.0 if factor is None else float(factor))
             return self.stores
-        kernels = self.kernels and self._alike
-        return [s for s in self.stores if kernels and fused.adam(self.inner, s, self._plans, factor)]
+        return [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ class Stashing:
     Args:
         function: what is checkpointed.
         stash: where results are kept: "device", or "cpu", in pinned memory if they come from an accelerator.
+        leave: names of process groups whose collectives happen again, such as gathers of weights that are begun ahead.
 
     Attributes:
         nbytes: bytes that are kept now.
@@ -39,8 +40,8 @@ class Stashing:
         ValueError: another `stash`.
     """
 
-    def __init__(self, function: Callable[..., Any], stash: Place = "device") -> None:
-        self.function, self._stash = function, Stash(stash)
+    def __init__(self, function: Callable[..., Any], stash: Place = "device", leave: Collection[str] = ()) -> None:
+        self.function, self._stash = function, Stash(stash, leave)
         self._autocast = Autocast()
 
     @property
@@ -96,15 +97,16 @@ class Stash:
 
     Args:
         place: "device", or "cpu", in pinned memory if results come from an accelerator.
+        leave: see `Stashing`.
 
     Raises:
         ValueError: another `place`.
     """
 
-    def __init__(self, place: Place = "device") -> None:
+    def __init__(self, place: Place = "device", leave: Collection[str] = ()) -> None:
         if place not in ("device", "cpu"):
             raise ValueError(f"stash = {place!r} is no place; use 'device' or 'cpu'")
-        self.place, self.spent, self.recorded = place, False, False
+        self.place, self.leave, self.spent, self.recorded = place, leave, False, False
         self._kept: list[_Kept] = []
 
     @property
@@ -120,7 +122,7 @@ class Stash:
     def record(self) -> TorchDispatchMode:
         """The context in which results are kept; those of an earlier call are forgotten."""
         self._kept, self.spent, self.recorded = [], False, True
-        return _Record(self._kept, self.place)
+        return _Record(self._kept, self.place, self.leave)
 
     def replay(self) -> TorchDispatchMode:
         """The context in which they are given back, once; a further recomputation communicates."""
@@ -173,14 +175,14 @@ class _Kept:
 
 
 class _Record(TorchDispatchMode):
-    def __init__(self, kept: list[_Kept], stash: str) -> None:
+    def __init__(self, kept: list[_Kept], stash: str, leave: Collection[str]) -> None:
         super().__init__()
-        self.kept, self.stash = kept, stash
+        self.kept, self.stash, self.leave = kept, stash, leave
         self.under_way: dict[int, _Kept] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in _COLLECTIVES:
+        if _stashed(function, args, self.leave):
             # The result itself will have the graph's next node, which holds, in the end, this list.
             self.kept.append(_Kept(function, result.detach()))
             self.under_way[id(result)] = self.kept[-1]
@@ -189,6 +191,10 @@ class _Record(TorchDispatchMode):
             if arrived is not None:
                 arrived.move()
         return result
+
+
+def _stashed(function: Any, args: Any, leave: Collection[str]) -> bool:
+    return function in _COLLECTIVES and not any(isinstance(one, str) and one in leave for one in args)
 
 
 def _replaying() -> bool:
@@ -207,8 +213,8 @@ class _Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.stash.spent:
-            if function in _COLLECTIVES:
+            if _stashed(function, args, self.stash.leave):
                 return self.stash.take(function)
-            if function is _ops.wait_tensor.default:
+            if function is _ops.wait_tensor.default and not self.stash.leave:
                 return args[0]
         return function(*args, **(kwargs or {}))

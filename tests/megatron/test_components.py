@@ -7,11 +7,15 @@ from argparse import ArgumentParser
 import pytest
 from torch import nn
 
+from axonn_plugins.config import Samo, Ted
+from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.hosts.megatron import components, cpu
 from tests.compose.noise import NoiseBlock
 
 NOISE = ["--axonn-gradient-noise", '{"std": 0.3}']
 ON = ["--tensor-model-parallel-impl", "axonn3d"]
+SAMO = ["--axonn-samo", '{"sparsity": 0.9}']
+OFFLOAD = ["--axonn-offload-optimizer"]
 WRONG = {
     "json": (["--axonn-gradient-noise", "std: 1"], "--axonn-gradient-noise std: 1 is not JSON .* write it as"),
     "unknown": (["--axonn-gradient-noise", '{"std": 1.0, "dcay": 1.0}'], 'dcay is not a key; use "decay"'),
@@ -31,14 +35,37 @@ WRONG = {
     "experts": ([*NOISE, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-gradient-noise: .* TED"),
     "order": ([*NOISE, "--use-tp-pp-dp-mapping"], "--use-tp-pp-dp-mapping does not go with --axonn-gradient-noise"),
     "device": (["--axonn-pccl"], "--axonn-pccl is for CPU tensors, and Megatron trains on CUDA, .*; leave it out"),
-    "samo": (
-        ["--axonn-samo", "{}"],
-        "--axonn-samo does not go with Megatron: Distributed.* float32 weights.* DeepSpeed",
+    "samo": (["--axonn-samo"], "axonn.samo.sparsity is missing; add it"),
+    "sparsity": ([*ON, "--axonn-samo", '{"sparsity": 2}'], "axonn.samo.sparsity = 2 is not a share of the weights"),
+    "buffers": (
+        [*SAMO, "--overlap-param-gather"],
+        "--overlap-param-gather does not go with --axonn-samo: gradients are",
     ),
-    "ted": ([*ON, "--axonn-ted"], "--axonn-ted does not go with Megatron: Distributed.* --expert-model-parallel-size"),
+    "sequence": (
+        [*SAMO, "--sequence-parallel"],
+        "--sequence-parallel does not .* or split tokens by --tensor-model-par",
+    ),
+    "context": ([*SAMO, "--context-parallel-size", "2"], "--context-parallel-size 2 does not .* leave it at 1"),
+    "format": (
+        [*SAMO, "--ckpt-format", "torch"],
+        "--ckpt-format torch does not go with --axonn-samo: .* use torch_dist",
+    ),
+    "pruned-experts": ([*SAMO, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-samo: .* TED"),
+    "ted-experts": (["--axonn-ted", '{"dropless": true}'], "--axonn-ted has the key dropless, .* under DeepSpeed"),
+    "ted-tiles": (["--axonn-ted", '{"tile_size": 4}'], "--axonn-ted has the key tile_size, .* --axonn-offload-optim"),
+    "ted-off": (
+        ["--axonn-ted", '{"communication_aware_checkpointing": false}'],
+        "communication_aware_checkpointing is false, .* leave the flag out",
+    ),
+    "ted-stock": (["--axonn-ted"], "Megatron's own layers .* add --tensor-model-parallel-impl axonn3d"),
+    "ted-once": ([*ON, "--axonn-ted"], "nothing with collectives is recomputed, .* add --recompute-granularity full"),
     "offload": (
-        ["--axonn-offload-optimizer={}"],
-        "--axonn-offload-optimizer does not .* use Megatron's --optimizer-cpu",
+        [*OFFLOAD, "--optimizer", "lamb"],
+        "--optimizer lamb does not go with --axonn-offload-opt.* use adam or",
+    ),
+    "coarsening": (
+        ["--axonn-offload-optimizer", '{"coarsening": 2}'],
+        "--axonn-offload-optimizer has the key coarsening, which does not go with Megatron: gradients are .* leave it out",
     ),
     "pipeline": (["--axonn-pipeline", "{}"], "--axonn-pipeline does not .* use --pipeline-model-parallel-size"),
 }
@@ -67,6 +94,18 @@ def test_flags_become_blocks(host, monkeypatch):
     host.run("--axonn-pccl", '{"algorithm": "ring"}')
     assert host.components[2]["pccl"].algorithm == "auto" and host.components[2]["gradient_noise"].decay == 0
     assert list(host.components[3]) == ["pccl"] and host.components[3]["pccl"].algorithm == "ring"
+
+
+def test_what_stands_under_a_key_is_its_block(host):
+    args = host.run(*SAMO, "--use-distributed-optimizer", *NOISE)
+    assert args.axonn_stage == 1 and not args.use_distributed_optimizer and not args.gradient_accumulation_fusion
+    assert host.components[0] == {"samo": Samo(sparsity=0.9), "gradient_noise": NoiseBlock(std=0.3)}
+    args = host.run(*ON, "--axonn-gz", "2", *OFFLOAD)
+    assert args.axonn_stage == 0 and host.components[1] == {"offload_optimizer": OffloadOptimizer()}
+    host.run(*ON, "--recompute-granularity", "full", "--axonn-ted", '{"stash": "cpu"}')
+    assert host.components[2] == {"ted": Ted(stash="cpu")}
+    args = host.run(*NOISE, "--use-distributed-optimizer")
+    assert args.use_distributed_optimizer and not hasattr(args, "axonn_stage")
 
 
 def test_without_a_flag_nothing_is_different(host):

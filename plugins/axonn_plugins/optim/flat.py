@@ -52,10 +52,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             parameters' device.
         tile_size: elements updated at a time.
         bucket_bytes: gradients reduced in one call.
-        gradient_dtype: in which gradients are accumulated and summed, where it is wider than the parameters'.
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
             every rank, which also decides whether a step is skipped: for parameters that are shards, or that not all ranks
             have. By default their sum.
+        gradient_dtype: in which gradients are accumulated and reduced, where it is wider than the parameters'.
 
     Attributes:
         overflow: whether the last step was skipped.
@@ -78,8 +78,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         host: bool = False,
         tile_size: int = TILE,
         bucket_bytes: int = 25 * 2**20,
-        gradient_dtype: torch.dtype | None = None,
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")

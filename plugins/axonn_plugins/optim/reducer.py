@@ -236,8 +236,9 @@ def gather_weights(stores: list[Store], size: int) -> None:
             for segment in segments.get(bucket, ()):
                 at, entry = segment.owned - bucket.owned, segment.entry
                 share[at : at + segment.length] = entry.read(entry.flat, segment.begin, segment.begin + segment.length)
-            # The gradients, which are spent, are where the weights travel, as far as they are there and of their type.
-            whole = bucket.room() if bucket.dtype == store.dtype else share.new_empty(bucket.end - bucket.begin)
+            # The gradients, which are spent, are where the weights travel, as far as they are there.
+            room = bucket.room()
+            whole = room.view(store.dtype)[: room.numel()]
             dist.all_gather_into_tensor(whole, share, group=bucket.process_group)
             for entry in bucket.entries:
                 weights = bucket.of(entry, whole)

@@ -262,12 +262,12 @@ def make_stores(
     stores = []
     for (dtype, _), members in by_kind.items():
         buckets: list[Bucket] = []
-        owned, wide = 0, dtype if gradient_dtype is None else torch.promote_types(dtype, gradient_dtype)
-        for filling in _fill(members, bucket_bytes // wide.itemsize):
+        owned, kind = 0, dtype if gradient_dtype is None else torch.promote_types(dtype, gradient_dtype)
+        for filling in _fill(members, bucket_bytes // kind.itemsize):
             begin = buckets[-1].end if buckets else 0
             for entry, start in zip(filling, _starts(filling, begin), strict=True):
                 entry.start, entry.filled, entry.arrived = start, False, False
-            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept, stage, owned, wide)
+            bucket = Bucket(filling, begin, filling[-1].start + filling[-1].kept, stage, owned, kind)
             if bucket.sharded:
                 bucket.end = begin + math.ceil((bucket.end - begin) / bucket.ranks) * bucket.ranks
             buckets.append(bucket)

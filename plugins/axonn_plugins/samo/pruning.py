@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Pruning:
         mesh: how the model is split, or the mesh of this rank's stage.
         names: of parameters, as the serial model has them.
         copies: how many stages hold a parameter of this name; 1 where it is not tied.
+        tables: names of parameters that are tables of embeddings, though their modules are no `nn.Embedding`.
 
     Attributes:
         pruned: whether the model is.
@@ -54,12 +55,13 @@ class Pruning:
         mesh: Mesh,
         names: Mapping[nn.Parameter, str] | None = None,
         copies: Callable[[str], int] = lambda _: 1,
+        tables: Collection[str] = (),
     ) -> None:
         self.block, self.model, self.mesh = block, model, mesh
         self.pruned = False
         self.names: set[str] = set()
         self.parameters = {name: parameter for parameter, name in (names or serial_names(model)).items()}
-        self._copies = copies
+        self._copies, self._tables = copies, tables
         self._targets: dict[str, Tensor] = {}
         self._search: samo.EarlyBird | None = None
         self._together(self._prepare, trained)
@@ -102,8 +104,11 @@ class Pruning:
         """Parameters by name, without the tables of embeddings where the block does not name what to prune."""
         kinds = (nn.Embedding, nn.EmbeddingBag)
         tables = {id(module.weight) for module in self.model.modules() if isinstance(module, kinds)}
-        named = self.parameters.items()
-        return [(name, p) for name, p in named if self.block.include is not None or id(p) not in tables]
+        return [
+            (name, parameter)
+            for name, parameter in self.parameters.items()
+            if self.block.include is not None or not (id(parameter) in tables or name in self._tables)
+        ]
 
     def _shards(self) -> samo.Shards:
         world = dist.group.WORLD

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Composition:
         block: the block.
         stage: of ZeRO: 1 shares states out over the ranks that sum a parameter's gradients, 2 gradients as well.
         host: what trains; its model is split already.
+        tables: names of parameters that are tables of embeddings, though their modules are no `nn.Embedding`.
 
     Attributes:
         pruning: SAMO's; None where nothing is pruned.
@@ -35,8 +36,8 @@ class Composition:
 
     optimizer: samo.Optimizer
 
-    def __init__(self, block: Axonn, stage: int, host: Host) -> None:
-        self.block, self.host = block, host
+    def __init__(self, block: Axonn, stage: int, host: Host, tables: Collection[str] = ()) -> None:
+        self.block, self.host, self._tables = block, host, tables
         self.stage = max(stage, int(block.samo is not None and block.samo.shard))
         self.pruning: Pruning | None = None
         self.systems: dict[str, System] = {
@@ -44,12 +45,15 @@ class Composition:
         }
         self._masks: Masks | None = None
 
-    def settings(self, trained: set[nn.Parameter], names: dict[nn.Parameter, str]) -> dict[str, Any]:
+    def settings(
+        self, trained: set[nn.Parameter], names: dict[nn.Parameter, str], masks: Masks | None = None
+    ) -> dict[str, Any]:
         """Arguments of `samo.Optimizer`; every rank calls it.
 
         Args:
             trained: the parameters that the optimizer has.
             names: of all of the model's.
+            masks: by which it is pruned already, of this rank's parts; None: as the block says for the first step.
 
         Raises:
             ConfigError: the model cannot be pruned so; the same on every rank.
@@ -57,8 +61,10 @@ class Composition:
         host, tile, offload = self.host, self._tile, self.block.offload_optimizer
         size = max((parameter.element_size() for parameter in trained), default=0)
         if self.block.samo is not None:
-            self.pruning = Pruning(self.block.samo, host.model, trained, host.mesh, names, host.stages_with)
-            self._masks = self.pruning.first()
+            self.pruning = Pruning(
+                self.block.samo, host.model, trained, host.mesh, names, host.stages_with, self._tables
+            )
+            self._masks = self.pruning.first() if masks is None else masks
         return {
             "masks": self._masks,
             "group": lambda parameter: sum_ranks(parameter, host.mesh),

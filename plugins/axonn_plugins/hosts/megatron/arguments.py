@@ -45,6 +45,7 @@ def add_flags(module: ModuleType) -> None:
         except ConfigError as error:
             fail(error)
         if blocks:
+            components.take_over(args, blocks)
             from axonn_plugins.hosts.megatron import patch
 
             patch.install_components(blocks)

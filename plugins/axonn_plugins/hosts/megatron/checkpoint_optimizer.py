@@ -48,7 +48,7 @@ def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     nested = "optimizer" in parts[0]
     inner = [part["optimizer"] if nested else part for part in parts]
-    one: dict[str, Any] = {**inner[0], "param_groups": _union(inner)}
+    one: dict[str, Any] = {**inner[0], "param_groups": union(inner)}
     if "state" in one:
         one["state"] = _interleaved([part["state"] for part in inner])
     joined = {**parts[0], "optimizer": one} if nested else one
@@ -91,7 +91,8 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 
 
-def _union(inner: Sequence[dict[str, Any]]) -> Groups:
+def union(inner: Sequence[dict[str, Any]]) -> Groups:
+    """Parameter groups of several optimizers, without parameters, as one optimizer has them on one rank."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for part in inner:
         for group in part["param_groups"]:

@@ -1,30 +1,18 @@
-"""Flags of the block's other keys: systems of one's own and PCCL. Their values are what stands under the key, as JSON."""
+"""Flags of the block's other keys: systems of one's own, SAMO, offloading and PCCL. Their values are what stands under the key, as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from axonn_plugins.config.base import Block, ConfigError
 from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.hosts.megatron.features import Feature
+from axonn_plugins.names import require
 
-_BUFFERS = "DistributedDataParallel owns the gradients' buffers, and its optimizers the float32 weights"
 REFUSED = {
-    "--axonn-samo": (
-        f"{_BUFFERS}, all of a dense network, in place of which SAMO keeps unpruned elements alone",
-        "train the pruned network under DeepSpeed, or in a loop of your own by axonn_plugins.hosts.plain.compose",
-    ),
-    "--axonn-ted": (
-        f"{_BUFFERS}, in place of which TED has tiles, and its MoE layers own the dispatch of tokens, which TED replaces",
-        "use Megatron's --num-experts and --expert-model-parallel-size, or train with TED under DeepSpeed",
-    ),
-    "--axonn-offload-optimizer": (
-        f"{_BUFFERS}, which offloading takes from them and keeps in buckets of its own",
-        "use Megatron's --optimizer-cpu-offload, or train under DeepSpeed",
-    ),
     "--axonn-pipeline": (
         "its schedules own the order of microbatches, in place of which ours has messages",
         "use --pipeline-model-parallel-size, or train a PipelineModule under DeepSpeed",
@@ -47,7 +35,57 @@ _FEATURES = (
     Feature("use_tp_pp_dp_mapping", "ranks of a pipeline stage must be next to each other"),
     Feature("optimizer_cuda_graph", "the optimizer's step would be replayed without the system"),
 )
-"""What systems of one's own do not go with."""
+"""What systems of one's own, SAMO and offloading do not go with."""
+
+OWNERS = frozenset(("samo", "offload_optimizer"))
+"""Keys for which gradients and optimizer states are ours, and not Megatron's."""
+_STEP = "gradients are summed over data-parallel ranks in the step, by an optimizer of ours"
+_FORM = "our optimizer keeps states in float32"
+_STATES = (
+    Feature("overlap_grad_reduce", _STEP),
+    Feature("overlap_param_gather", _STEP),
+    Feature("num_distributed_optimizer_instances", _STEP, "leave it at 1", (1,)),
+    Feature("context_parallel_size", "its ranks' gradients are summed in Megatron's buffers", "leave it at 1", (1,)),
+    Feature(
+        "sequence_parallel",
+        "its gradients of norms are summed in Megatron's buffers",
+        "leave it out, or split tokens by --tensor-model-parallel-impl axonn3d",
+    ),
+    Feature("calculate_per_token_loss", "gradients are divided by tokens in Megatron's buffers"),
+    Feature("log_num_zeros_in_grad", "gradients are not kept whole until they could be counted"),
+    Feature("check_for_large_grads", "Megatron looks for them in buffers of its own"),
+    Feature("optimizer", "a step has parts of weights, of which others want all", "use adam or sgd", ("adam", "sgd")),
+    Feature(
+        "optimizer_cpu_offload",
+        "it moves states of Megatron's optimizer",
+        "leave it out, and use --axonn-offload-optimizer",
+    ),
+    Feature("use_precision_aware_optimizer", _FORM),
+    Feature("fp8_param_gather", _FORM),
+    Feature("load_main_params_from_ckpt", _FORM),
+    Feature("ddp_reduce_scatter_with_fp32_accumulation", _STEP, "leave it out; --bf16 sums in float32"),
+    Feature("nccl_ub", "it registers Megatron's buffers"),
+    Feature("save_wgrads_interval", "Megatron reads them in buffers of its own", "leave it out", ()),
+    Feature("perform_rl_step", "it moves states of Megatron's optimizer"),
+    Feature("ckpt_convert_format", "it converts states of Megatron's optimizer", "convert without it", ()),
+    Feature(
+        "ckpt_format",
+        "masks and states are saved whole by Megatron's dist_checkpointing",
+        "use torch_dist",
+        ("torch_dist",),
+    ),
+)
+"""What SAMO and offloading do not go with."""
+
+
+_HELPS = {
+    "pccl": "collectives of CPU tensors by PCCL",
+    "samo": "training of a pruned network with compressed state",
+    "offload_optimizer": "float32 weights and optimizer state in host memory",
+    "ted": "communication-aware checkpointing of a grid",
+}
+_PACKAGES = {"samo": ("samo", "axonn_tp"), "offload_optimizer": ("samo", "axonn_tp"), "ted": ("ted_moe",)}
+_TED = ("communication_aware_checkpointing", "stash")
 
 
 def flag(key: str) -> str:
@@ -56,7 +94,7 @@ def flag(key: str) -> str:
 
 
 def add(group: argparse._ArgumentGroup) -> None:
-    """Add a flag for PCCL and one for each key that somebody's system has registered.
+    """Add a flag for each of our keys, and one for each key that somebody's system has registered.
 
     Args:
         group: with our other flags.
@@ -65,7 +103,7 @@ def add(group: argparse._ArgumentGroup) -> None:
         ConfigError: a key's flag is one of ours already.
     """
     ours = {option for action in group._group_actions for option in action.option_strings} | REFUSED.keys()
-    helps = {"pccl": "collectives of CPU tensors by PCCL"}
+    helps = dict(_HELPS)
     helps |= {key: (one.system.__doc__ or key).split("\n")[0] for key, one in REGISTERED.items()}
     for key, said in helps.items():
         if flag(key) in ours:
@@ -81,7 +119,7 @@ def settle(found: argparse.Namespace) -> None:
         ConfigError: a flag has no value, or would be dropped.
     """
     given = {}
-    for key in ("pccl", *REGISTERED):
+    for key in (*_HELPS, *REGISTERED):
         text = vars(found).pop(f"axonn_{key}", None)
         if text == "":
             raise ConfigError(f"{flag(key)} has no value; give one, or leave = out")
@@ -106,12 +144,33 @@ def read(args: Any) -> dict[str, Block]:
         ConfigError: the first mistake.
     """
     blocks = dict(_blocks(getattr(args, "axonn_components", {})))
+    for key in blocks:
+        require(flag(key), *_PACKAGES.get(key, ()))
     if "pccl" in blocks:
         _check_device()
+    if "ted" in blocks:
+        _check_ted(args, blocks["ted"])
     for key in blocks:
-        if key != "pccl":
-            _check(key, args)
+        if key not in ("pccl", "ted"):
+            _check(key, args, (*_FEATURES, *_STATES) if key in OWNERS else _FEATURES)
+    offload = blocks.get("offload_optimizer")
+    if offload is not None and "coarsening" in offload.model_fields_set:
+        raise ConfigError(
+            f"{flag('offload_optimizer')} has the key coarsening, which does not go with Megatron: {_STEP}; leave it out"
+        )
     return blocks
+
+
+def take_over(args: Any, blocks: Mapping[str, Block]) -> None:
+    """Have Megatron leave to our optimizer what is its own, once the arguments are validated.
+
+    Args:
+        args: validated; of ``--use-distributed-optimizer`` becomes `axonn_stage`, which is ZeRO's.
+        blocks: by key.
+    """
+    if not OWNERS.isdisjoint(blocks):
+        args.axonn_stage, args.use_distributed_optimizer = int(args.use_distributed_optimizer), False
+        args.gradient_accumulation_fusion = False
 
 
 def _blocks(given: Mapping[str, str]) -> Iterator[tuple[str, Block]]:
@@ -127,17 +186,40 @@ def _blocks(given: Mapping[str, str]) -> Iterator[tuple[str, Block]]:
         if value is None:
             raise ConfigError(f"{flag(key)} null is not an object; write it in braces, or leave it out")
         found = config.parse({key: value})
-        yield key, found.pccl if found.pccl is not None else found.others[key]
+        yield key, getattr(found, key) if key in _HELPS else found.others[key]
 
 
-def _check(key: str, args: Any) -> None:
+def _check(key: str, args: Any, features: Iterable[Feature]) -> None:
     from axonn_plugins.hosts.megatron.refusals import refused
 
-    for feature in _FEATURES:
+    for feature in features:
         value = getattr(args, feature.name, None)
         if refused(feature, value):
             shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {value}"
             raise ConfigError(f"{shown} does not go with {flag(key)}: {feature.why}; {feature.remedy}")
+
+
+def _check_ted(args: Any, block: Any) -> None:
+    for key in sorted(block.model_fields_set.difference(_TED)):
+        why, remedy = (
+            "it is about experts, and its MoE layers own the dispatch of tokens",
+            "train with TED under DeepSpeed",
+        )
+        if key == "tile_size":
+            why, remedy = (
+                "its own optimizers step whole",
+                "use --axonn-offload-optimizer, whose bucket_size is that of tiles",
+            )
+        raise ConfigError(f"{flag('ted')} has the key {key}, which does not go with Megatron: {why}; {remedy}")
+    nothing = f"so that {flag('ted')} would change nothing"
+    if not block.communication_aware_checkpointing:
+        raise ConfigError(f"communication_aware_checkpointing is false, {nothing}; leave the flag out")
+    if getattr(args, "tensor_model_parallel_impl", None) != "axonn3d":
+        raise ConfigError(
+            f"Megatron's own layers call collectives whose results cannot be kept, {nothing}; add --tensor-model-parallel-impl axonn3d"
+        )
+    if args.recompute_granularity != "full":
+        raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")
 
 
 def _check_device() -> None:

@@ -21,7 +21,7 @@ from axonn_tp import Grid, Mesh, layout_of
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import AXES
 
-_WORDS, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+WORDS, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class MegatronHost:
@@ -114,7 +114,7 @@ def _serial_names(model: nn.Module) -> dict[nn.Parameter, str]:
             if name.startswith(prefix):
                 name = serial + name.removeprefix(prefix)
                 break
-        names[parameter] = _WORDS if tied and name == _HEAD else name
+        names[parameter] = WORDS if tied and name == _HEAD else name
     return names
 
 
@@ -133,7 +133,7 @@ def _lay_out(model: Any, grid: Grid) -> None:
     """
     if not isinstance(model, GPTModel):
         raise ConfigError(
-            f"a system of one's own knows how --tensor-model-parallel-size splits a GPTModel, and this is a {type(model).__name__}, whose "
+            f"how --tensor-model-parallel-size splits weights is known of a GPTModel, and this is a {type(model).__name__}, whose "
             "matrices may be of other blocks; leave that size at 1, or the system out"
         )
     for name, parameter in model.named_parameters():

@@ -14,12 +14,13 @@ from axonn_plugins.config.base import Block, ConfigError
 from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.hosts.host import System
 from axonn_plugins.hosts.megatron.arguments import fail
+from axonn_plugins.hosts.megatron.components import OWNERS
 from axonn_plugins.hosts.megatron.originals import Originals
 
 _STATES = "axonn_systems"
 
 
-class _Moments:
+class Moments:
     """Systems of one's own in one run, and what was wrapped for them.
 
     Args:
@@ -28,7 +29,7 @@ class _Moments:
 
     def __init__(self, blocks: Mapping[str, Block]) -> None:
         self._blocks = blocks
-        self._systems: dict[str, System] = {}
+        self.systems: dict[str, System] = {}
         self._loaded: dict[str, Any] = {}
         self.originals = Originals()
         on_import("megatron.training.training", self._wrap_training)
@@ -48,44 +49,57 @@ class _Moments:
             model, optimizer = made[:2]
             if optimizer is not None:
                 try:
-                    self._attach(model, optimizer, module.get_args())
+                    self.attach(model, optimizer, module.get_args())
                 except ConfigError as error:
                     fail(error)
             return made
 
         return setup_model_and_optimizer
 
-    def _attach(self, model: list[Any], optimizer: Any, args: Any) -> None:
+    def attach(self, model: list[Any], optimizer: Any, args: Any) -> None:
+        """Make the systems of a model, once a checkpoint has been read; every rank calls it.
+
+        Raises:
+            ConfigError: they do not go with it.
+        """
         from axonn_plugins.hosts.megatron.host import MegatronHost
 
         host = MegatronHost(model, optimizer, args)
-        self._systems = {key: REGISTERED[key].system(block, host) for key, block in self._blocks.items()}
-        for key, system in self._systems.items():
-            if key in self._loaded and not args.finetune:
-                system.load_state_dict(self._loaded[key])
+        self.systems = {key: REGISTERED[key].system(block, host) for key, block in self._blocks.items()}
+        self.resume(args)
         step = optimizer.step
 
         @wraps(step)
         @torch.no_grad()
         def with_moments(*given: Any, **named: Any) -> Any:
-            for system in self._systems.values():
+            for system in self.systems.values():
                 system.gradients(host.gradients())
             result = step(*given, **named)
             host.steps += 1
-            for system in self._systems.values():
+            for system in self.systems.values():
                 system.stepped()
             return result
 
         optimizer.step = with_moments
 
+    def resume(self, args: Any) -> None:
+        """Have systems go on where a checkpoint was taken."""
+        for key, system in self.systems.items():
+            if key in self._loaded and not args.finetune:
+                system.load_state_dict(self._loaded[key])
+
     def _with_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def generate_state_dict(*args: Any, **named: Any) -> Any:
             made = original(*args, **named)
-            states = {key: system.state_dict() for key, system in self._systems.items()}
+            states = {key: system.state_dict() for key, system in self.systems.items()}
             return {**made, _STATES: states} if states else made
 
         return generate_state_dict
+
+    def loaded(self, state: Mapping[str, Any]) -> None:
+        """Keep what is the same on all ranks of a checkpoint."""
+        self._loaded = state.get(_STATES, self._loaded)
 
     def _keeping_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Checkpoints are read before there are systems."""
@@ -93,24 +107,29 @@ class _Moments:
         @wraps(original)
         def load(*args: Any, **named: Any) -> Any:
             result = original(*args, **named)
-            self._loaded = (result[0] or {}).get(_STATES, self._loaded)
+            self.loaded(result[0] or {})
             return result
 
         return load
 
 
-_installed: _Moments | None = None
+_installed: Moments | None = None
 
 
 def install(blocks: Mapping[str, Block]) -> None:
     """Give systems their moments in models that `megatron.training` makes from now on; the last blocks count.
 
     Args:
-        blocks: of systems, by key.
+        blocks: of systems, by key; those of `components.OWNERS` have an optimizer of ours made.
     """
     global _installed
     uninstall()
-    _installed = _Moments(blocks)
+    if OWNERS.isdisjoint(blocks):
+        _installed = Moments(blocks)
+    else:
+        from axonn_plugins.hosts.megatron.own_states import OwnStates
+
+        _installed = OwnStates(blocks)
 
 
 def uninstall() -> None:

@@ -29,18 +29,20 @@ def install(settings: Settings) -> None:
 
 
 def install_components(blocks: Mapping[str, Block]) -> None:
-    """Have PCCL and systems of one's own take part in this process' training, before it makes process groups.
+    """Have the block's other systems, and those of one's own, take part in this process' training, before it makes process groups.
 
     Args:
-        blocks: by key, ``pccl`` or that of a system.
+        blocks: by key.
     """
-    from axonn_plugins.config import Pccl
-    from axonn_plugins.hosts.megatron import collectives, moments
+    from axonn_plugins.config import Pccl, Ted
+    from axonn_plugins.hosts.megatron import collectives, moments, recompute
 
     others = {}
     for key, block in blocks.items():
         if isinstance(block, Pccl):
             collectives.install(block)
+        elif isinstance(block, Ted):
+            recompute.install(block)
         else:
             others[key] = block
     if others:
@@ -49,9 +51,10 @@ def install_components(blocks: Mapping[str, Block]) -> None:
 
 def uninstall() -> None:
     """Leave Megatron as it was before `install` and `install_components`; models and groups that were made stay."""
-    from axonn_plugins.hosts.megatron import checkpoint, collectives, moments, process_groups, spec
+    from axonn_plugins.hosts.megatron import checkpoint, collectives, moments, process_groups, recompute, spec
 
     moments.uninstall()
+    recompute.uninstall()
     collectives.uninstall()
     checkpoint.uninstall()
     spec.uninstall()

@@ -1,0 +1,63 @@
+"""Communication-aware checkpointing under Megatron's recomputation: the same numbers with fewer collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from axonn_plugins.config import Ted
+from axonn_plugins.hosts.megatron import recompute
+from axonn_plugins.hosts.megatron.settings import Settings
+from ted_moe import stash
+from tests.distributed import run_ranks
+from tests.megatron import training
+from tests.megatron.training import Case
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GRIDS = [Settings(2, 1, 2), Settings(1, 2, 2), Settings(2, 2, 1, "replicated"), Settings(1, 1, 4)]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those that a stash would keep, over other ranks than z's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in stash._COLLECTIVES
+        return function(*args, **(kwargs or {}))
+
+
+def counted(case: Case) -> tuple[dict[str, Any], int]:
+    """A run, and how many collectives it had."""
+    with training.parallel(case), Collectives() as found:
+        return training.train(case), found.count
+
+
+def all_grids() -> dict[str, list[Any]]:
+    """By grid: recomputed without and with a stash, and not recomputed."""
+    training.on_cpu()
+    found = {}
+    for settings in GRIDS:
+        case = Case(settings, config=FULL, micro_batches=2)
+        runs = [counted(case)]
+        recompute.install(Ted())
+        runs.append(counted(case))
+        recompute.uninstall()
+        runs.append(counted(Case(settings, micro_batches=2)))
+        found[str(settings)] = [(told["losses"], told["norms"], count) for told, count in runs]
+    return found
+
+
+def test_a_recomputation_communicates_nothing_but_weights() -> None:
+    for grid, (again, kept, once) in run_ranks(all_grids, 4)[0].items():
+        print(grid, again[2], kept[2], once[2])
+        assert kept[:2] == again[:2], grid
+        assert kept[2] <= again[2] and (kept[2] < again[2] or "gx=1, gy=1" in grid), grid
+        if "gz=1" in grid:
+            assert kept[2] == once[2]
