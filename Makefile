@@ -23,7 +23,7 @@ train: $(READY) ## train the quickstart recipe; make train ARGS="--steps 50"
 	$(BIN)/axonn train quickstart $(ARGS)
 
 test: lint compiler ## lint, then run the tests; make test ARGS="-k mesh"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=1 $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
