@@ -66,11 +66,15 @@ def counted(
     return sorted(map(str, ledger.collectives)), sorted(map(str, wanted))
 
 
-def test_losses_gradients_and_steps_equal_serial() -> None:
-    pytest.importorskip("litgpt")
+@pytest.mark.parametrize(
+    "names", [["llama", "ours"], pytest.param(["gpt2", "litgpt"], marks=pytest.mark.families)], ids=", ".join
+)
+def test_losses_gradients_and_steps_equal_serial(names: list[str]) -> None:
+    if "litgpt" in names:
+        pytest.importorskip("litgpt")
     with in_own_type():
         torch.manual_seed(1)
-        models = {name: FAMILIES[name][0]().double() for name in ("llama", "gpt2", "litgpt", "ours")}
+        models = {name: FAMILIES[name][0]().double() for name in names}
         grids = [grid for grid in factorisations(4) if grid.gx * grid.gy > 1]
         plans = {(name, grid): auto_plan(model, grid)[0] for grid in grids for name, model in models.items()}
         ranks = run_ranks(trained, 4, models, plans)
