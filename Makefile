@@ -22,8 +22,9 @@ setup: $(READY) ## create .venv with everything in it
 train: $(READY) ## train the quickstart recipe; make train ARGS="--steps 50"
 	$(BIN)/axonn train quickstart $(ARGS)
 
+# Two files of tests at a time: most start ranks, but some wait, and some compute in one process.
 test: lint compiler ## lint, then run the tests; make test ARGS="-k mesh"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 --durations-min=1 $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,5 +1,8 @@
 """What holds for every test.
 
+A test's time limit goes by progress: whenever it has passed, the test goes on if its processes have worked meanwhile, up to `AT_MOST` times.
+A busy machine makes tests slow, but not idle, as ranks are that wait for each other for ever.
+
 pccl is not tuned by itself; faults of our own in the search for a plan come out; DeepSpeed's kernels are compiled into a folder of this run:
 
 torch guards a compilation by a file that stays when the process is killed, and whoever comes next then waits for ever:
@@ -8,7 +11,17 @@ in a folder shared with other runs one killed test would hang every run after it
 
 import os
 import shutil
+import signal
 import tempfile
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+from pytest_timeout import timeout_sigalrm
+
+AT_MOST = 6
+WORKING = 0.1
+"""Processors that a test keeps busy; gloo's threads look for messages now and then, also where none will come."""
 
 
 def pytest_configure(config):
@@ -17,3 +30,43 @@ def pytest_configure(config):
     os.environ["AXONN_PCCL_TUNE"] = "0"
     os.environ["AXONN_DEBUG"] = "1"
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_timeout_set_timer(item, settings):
+    """In the place of pytest-timeout's own timer, a limit of wall time."""
+    if settings.method != "signal":
+        return None
+    passed, used = 0, _processor_time()
+
+    def alarm(number, frame):
+        nonlocal passed, used
+        __tracebackhide__ = True
+        before, used, passed = used, _processor_time(), passed + 1
+        if passed == AT_MOST or used - before < WORKING * settings.timeout:
+            timeout_sigalrm(item, settings)
+
+    signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout, settings.timeout)
+    return True
+
+
+def pytest_timeout_cancel_timer(item):
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return True
+
+
+def _processor_time():
+    """Seconds of this process and all that descend from it."""
+    children, ticks = defaultdict(list), {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            children[int(fields[1])].append(int(file.parent.name))
+            ticks[int(file.parent.name)] = sum(map(int, fields[11:15]))
+    total, left = 0, [os.getpid()]
+    while left:
+        process = left.pop()
+        total += ticks.get(process, 0)
+        left += children[process]
+    return total / os.sysconf("SC_CLK_TCK")

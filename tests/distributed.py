@@ -12,9 +12,9 @@ from axonn_plugins.cluster.launch import launch
 from axonn_tp import Grid, Mesh
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 300) -> list[Any]:
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returned on each rank of a gloo process group."""
-    return launch(_with_group, ranks, function, arguments, timeout=timeout)
+    return launch(_with_group, ranks, function, arguments)
 
 
 def _with_group(function: Callable[..., Any], arguments: tuple) -> Any:

@@ -113,10 +113,18 @@ def train_on_grids(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_losses_and_gradients_equal_serial() -> None:
+# A model of tokens and one of images are in every run.
+EVERY_RUN = ["llama", "vit"]
+
+
+@pytest.mark.parametrize(
+    "names", [EVERY_RUN, pytest.param(["gpt2", "litgpt"], marks=pytest.mark.families)], ids=", ".join
+)
+def test_losses_and_gradients_equal_serial(names: list[str]) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("litgpt")
-    for rank in run_ranks(train_on_grids, 4, ["llama", "gpt2", "vit", "litgpt"]):
+    if "litgpt" in names:
+        pytest.importorskip("litgpt")
+    for rank in run_ranks(train_on_grids, 4, names):
         for case, errors in rank.items():
             assert errors["loss"] < TOLERANCE and errors["gradients"] < TOLERANCE, (case, errors)
             assert errors["pairs"] >= 2, case
@@ -166,12 +174,13 @@ def test_pairs_of_known_families(family: str) -> None:
             assert layer.heads == next(h for end, h in expected.items() if name.endswith(end)), (name, report)
 
 
-def outputs_of_families() -> dict[str, float]:
+def outputs_of_families(names: list[str]) -> dict[str, float]:
     """Largest difference of each family's outputs from the serial model's, in float64."""
     found = {}
     for mesh in meshes((Grid(2, 2, 1, 1), Grid(4, 1, 1, 1))):
         grid = mesh.grid
-        for family, (build, _) in FAMILIES.items():
+        for family in names:
+            build, _ = FAMILIES[family]
             torch.manual_seed(2)
             model = build().double().eval()
             args, keywords = next(guesses(model))
@@ -185,10 +194,16 @@ def outputs_of_families() -> dict[str, float]:
     return found
 
 
-def test_outputs_of_known_families_equal_serial() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [EVERY_RUN, pytest.param([name for name in FAMILIES if name not in EVERY_RUN], marks=pytest.mark.families)],
+    ids=["every run", "others"],
+)
+def test_outputs_of_known_families_equal_serial(names: list[str]) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("litgpt")
-    for found in run_ranks(outputs_of_families, 4):
+    if "litgpt" in names:
+        pytest.importorskip("litgpt")
+    for found in run_ranks(outputs_of_families, 4, names):
         assert max(found.values()) < 1e-9, found
 
 

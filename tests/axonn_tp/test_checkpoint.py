@@ -208,7 +208,7 @@ def attempt(function: Any, *arguments: Any, **keywords: Any) -> Any:
 @pytest.fixture(scope="module")
 def grids(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("grids")
-    return folder, run_ranks(everything, 8, str(folder), timeout=120)
+    return folder, run_ranks(everything, 8, str(folder))
 
 
 @pytest.mark.parametrize("target", [*map(str, TARGETS), "serial", "no plan", "from serial"])

@@ -99,7 +99,7 @@ def test_a_rank_is_killed_at_any_time(asynchronous: bool, tmp_path: Path) -> Non
     random.seed(3)
     for _ in range(4):
         with pytest.raises(RankFailed):
-            run_ranks(die_while_saving, 2, str(folder), random.uniform(0.01, 0.3), asynchronous, timeout=60)
+            run_ranks(die_while_saving, 2, str(folder), random.uniform(0.01, 0.3), asynchronous)
         assert held(folder) in (1.0, 2.0)
 
 

@@ -15,8 +15,7 @@ from axonn_tp import Grid, Mesh, Options, factorisations
 from axonn_tp.options import LAYOUTS
 from tests.axonn_tp.families import SIZES, hf
 from tests.axonn_tp.test_auto import loss_of
-from tests.axonn_tp.test_grids import EVERYTHING
-from tests.axonn_tp.test_unet import errors_of
+from tests.axonn_tp.test_grids import EVERYTHING, largest_error
 from tests.distributed import meshes, run_ranks
 
 
@@ -51,13 +50,13 @@ def train_one_step(serial: nn.Module, mesh: Mesh, options: Options) -> tuple[dic
     dist.all_reduce(mean, group=mesh.group("batch"))
     errors = {
         "loss": (mean / mesh.grid.batch - expected).abs().item(),
-        "gradients": errors_of(serial, parallel, mesh, lambda p: p.grad),
+        "gradients": largest_error(serial, parallel, mesh, lambda p: p.grad),
     }
     norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
     errors["norm"] = (axonn_tp.clip_grad_norm_(parallel.parameters(), mesh, 0.1) - norm).abs().item()
     for model in (serial, parallel):
         torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3).step()
-    errors["weights"] = errors_of(serial, parallel, mesh, lambda p: p.data)
+    errors["weights"] = largest_error(serial, parallel, mesh, lambda p: p.data)
     split = [name for name, m in parallel.named_modules() if isinstance(m, axonn_tp.Linear) and m.split.transposed]
     return errors, {name.rpartition(".")[2] for name in split}
 

@@ -104,6 +104,6 @@ def between_nodes(cluster: Cluster) -> list[int]:
 @pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
 def test_a_node_sends_each_share_once() -> None:
     with Cluster(2) as cluster:
-        for ours, gloos in cluster.launch(between_nodes, 1, cluster, timeout=60):
+        for ours, gloos in cluster.launch(between_nodes, 1, cluster):
             assert BYTES / 2 < ours < 1.1 * BYTES / 2
             assert gloos > BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from torch import nn
 import axonn_tp
 from axonn_recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
 from axonn_recipes.models.unet_plan import unet_plan
-from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, layout_of, place
+from axonn_tp import Grid, LayerPlan, Mesh, Options, factorisations, place
 from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.options import LAYOUTS
+from tests.axonn_tp.test_grids import largest_error
 from tests.distributed import meshes, run_ranks
 
 SMALL = UNetConfig(3, 16, (1, 2, 3), 1, (1,), heads=4, groups=8, zero_init=False)
@@ -67,24 +67,6 @@ def test_sizes_that_cannot_be(options: dict, words: str) -> None:
         UNetConfig(**options)
 
 
-def errors_of(
-    serial: nn.Module, parallel: nn.Module, mesh: Mesh, of: Callable[[nn.Parameter], torch.Tensor | None]
-) -> float:
-    """Largest error of what `of` reads from the parameters, all gathered in one go."""
-    mine = [of(p) for p in parallel.parameters()]
-    sizes = [t.numel() for t in mine]
-    flat = torch.cat([t.reshape(-1) for t in mine])
-    shares = [torch.empty_like(flat) for _ in range(mesh.grid.world)]
-    dist.all_gather(shares, flat)
-    by_parameter = zip(*(share.split(sizes) for share in shares), strict=True)
-    error = 0.0
-    for ours, (name, p), pieces in zip(parallel.parameters(), serial.named_parameters(), by_parameter, strict=True):
-        whole = layout_of(ours).assemble([piece.view_as(ours) for piece in pieces], mesh.grid)
-        assert whole.shape == p.shape, name
-        error = max(error, (whole - of(p)).abs().max().item())
-    return error
-
-
 def one_step(config: UNetConfig, mesh: Mesh, options: Options) -> dict[str, float]:
     """Errors of the loss, the gradients and the weights after one step against the serial model."""
     torch.manual_seed(7)
@@ -99,11 +81,11 @@ def one_step(config: UNetConfig, mesh: Mesh, options: Options) -> dict[str, floa
     loss = all_reduce(mine.detach().clone(), mesh, "batch") / mesh.grid.batch
     errors = {
         "loss": (loss - expected).abs().item(),
-        "gradients": errors_of(serial, parallel, mesh, lambda p: p.grad),
+        "gradients": largest_error(serial, parallel, mesh, lambda p: p.grad),
     }
     for model in (serial, parallel):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return errors | {"weights": errors_of(serial, parallel, mesh, lambda p: p.data)}
+    return errors | {"weights": largest_error(serial, parallel, mesh, lambda p: p.data)}
 
 
 def on_grids(config: UNetConfig) -> dict[str, dict[str, float]]:

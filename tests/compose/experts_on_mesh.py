@@ -138,12 +138,16 @@ def start(case: Case, mesh: Mesh) -> MoEGPT:
 
 
 def whole(model: nn.Module, mesh: Mesh, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """Every rank's tensors put together, by the serial model's names."""
+    """Every rank's tensors put together, by the serial model's names; gathered in one call."""
     found, names = {}, DealtNames(model)
-    for name, parameter in model.named_parameters():
-        value = of(parameter).detach().contiguous()
-        shares = [torch.empty_like(value) for _ in range(mesh.grid.world)]
-        dist.all_gather(shares, value, group=mesh.group("grid"))
+    values = {name: of(parameter).detach() for name, parameter in model.named_parameters()}
+    flat = torch.cat([value.reshape(-1) for value in values.values()])
+    everyone = [torch.empty_like(flat) for _ in range(mesh.grid.world)]
+    dist.all_gather(everyone, flat, group=mesh.group("grid"))
+    sizes = [value.numel() for value in values.values()]
+    of_each = zip(*(rank.split(sizes) for rank in everyone), strict=True)
+    for (name, parameter), pieces in zip(model.named_parameters(), of_each, strict=True):
+        shares = [piece.view_as(values[name]) for piece in pieces]
         for home, tensor in enumerate(assemble(shares, layout_of(parameter), mesh)):
             found[names.outward(name, home)] = tensor
     return found

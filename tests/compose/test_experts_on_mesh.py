@@ -221,7 +221,7 @@ def test_equals_one_process(ranks: int) -> None:
     chosen = cases(ranks)
     for case in chosen:
         expected(case.gate, case.grid.batch)
-    for found in run_ranks(all_errors, ranks, chosen, timeout=400):
+    for found in run_ranks(all_errors, ranks, chosen):
         for case, differences in found.items():
             assert not isinstance(differences, str), (case, differences)
             assert max(differences.values()) < TOLERANCE, (case, differences)

@@ -70,7 +70,7 @@ def runs() -> dict[str, Any]:
 
 
 def test_trains_as_one_process_does() -> None:
-    found = run_ranks(runs, 4, timeout=400)[0]
+    found = run_ranks(runs, 4)[0]
     assert len(found) == 8
     for name, result in found.items():
         assert not isinstance(result, str), f"{name}: {result}"

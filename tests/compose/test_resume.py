@@ -88,7 +88,7 @@ def moves(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(moves, 4, str(tmp_path_factory.mktemp("moves")), timeout=400)[0]
+    return run_ranks(moves, 4, str(tmp_path_factory.mktemp("moves")))[0]
 
 
 @pytest.mark.parametrize("name", MOVES)

@@ -90,7 +90,7 @@ def ready() -> None:
 
 def run(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """What a function returned on each rank; torch would send tensors by handles that end with the rank."""
-    found = launch(_as_arrays, ranks, function, arguments, timeout=150)
+    found = launch(_as_arrays, ranks, function, arguments)
     return tree_map(lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, numpy.ndarray) else leaf, found)
 
 

@@ -41,9 +41,13 @@ def run_script(folder: Path, text: str, ranks: int = 1, **changes: str) -> list[
         for rank in range(ranks)
     ]
     ended = []
-    for process in running:
-        out, err = process.communicate(timeout=240)
-        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    try:
+        for process in running:
+            out, err = process.communicate()
+            ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in running:
+            process.kill()
     return ended
 
 

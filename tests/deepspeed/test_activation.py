@@ -34,7 +34,8 @@ BLOCK = {"axonn": {"tensor_parallel": {}}}
 HEAD = f"""
 from deepspeed import initialize
 import argparse, base64, json, sys
-import torch
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False  # a kernel that takes a minute to compile
 config = {CONFIG | BLOCK!r}
 json.dump(config, open('ds_config.json', 'w'))
 def start(**how):
@@ -65,6 +66,7 @@ def test_by_hand(before: bool, tmp_path: Path) -> None:
 
 TRAINING = """
 import json, os, torch, deepspeed
+deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False
 rank = os.fork() and 1  # ranks share the imports
 os.environ['RANK'] = os.environ['LOCAL_RANK'] = str(rank)
 os.environ['WORLD_SIZE'] = '2'
@@ -193,6 +195,16 @@ def test_arming_is_cheap(tmp_path: Path) -> None:
     assert statistics.median(seconds) < 0.02
 
 
+TWO_RANKS = """
+import os
+rank = os.fork() and 1  # ranks share the imports
+os.environ['RANK'] = os.environ['LOCAL_RANK'] = str(rank)
+try:
+    start(config=config)
+finally:
+    if rank == 1:
+        open('code of rank 0', 'w').write(str(os.waitstatus_to_exitcode(os.wait()[1])))
+"""
 THEIRS = "raise SystemExit('theirs ran')"
 # Folders and modules that users have beside their scripts; what a plain start of the block must not mind.
 HARMLESS = {
@@ -226,10 +238,12 @@ def test_a_module_that_hides_ours_is_refused_where_it_is_needed(
     name: str, block: Any, form: str, tmp_path: Path
 ) -> None:
     _beside(tmp_path, {form.format(name): "value = 1"})
-    text = HEAD + f"config['axonn'] = {block!r}\nstart(config=config)"
-    for run in run_script(tmp_path, text, ranks=2):
-        assert run.returncode == 1
-        (said,) = sentences(run.stderr)
+    text = HEAD + f"config['axonn'] = {block!r}" + TWO_RANKS
+    (run,) = run_script(tmp_path, text, WORLD_SIZE="2")
+    assert run.returncode == 1 and (tmp_path / "code of rank 0").read_text() == "1"
+    everyone = sentences(run.stderr)
+    assert len(everyone) == 2
+    for said in everyone:
         assert said.startswith(f"axonn.{next(iter(block))} needs axonn-plugins' own package `{name}`")
         assert str(tmp_path / form.format(name)) in said and "Traceback" not in run.stderr
 

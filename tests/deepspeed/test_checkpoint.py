@@ -148,8 +148,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     for when in DEATHS:
         (folder / when).mkdir()
         with pytest.raises(RankFailed, match="rank 0 failed:\nit was ended by SIGKILL"):
-            run_ranks(save_and_die, 4, str(folder / when), when, timeout=120)
-    return folder, run_ranks(all_resumed, 4, str(folder), timeout=120)
+            run_ranks(save_and_die, 4, str(folder / when), when)
+    return folder, run_ranks(all_resumed, 4, str(folder))
 
 
 @pytest.mark.parametrize("when", DEATHS)
@@ -276,7 +276,7 @@ def weights_alone(place: str) -> bool:
 @pytest.fixture(scope="module")
 def moves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("moves")
-    return folder, run_ranks(moved, 4, str(folder), timeout=120)
+    return folder, run_ranks(moved, 4, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_resumes_on_fewer_and_more_ranks(moves: tuple[Path, list[dict[str, Any]]
     for ranks, grid in ((2, (1, 2, 1)), (1, (1, 1, 1))):
         run = variant("fp64", 0, "gx2gz2")
         run.grid = grid
-        for found in run_ranks(resumed_elsewhere, ranks, str(moves[0] / "fp64"), run, timeout=120):
+        for found in run_ranks(resumed_elsewhere, ranks, str(moves[0] / "fp64"), run):
             assert found["different"] == [] and found["counters"]
             assert found["losses"] == pytest.approx(found["expected"], rel=1e-10)
 

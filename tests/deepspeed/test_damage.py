@@ -154,7 +154,7 @@ def otherwise(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("damage"))
-    both = zip(*(run_ranks(part, 4, folder, timeout=150) for part in (grids, stages)), strict=True)
+    both = zip(*(run_ranks(part, 4, folder) for part in (grids, stages)), strict=True)
     return [one | other for one, other in both]
 
 

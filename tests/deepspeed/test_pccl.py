@@ -82,7 +82,7 @@ def _stages() -> dict[str, Any]:
 
 
 def test_losses_are_those_of_stock_at_every_stage_and_engines_may_alternate() -> None:
-    for rank in launch(_stages, RANKS, timeout=150):
+    for rank in launch(_stages, RANKS):
         for stage, (before, ours, between, again) in rank["runs"].items():
             assert [run["world"] for run in (before, ours, between, again)] == ["gloo", "pccl"] * 2, stage
             assert [run["data"] for run in (before, ours, between, again)] == ["gloo", "pccl"] * 2, stage
@@ -110,7 +110,7 @@ def _logged() -> dict[str, Any]:
 
 
 def test_comms_logger_counts_what_it_counts_with_gloo() -> None:
-    for found in launch(_logged, 2, timeout=100):
+    for found in launch(_logged, 2):
         for stage in range(4):
             ours, theirs = found[f"pccl {stage}"], found[f"gloo {stage}"]
             assert ours == theirs and sum(sum(sizes.values()) for sizes in ours.values()) > STEPS, (ours, theirs)
@@ -124,7 +124,7 @@ def _dist_backend() -> dict[str, Any]:
 
 
 def test_dist_backend() -> None:
-    for found in launch(_dist_backend, 2, timeout=100):
+    for found in launch(_dist_backend, 2):
         assert found["world"] == found["data"] == "pccl"
 
 
@@ -166,7 +166,7 @@ def test_with_tensor_parallel_all_groups_are_pccls_and_losses_are_the_same() -> 
     from tests.deepspeed.test_engine import TOLERANCE
     from tests.deepspeed.training import serial
 
-    ranks = launch(_with_tensor_parallel, 4, timeout=150)
+    ranks = launch(_with_tensor_parallel, 4)
     for name, case in _cases().items():
         wanted = serial(case)
         for rank in ranks:

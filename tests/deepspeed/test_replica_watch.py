@@ -140,7 +140,7 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, 4, timeout=120)
+    return run_ranks(everything, 4)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

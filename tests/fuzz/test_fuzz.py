@@ -1,4 +1,4 @@
-"""A few hundred random cases; ``python -m tests.fuzz`` draws as many as wished."""
+"""Some random cases in every run; ``python -m tests.fuzz`` draws as many as wished."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from tests.fuzz import driver
 from tests.fuzz.cases import Case, case, run
 from tests.fuzz.driver import WORLDS, run_cases
 
-CASES = 240
+CASES = 60
 
 
 def test_a_number_draws_the_same_case_again() -> None:
     assert case(3, 17, 4) == case(3, 17, 4) != case(4, 17, 4)
 
 
-@pytest.mark.timeout(1200)
 def test_random_models_equal_the_serial_model() -> None:
     found = run_cases(0, range(CASES))
     print(found)

@@ -90,7 +90,6 @@ def test_switch(program: str, switch: str, said: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout

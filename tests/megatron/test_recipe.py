@@ -27,7 +27,7 @@ STOCK = Settings(
     hidden=64,
     heads=8,
     context=16,
-    batch=8,
+    batch=4,
     micro_batch=1,
     steps=6,
     tensor_model_parallel_impl="megatron",
@@ -91,9 +91,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stock(prefix: Path) -> dict[bool, Curve]:
     """Megatron's own curves on one rank, of the plain model and of the one with everything."""
-    plain, llama = launch(
-        _curves, 1, [(STOCK, None, None), (replace(STOCK, **LLAMA), None, None)], prefix, timeout=120
-    )[0]
+    plain, llama = launch(_curves, 1, [(STOCK, None, None), (replace(STOCK, **LLAMA), None, None)], prefix)[0]
     return {False: plain, True: llama}
 
 
@@ -104,7 +102,7 @@ def ours(prefix: Path) -> dict[str, list[Curve]]:
     for ranks in (4, 8):
         names = [name for name, cases in CASES.items() if cases[0].ranks == ranks]
         runs = [(case, None, None) for name in names for case in CASES[name]]
-        curves = iter(launch(_curves, ranks, runs, prefix, timeout=300)[0])
+        curves = iter(launch(_curves, ranks, runs, prefix)[0])
         found |= {name: [next(curves) for _ in CASES[name]] for name in names}
     return found
 
@@ -122,13 +120,13 @@ def test_grids_train_as_one_rank(name: str, ours: dict[str, list[Curve]], stock:
 def test_a_checkpoint_goes_on_on_another_grid(prefix: Path, stock: dict, tmp_path: Path, split: dict) -> None:
     half = {"steps": STOCK.steps // 2, **split}
     begun = on(2, 1, 2, 1, **half)
-    first = launch(_curves, 4, [(begun, None, tmp_path / "saved")], prefix, timeout=120)[0][0]
+    first = launch(_curves, 4, [(begun, None, tmp_path / "saved")], prefix)[0][0]
     other = on(1, 2, 1, 2, **half)
     # Without apex, Megatron itself cannot load a distributed optimizer's state.
     stocks: dict = {} if split else {"tensor_model_parallel_impl": "megatron", "tensor_model_parallel_size": 2}
     another = replace(other, **stocks) if stocks else on(1, 1, 4, 1, **half)
     loaded = [(one, tmp_path / "saved", None) for one in (other, another)]
-    for second in launch(_curves, 4, loaded, prefix, timeout=120)[0]:
+    for second in launch(_curves, 4, loaded, prefix)[0]:
         assert apart(stock[False], (first[0] + second[0], first[1] + second[1])) < 1e-5
 
 

@@ -343,4 +343,4 @@ def finish(item: Pending) -> None:
 
 
 if __name__ == "__main__":
-    print(launch(stress, int(sys.argv[1]), int(sys.argv[2]), *map(int, sys.argv[3:]), timeout=550))
+    print(launch(stress, int(sys.argv[1]), int(sys.argv[2]), *map(int, sys.argv[3:])))

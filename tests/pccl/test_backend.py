@@ -32,7 +32,7 @@ def compiled() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_random_collectives_in_random_groups(ranks: int) -> None:
-    assert max(launch(stress, ranks, 250, timeout=200)) == 250
+    assert max(launch(stress, ranks, 250)) == 250
 
 
 def _unlike(ranks: list[int]) -> str:
@@ -54,7 +54,7 @@ def _unlike(ranks: list[int]) -> str:
 
 
 def test_calls_that_do_not_match_are_named_on_every_rank() -> None:
-    texts = launch(_unlike, 3, [free_port(), 0, 0, 0], timeout=60)
+    texts = launch(_unlike, 3, [free_port(), 0, 0, 0])
     for text in texts:
         assert "call 1 of its group" in text and "all_reduce of 5 float32 (sum)" in text, text
         assert "all_reduce of 7 float32 (sum)" in text, text
@@ -74,7 +74,7 @@ def _halves() -> None:
 
 
 def test_every_half_precision_number_is_added_as_torch_does() -> None:
-    launch(_halves, 2, timeout=60)
+    launch(_halves, 2)
 
 
 def _strides() -> None:
@@ -102,7 +102,7 @@ def _strides() -> None:
 
 
 def test_ranks_whose_tensors_have_other_strides_choose_alike() -> None:
-    launch(_strides, 3, timeout=60)
+    launch(_strides, 3)
 
 
 def _until_killed(rank: int, size: int, port: int, results: Connection, backend: str) -> None:
@@ -180,7 +180,7 @@ def _fully_sharded() -> list[float]:
 
 @pytest.mark.parametrize("train", [_data_parallel, _fully_sharded])
 def test_training_is_as_with_gloo(train: Callable[[], list[float]]) -> None:
-    ours, theirs = (launch(_losses, 4, train, backend, timeout=120) for backend in ("cpu:pccl", "gloo"))
+    ours, theirs = (launch(_losses, 4, train, backend) for backend in ("cpu:pccl", "gloo"))
     assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-12)
 
 
@@ -208,4 +208,4 @@ def _everything_else() -> Any:
 
 
 def test_the_rest_is_there_too() -> None:
-    launch(_everything_else, 3, timeout=60)
+    launch(_everything_else, 3)

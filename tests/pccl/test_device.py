@@ -280,12 +280,12 @@ def _four() -> None:
 
 
 def test_every_algorithm_with_gloo_in_the_librarys_place() -> None:
-    done = run_ranks(_every_algorithm, 6, timeout=60)
+    done = run_ranks(_every_algorithm, 6)
     assert done[0] == max(done) > 300
 
 
 def test_choices_bits_and_devices() -> None:
-    run_ranks(_four, 4, timeout=60)
+    run_ranks(_four, 4)
 
 
 def test_nodes_by_name_or_by_number() -> None:
@@ -295,4 +295,4 @@ def test_nodes_by_name_or_by_number() -> None:
 
 
 def test_training_is_as_with_gloo() -> None:
-    run_ranks(_training, 4, timeout=60)
+    run_ranks(_training, 4)

@@ -93,7 +93,7 @@ def _types() -> None:
 
 
 def test_types_travel_where_only_bytes_move() -> None:
-    launch(_types, 3, timeout=90)
+    launch(_types, 3)
 
 
 def _uneven() -> None:
@@ -133,7 +133,7 @@ def _uneven() -> None:
 
 
 def test_lists_may_have_parts_of_any_length() -> None:
-    launch(_uneven, 3, timeout=60)
+    launch(_uneven, 3)
 
 
 def _messages() -> None:
@@ -190,7 +190,7 @@ def _messages() -> None:
 
 
 def test_messages_go_to_the_receive_that_asks_for_them() -> None:
-    launch(_messages, 3, timeout=60)
+    launch(_messages, 3)
 
 
 def _parts(size: int, elements: int) -> list[Tensor]:
@@ -256,7 +256,7 @@ def _unlike() -> dict[str, tuple[str, float]]:
 
 
 def test_sizes_that_differ_are_named_on_every_rank() -> None:
-    for rank, found in enumerate(launch(_unlike, 3, timeout=120)):
+    for rank, found in enumerate(launch(_unlike, 3)):
         for name, (text, seconds) in found.items():
             assert text.startswith("pccl: ") and seconds < 15, (rank, name, seconds, text)
             sizes = {
@@ -284,6 +284,6 @@ def _missing() -> str:
 
 
 def test_a_monitored_barrier_names_who_is_missing() -> None:
-    for text in launch(_missing, 3, timeout=60):
+    for text in launch(_missing, 3):
         assert "rank 0: barrier, call 3 of its group, was not done within the timeout of 2 s" in text, text
         assert "it waits for rank 2" in text and "rank 1" not in text, text

@@ -94,7 +94,7 @@ def _unlike() -> dict[str, tuple[str, float]]:
 
 
 def test_calls_that_cannot_be_done_are_named_at_once_wherever_they_went() -> None:
-    ranks = launch(_unlike, 3, timeout=90)
+    ranks = launch(_unlike, 3)
     for rank, found in enumerate(ranks):
         for case, (text, seconds) in found.items():
             assert seconds < 10 and text.startswith("pccl: rank"), (rank, case, seconds, text)
@@ -129,7 +129,7 @@ def _waits_elsewhere(call: str) -> str:
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_to_all_single"])
 def test_who_holds_up_another_group_is_named(call: str) -> None:
-    text = launch(_waits_elsewhere, 3, call, timeout=90)[0]
+    text = launch(_waits_elsewhere, 3, call)[0]
     assert text.startswith(
         "pccl: rank 0: all_reduce of 3 float32 (sum), call 1 of its group, was not done"
     ) and text.endswith(

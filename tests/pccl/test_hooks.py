@@ -59,7 +59,7 @@ def _chain() -> None:
 
 
 def test_callbacks_may_wait_for_other_calls() -> None:
-    launch(_chain, RANKS, timeout=60)
+    launch(_chain, RANKS)
 
 
 def _model() -> nn.Sequential:
@@ -114,7 +114,7 @@ def _compare() -> dict[str, float]:
 
 def test_torchs_communication_hooks_average_gradients() -> None:
     limits = {name: limit for name, (_, _, limit) in _hooks().items()}
-    for found in launch(_compare, RANKS, timeout=120):
+    for found in launch(_compare, RANKS):
         wrong = {name: error for name, error in found.items() if not error <= limits[name]}
         assert not wrong, wrong
 
@@ -143,7 +143,7 @@ def _with_zero(overlaps: bool) -> list[float]:
 
 
 def test_an_optimizer_within_the_hooks_takes_the_same_steps() -> None:
-    plain, hooked = (launch(_with_zero, RANKS, overlaps, timeout=60) for overlaps in (False, True))
+    plain, hooked = (launch(_with_zero, RANKS, overlaps) for overlaps in (False, True))
     for ours, theirs in zip(plain, hooked, strict=True):
         # Buckets are made anew in the first iterations, in which the hook takes no step.
         late = [loss for loss in theirs if loss != theirs[0]]

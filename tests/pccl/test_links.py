@@ -322,7 +322,7 @@ def _misbehaves(kind: str) -> str:
 )
 def test_a_member_that_sends_no_frames_is_named(kind: str, said: str) -> None:
     load()
-    text = launch(_misbehaves, 2, kind, timeout=60)[0]
+    text = launch(_misbehaves, 2, kind)[0]
     assert "rank 0: all_reduce of 5 float32 (sum), call 1 of its group, needs rank 1" in text and said in text, text
 
 
@@ -353,4 +353,4 @@ def _links_again() -> None:
 
 def test_a_lost_link_is_made_again() -> None:
     load()
-    launch(_links_again, 2, timeout=60)
+    launch(_links_again, 2)

@@ -128,7 +128,7 @@ def _algorithms() -> list[Any]:
 
 def test_every_algorithm_and_whose_options_hold() -> None:
     pairs, halves = ((0, 1), (2, 3), (4,)), ((0, 1, 2), (3, 4))
-    for rank, (nodes,) in enumerate(launch(_algorithms, 5, timeout=100)):
+    for rank, (nodes,) in enumerate(launch(_algorithms, 5)):
         assert nodes.pop("inherited", ((0,), (1,), (2,))) == ((0,), (1,), (2,)), rank
         assert nodes.pop("ring") == ((0, 1, 2, 3, 4),)
         assert nodes == {"world": pairs, "mesh": pairs, "native": "gloo", "hierarchical": halves}
@@ -167,5 +167,5 @@ SAID = {
 
 @pytest.mark.parametrize("how", SAID)
 def test_what_fails_on_one_rank_is_said_on_all(how: str, tmp_path: Path) -> None:
-    for rank, text in enumerate(launch(_fails, 3, how, str(tmp_path), timeout=60)):
+    for rank, text in enumerate(launch(_fails, 3, how, str(tmp_path))):
         assert SAID[how] in text and one_sentence(text), (rank, text)

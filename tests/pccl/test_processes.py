@@ -67,7 +67,7 @@ def _forks() -> list[Any]:
 
 
 def test_a_forked_child_harms_nobody() -> None:
-    for text, *codes in launch(_forks, 4, timeout=90):
+    for text, *codes in launch(_forks, 4):
         assert "forked" in text and "group of its own" in text, text
         assert codes == [0, 0]
 
@@ -104,7 +104,7 @@ def test_ranks_may_end_without_destroying_their_group(last: str) -> None:
         )
         for rank in range(3)
     ]
-    ends = [rank.communicate(timeout=60)[1] for rank in ranks]
+    ends = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], ends
     assert "Error" not in "".join(ends), ends
     assert time.monotonic() - began < 60
@@ -130,7 +130,7 @@ def _without_memory() -> str:
 def test_what_fails_in_the_engine_is_raised_to_the_caller() -> None:
     os.environ["AXONN_PCCL_ALGORITHM"] = "ring"  # whose partial sums need memory of their own
     try:
-        texts = launch(_without_memory, 3, timeout=90)
+        texts = launch(_without_memory, 3)
     finally:
         del os.environ["AXONN_PCCL_ALGORITHM"]
     assert all("rank 1: the engine failed: std::bad_alloc" in text for text in texts), texts

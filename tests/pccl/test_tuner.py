@@ -209,9 +209,9 @@ def _tuned(file: str) -> list[str]:
 def test_ranks_measure_agree_and_keep(tmp_path: Path) -> None:
     load()
     file = tmp_path / "tuning.json"
-    first = launch(_tuned, 3, str(file), timeout=120)
+    first = launch(_tuned, 3, str(file))
     assert first[0] == first[1] == first[2]
-    assert launch(_tuned, 3, str(file), timeout=120) == first
+    assert launch(_tuned, 3, str(file)) == first
 
 
 def _starts(folder: str) -> list[Any]:
@@ -259,7 +259,7 @@ def _starts(folder: str) -> list[Any]:
 
 def test_a_job_tunes_once_and_the_next_reads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load()
-    ranks = launch(_starts, 3, str(tmp_path), timeout=120)
+    ranks = launch(_starts, 3, str(tmp_path))
     assert ranks[0] == ranks[1] == ranks[2]
     first, second, apart, again, *untuned, error = ranks[0]
     assert first == second != apart == again

@@ -153,7 +153,7 @@ def main(*words: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TEMP_DIR"] = folder
         Path(folder, "test_dir").mkdir()
-        ranks = launch(run, RANKS, chosen, timeout=550)
+        ranks = launch(run, RANKS, chosen)
     counts: Counter[str] = Counter()
     for name, found in zip(chosen, zip(*ranks, strict=True), strict=True):
         said = [one for one, _ in found]

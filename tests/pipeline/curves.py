@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--stages", type=int, default=2)
     options = parser.parse_args()
-    found = run_ranks(curves, options.ranks, options.steps, options.stages, timeout=900)[0]
+    found = run_ranks(curves, options.ranks, options.steps, options.stages)[0]
     reference = found.pop("serial")
     print(f"serial: first {reference[0]:.6f}, last {reference[-1]:.6f}")
     for name, losses in found.items():

@@ -94,7 +94,7 @@ def alive_at_most(case: Case) -> int:
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_equals_a_serial_run(ranks: int) -> None:
-    for stage, found in enumerate(run_ranks(compare, ranks, CASES[ranks], timeout=400)):
+    for stage, found in enumerate(run_ranks(compare, ranks, CASES[ranks])):
         for name, (loss, weight, alive) in found.items():
             assert loss < CLOSE and weight < CLOSE, f"{name} on rank {stage}: {loss}, {weight}"
             assert 1 <= alive <= alive_at_most(CASES[ranks][name]), name
@@ -145,7 +145,7 @@ def refusals(engine: Any) -> None:
 
 
 def test_equals_stock_bitwise() -> None:
-    for found in run_ranks(beside_stock, 4, BESIDE, timeout=300):
+    for found in run_ranks(beside_stock, 4, BESIDE):
         for name, (theirs, ours, same) in found.items():
             # Stock adds the losses of microbatches in their own type, which in 16 bits rounds what is reported.
             close = theirs if name.startswith(("fp32", "dynamic")) else pytest.approx(theirs, rel=0.01)

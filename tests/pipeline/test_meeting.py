@@ -105,7 +105,7 @@ def meetings() -> dict[str, Any]:
 
 
 def test_ranks_that_meet_in_a_pass_keep_one_order() -> None:
-    for found in run_ranks(meetings, 4, timeout=300):
+    for found in run_ranks(meetings, 4):
         assert found["model axis"] < 1e-10 and found["weights"] < 1e-10, found
         assert found["ours"][0] == pytest.approx(found["stock"][0], rel=1e-6)
         assert found["ours"][1] == pytest.approx(found["stock"][1], rel=1e-6, abs=1e-6)

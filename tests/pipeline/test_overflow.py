@@ -73,7 +73,7 @@ def watched(engine: Any, case: Case) -> dict[str, Any]:
 
 
 def test_overflow_and_recovery() -> None:
-    everywhere = run_ranks(overflows, 4, timeout=300)
+    everywhere = run_ranks(overflows, 4)
     for name in CASES:
         first = everywhere[0][name]
         skipped = first["skipped"]

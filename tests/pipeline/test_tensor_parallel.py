@@ -55,7 +55,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_equals_a_serial_run(ranks: int) -> None:
-    for rank, found in enumerate(run_ranks(compare, ranks, CASES[ranks], timeout=400)):
+    for rank, found in enumerate(run_ranks(compare, ranks, CASES[ranks])):
         for name, (loss, weight, alive) in found.items():
             assert loss < CLOSE and weight < CLOSE, f"{name} on rank {rank}: {loss}, {weight}"
             assert 1 <= alive <= 2 * CASES[ranks][name].stages, name

@@ -156,7 +156,7 @@ def fails() -> None:
 def test_ranks_links_and_counters() -> None:
     with Cluster(nodes=3, latency="2ms", bandwidth="200Mbit") as cluster, Cluster(nodes=2) as other:
         assert {cluster.name, other.name} <= {switch.name for switch in processes.running()}
-        results = cluster.launch(ranks_and_links, 2, timeout=60)
+        results = cluster.launch(ranks_and_links, 2)
         for rank, found in enumerate(results):
             local, node = str(rank % 2), str(rank // 2)
             assert found["variables"] == [str(rank), local, "2", node, "6", address(0)]
@@ -180,7 +180,7 @@ def test_jitter_spreads_round_trips() -> None:
     """Every packet comes, in order; the switch says how far latencies differ."""
     with Cluster(nodes=2, latency="2ms", jitter=0.5) as cluster:
         assert cluster.switch.jitter == 500
-        assert cluster.launch(_sum, 1, timeout=60) == [1.0, 1.0]
+        assert cluster.launch(_sum, 1) == [1.0, 1.0]
 
 
 def _sum() -> float:
@@ -198,13 +198,13 @@ def test_wrong_jitter() -> None:
 @needs_cluster
 def test_one_node_does_not_go_through_the_switch_and_a_failure_leaves_nothing(name: str) -> None:
     with pytest.raises(RankFailed, match="on purpose"), Cluster(nodes=1, bandwidth="10kbit", name=name) as cluster:
-        assert len(cluster.launch(ranks_and_world, 2, timeout=60)) == 2
+        assert len(cluster.launch(ranks_and_world, 2)) == 2
         assert cluster.bytes() == [(0, 0)]
         with pytest.raises(ConfigError, match=f'a cluster named "{name}" is up'), Cluster(nodes=1, name=name):
             pass
         with pytest.raises(ConfigError, match="ranks_per_node = 0 is not"):
             cluster.launch(fails, 0)
-        cluster.launch(fails, 2, timeout=60)
+        cluster.launch(fails, 2)
     assert not left_over(name)
     with pytest.raises(RuntimeError, match="not up"):
         cluster.launch(fails, 1)
@@ -254,7 +254,7 @@ def test_nothing_is_left_when_the_owner_ends(number: int, name: str, capsys: pyt
 def test_the_commands(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     def axonn(*words: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "axonn_plugins.cli", "cluster", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
     named = ("--name", name)

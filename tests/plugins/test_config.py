@@ -58,4 +58,4 @@ def test_an_error_is_a_value_error_that_can_be_caught() -> None:
 
 def test_importing_plugins_imports_nothing_heavy() -> None:
     code = "import axonn_plugins, sys; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'numpy')))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

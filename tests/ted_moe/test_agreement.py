@@ -94,12 +94,12 @@ def seeded_apart():
 
 
 def test_tensor_ranks_that_were_seeded_apart_draw_the_same():
-    a, b, c, d = run_ranks(seeded_apart, 4, timeout=100)
+    a, b, c, d = run_ranks(seeded_apart, 4)
     assert a == b and c == d and a != c
 
 
 def test_a_sentence_on_every_rank_that_would_wait():
-    everyone = run_ranks(unequal, 8, timeout=100)
+    everyone = run_ranks(unequal, 8)
     for topology, name in product(TOPOLOGIES, MODES):
         waiting = topology.block_group(WRONG)
         first = topology.tensor_group(WRONG)

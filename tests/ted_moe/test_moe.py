@@ -142,7 +142,7 @@ def test_a_recomputation_communicates_nothing():
 
 
 def test_equals_stock_on_all_factorisations_of_eight():
-    assert run_ranks(everywhere, 8, timeout=600)[0] >= 100
+    assert run_ranks(everywhere, 8)[0] >= 100
 
 
 def test_hard_routing_neither_differs_nor_hangs():
@@ -150,7 +150,7 @@ def test_hard_routing_neither_differs_nor_hangs():
 
 
 def test_uneven_batches_neither_differ_nor_hang():
-    run_ranks(uneven_batches, 8, timeout=60)
+    run_ranks(uneven_batches, 8)
 
 
 @pytest.mark.parametrize(

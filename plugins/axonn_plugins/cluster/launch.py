@@ -20,9 +20,19 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-# What torch imports with the first optimizer, and DeepSpeed with the first engine, takes longer than they themselves:
-# once before the ranks are forked, not in each of them.
-_IMPORTED_LATE = ("torch._dynamo", "deepspeed.compile.backend")
+# What is imported with the first optimizer of torch and the first engine, by the package that must be there already: it takes
+# longer than they themselves, and so is imported once before the ranks are forked, not in each of them.
+_IMPORTED_LATE = {
+    "torch": ("torch._dynamo",),
+    "deepspeed": (
+        "deepspeed.compile.backend",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "axonn_plugins.hosts.deepspeed.config_hook",
+        "axonn_plugins.hosts.deepspeed.pipeline.composed",
+        "axonn_plugins.hosts.deepspeed.ted.engine",
+    ),
+}
 
 
 class RankFailed(RuntimeError):
@@ -79,8 +89,8 @@ def launch(
         RankFailed: the first rank that failed.
         TimeoutError: the ranks did not finish in time.
     """
-    for module in _IMPORTED_LATE:
-        if module.partition(".")[0] in sys.modules:
+    for package, modules in _IMPORTED_LATE.items():
+        for module in modules if package in sys.modules else ():
             with suppress(ImportError):
                 importlib.import_module(module)
     fork = multiprocessing.get_context("fork")
