@@ -148,6 +148,11 @@ for stage in (0, 1, 2):
     OTHERS[f"bf16-client-{stage}"] = Case(
         mlp, rows(), GRIDS["gx2gz2"], stage=stage, dtype="bf16", groups=two_groups, optimizer="client", lambdas=LAMBDAS
     )
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+for stage, where in ((0, "gx2gz2"), (1, "gy2gz2"), (2, "gz2gdata2")):
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    OTHERS[f"sums in fp32-{stage}"] = Case(gpt, ids, GRIDS[where], GPT_PLAN, stage, "bf16", extra=SUMS)
+    OTHERS[f"in host memory-{stage}"] = Case(gpt, ids, GRIDS[where], GPT_PLAN, extra={"zero_optimization": zero})
 for where, grid in GRIDS.items():
     OTHERS[f"fp64-{where}"] = Case(gpt, ids, grid, GPT_PLAN, dtype="fp64")
 OTHERS["fp64-odd"] = Case(odd, rows(7, 3), GRIDS["gx2gy2"], dtype="fp64")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import axonn_plugins
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.observe.metrics import MetricsLogger
+from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_recipes.allocations import most_allocated
 from axonn_recipes.data import Corpus
 from axonn_recipes.models.moe_gpt import MoEBlock, MoEGPT
@@ -196,7 +197,10 @@ class _Run:
         return sum(losses) / len(losses)
 
     def _state_bytes(self) -> int:
+        """Of parameters, float32 weights and moments."""
         optimizer = self.engine.basic_optimizer
+        if isinstance(optimizer, FlatOptimizer):
+            return optimizer.nbytes - sum(store.gradient.nbytes for store in optimizer.stores)
         masters = [master for group in optimizer.param_groups for master in group["params"]]
         moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         held = {tensor.data_ptr(): tensor.nbytes for tensor in [*self.engine.module.parameters(), *masters, *moments]}
