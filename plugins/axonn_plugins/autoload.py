@@ -71,7 +71,13 @@ _TARGETS = {
     "lightning.pytorch.strategies": _patch_lightning,
     "lightning.fabric.connector": _patch_lightning,
     "lightning.pytorch.trainer.connectors.accelerator_connector": _patch_lightning,
-    "lightning.pytorch.trainer.connectors.data_connector": _patch_lightning,
+    "litgpt.args": _patch_lightning,
+    "litgpt.pretrain": _patch_lightning,
+    "litgpt.finetune.full": _patch_lightning,
+    "litgpt.finetune.lora": _patch_lightning,
+    "litgpt.finetune.lora_legacy": _patch_lightning,
+    "litgpt.finetune.adapter": _patch_lightning,
+    "litgpt.finetune.adapter_v2": _patch_lightning,
 }
 
 

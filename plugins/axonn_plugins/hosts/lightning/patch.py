@@ -39,8 +39,13 @@ def patch_fabric(module: ModuleType) -> None:
     """Add to ``lightning.fabric.connector``; harmless when called again."""
 
     def kind() -> type:
+        from lightning.fabric import Fabric
+
         from axonn_plugins.hosts.lightning.fabric import FabricStrategy
 
+        original = Fabric._get_distributed_sampler
+        if not getattr(original, "axonn", False):
+            Fabric._get_distributed_sampler = staticmethod(_in_order(original))  # type: ignore[method-assign]
         return FabricStrategy
 
     _patch(module._Connector, kind)
@@ -50,8 +55,13 @@ def patch_trainer(module: ModuleType) -> None:
     """Add to ``lightning.pytorch.trainer.connectors.accelerator_connector``; harmless when called again."""
 
     def kind() -> type:
+        from lightning.pytorch.trainer.connectors import data_connector
+
         from axonn_plugins.hosts.lightning.trainer import TrainerStrategy
 
+        original = data_connector._get_distributed_sampler
+        if not getattr(original, "axonn", False):
+            data_connector._get_distributed_sampler = _in_order(original)
         return TrainerStrategy
 
     _patch(module._AcceleratorConnector, kind)
@@ -83,27 +93,30 @@ def _become(strategy: Any, kind: Callable[[], type]) -> None:
         strategy.become(kind())
 
 
-def keep_order(module: ModuleType) -> None:
-    """Add to ``lightning.pytorch.trainer.connectors.data_connector``; harmless when called again.
-
-    It shuffles what several processes train on, shuffled or not; readers go through data that is in order in order, as one process does.
-    """
-    original = module._get_distributed_sampler
-    if getattr(original, "axonn", False):
-        return
-
+def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def _get_distributed_sampler(dataloader: Any, shuffle: bool, *rest: Any, **named: Any) -> Any:
-        from torch.utils.data import SequentialSampler
+    def _get_distributed_sampler(dataloader: Any, *rest: Any, **named: Any) -> Any:
+        """Theirs; where one process would go through the data in an order that all ranks know, readers together do the same."""
+        from axonn_plugins.hosts.lightning.replicas import Readers, ordered
 
-        from axonn_plugins.hosts.lightning.replicas import Readers
-
-        ours = isinstance(named.get("num_replicas"), Readers)
-        ordered = ours and isinstance(dataloader.sampler, SequentialSampler)
-        return original(dataloader, shuffle and not ordered, *rest, **named)
+        if isinstance(named.get("num_replicas"), Readers) and (found := ordered(dataloader.sampler, **named)):
+            return found
+        return original(dataloader, *rest, **named)
 
     _get_distributed_sampler.axonn = True  # type: ignore[attr-defined]
-    module._get_distributed_sampler = _get_distributed_sampler  # type: ignore[attr-defined]
+    return _get_distributed_sampler
+
+
+def _patch_script(module: ModuleType) -> None:
+    from axonn_plugins.hosts.lightning import litgpt
+
+    litgpt.patch_script(module)
+
+
+def _patch_args(module: ModuleType) -> None:
+    from axonn_plugins.hosts.lightning import litgpt
+
+    litgpt.patch_args(module)
 
 
 TARGETS: dict[str, Callable[[ModuleType], None]] = {
@@ -111,7 +124,13 @@ TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": register_trainer,
     "lightning.fabric.connector": patch_fabric,
     "lightning.pytorch.trainer.connectors.accelerator_connector": patch_trainer,
-    "lightning.pytorch.trainer.connectors.data_connector": keep_order,
+    "litgpt.args": _patch_args,
+    "litgpt.pretrain": _patch_script,
+    "litgpt.finetune.full": _patch_script,
+    "litgpt.finetune.lora": _patch_script,
+    "litgpt.finetune.lora_legacy": _patch_script,
+    "litgpt.finetune.adapter": _patch_script,
+    "litgpt.finetune.adapter_v2": _patch_script,
 }
 
 

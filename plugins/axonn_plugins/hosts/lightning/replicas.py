@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from axonn_plugins.config import ConfigError
@@ -104,6 +105,15 @@ def own_samplers(mesh: Mesh) -> None:
         DistributedSampler.__init__ = _placed(DistributedSampler.__init__)  # type: ignore[method-assign]
 
 
+def mean_over_readers(value: Tensor) -> Tensor:
+    """A number's mean over readers, where a strategy of ours runs; every rank calls it."""
+    if not _made or _made[0].size("batch") == 1:
+        return value
+    found = value.detach().clone().to(_made[0].device)
+    dist.all_reduce(found, group=_made[0].group("batch"))
+    return found / _made[0].size("batch")
+
+
 def _placed(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *rest: Any, **named: Any) -> None:
@@ -116,6 +126,27 @@ def _placed(original: Callable[..., None]) -> Callable[..., None]:
 
     __init__.axonn = True  # type: ignore[attr-defined]
     return __init__
+
+
+def ordered(sampler: Any, num_replicas: int, rank: int, mode: Any = None, **rest: Any) -> DistributedSampler | None:
+    """A sampler by which readers together go through data as one process does; None where their ranks could not know its order.
+
+    Args:
+        sampler: one process'.
+        num_replicas: how many readers there are.
+        rank: this one's number.
+        mode: the Trainer's, whose predictions have samplers of their own.
+        rest: other arguments of Lightning's.
+    """
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    if mode == "predict":
+        return None
+    if isinstance(sampler, SequentialSampler):
+        return DistributedSampler(sampler.data_source, num_replicas, rank, shuffle=False)
+    if isinstance(sampler, RandomSampler) and sampler.generator is not None:
+        return DistributedSamplerWrapper(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)
+    return None
 
 
 def seed_workers(dataloader: Any, reader: int) -> None:

@@ -303,7 +303,9 @@ class AxonnStrategy:
     # Collectives
 
     def _readers(self, group: Any) -> Any:
-        return self.mesh.group("batch") if group is None and self._mesh is not None else group
+        """The readers' group where Lightning says all ranks, which it does by naming their group, too."""
+        every = group is None or group is dist.group.WORLD
+        return self.mesh.group("batch") if every and self._mesh is not None else group
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor reduced over readers, so that no replica counts twice; anything else is returned."""
@@ -313,9 +315,10 @@ class AxonnStrategy:
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all readers, stacked; the tensor itself where there is one reader."""
-        if group is None and self._mesh is not None and self.mesh.size("batch") == 1:
+        chosen = self._readers(group)
+        if self._mesh is not None and chosen is self.mesh.group("batch") and self.mesh.size("batch") == 1:
             return tensor
-        return _all_gather_ddp_if_available(tensor, group=self._readers(group), sync_grads=sync_grads)
+        return _all_gather_ddp_if_available(tensor, group=chosen, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so."""
