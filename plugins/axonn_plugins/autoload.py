@@ -71,6 +71,8 @@ _TARGETS = {
     "lightning.pytorch.strategies": _patch_lightning,
     "lightning.fabric.connector": _patch_lightning,
     "lightning.pytorch.trainer.connectors.accelerator_connector": _patch_lightning,
+    "lightning.fabric.strategies.deepspeed": _patch_lightning,
+    "lightning.pytorch.strategies.deepspeed": _patch_lightning,
     "litgpt.args": _patch_lightning,
     "litgpt.pretrain": _patch_lightning,
     "litgpt.finetune.full": _patch_lightning,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,7 +47,9 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         """Split a model."""
         return self.setup_module_and_optimizers(module, [])[0]
 
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> tuple[nn.Module, list[Optimizer], Any]:
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Split a model, whose optimizers keep its parameters."""
         self.split(module, optimizers)
         if module not in self._gradients:
@@ -79,7 +81,14 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         for gradients in chosen:
             gradients.finish()
 
-    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True) -> Tensor:
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
         """Clip by the whole model's norm.
 
         Raises:
@@ -103,7 +112,9 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         """Of one process, on rank 0."""
         return whole_state(optimizer, self.mesh)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Callable] | None = None) -> None:
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Callable] | None = None
+    ) -> None:
         """Write a checkpoint, complete or absent; every rank calls it."""
         if self.settings.state_dict_type == "sharded":
             files.save_folder(self.broadcast(path), state, self.mesh, filter)
@@ -113,7 +124,9 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
             files.save_file(self.checkpoint_io, converted, path, storage_options)
         self.barrier()
 
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint of any grid or of one process; every rank calls it."""
         if files.is_folder(path):
             return files.load_folder(path, state, self.mesh, strict)

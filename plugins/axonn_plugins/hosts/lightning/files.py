@@ -62,7 +62,9 @@ def load_folder(path: Any, state: Any, mesh: Mesh, strict: bool) -> dict[str, An
     for key, value in rest.items():
         if key not in found:
             if strict:
-                raise KeyError(f"The requested state contains a key '{key}' that does not exist in the loaded checkpoint.")
+                raise KeyError(
+                    f"The requested state contains a key '{key}' that does not exist in the loaded checkpoint."
+                )
         elif _stateful(value):
             value.load_state_dict(found.pop(key))
         else:

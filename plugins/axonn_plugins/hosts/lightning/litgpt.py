@@ -11,7 +11,12 @@ from typing import Any
 from axonn_plugins.hosts.lightning.settings import from_environment, parse
 
 _THEIRS = ("FSDPStrategy", "ModelParallelStrategy")
-_DRAWS = ("litgpt.finetune.lora", "litgpt.finetune.lora_legacy", "litgpt.finetune.adapter", "litgpt.finetune.adapter_v2")
+_DRAWS = (
+    "litgpt.finetune.lora",
+    "litgpt.finetune.lora_legacy",
+    "litgpt.finetune.adapter",
+    "litgpt.finetune.adapter_v2",
+)
 """What draws weights of its own while the model is made, which one process draws in that order."""
 
 

@@ -23,7 +23,9 @@ def register_trainer(module: ModuleType) -> None:
     module.StrategyRegistry.register("axonn", _named, description=_DESCRIPTION, override=True)
 
 
-_DESCRIPTION = "3D parallel matrix multiplication: by default weights and data over all devices; AXONN_STRATEGY gives sizes"
+_DESCRIPTION = (
+    "3D parallel matrix multiplication: by default weights and data over all devices; AXONN_STRATEGY gives sizes"
+)
 
 
 def _named() -> Any:
@@ -107,6 +109,26 @@ def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_distributed_sampler
 
 
+def patch_deepspeed(module: ModuleType) -> None:
+    """Add to Fabric's or the Trainer's ``strategies.deepspeed``: samplers deal out to readers where its configuration has the block."""
+    kind = module.DeepSpeedStrategy
+    if "axonn" in vars(kind):
+        return
+    kind.axonn = True
+    original = kind.distributed_sampler_kwargs
+
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        ranks = self.num_nodes * self.num_processes
+        if not isinstance(self.config, dict) or self.config.get("axonn") is None:
+            return original.fget(self)
+        from axonn_plugins.hosts.transformers.readers import replicas
+
+        same = replicas(self.config, ranks)
+        return {"num_replicas": ranks // same, "rank": self.global_rank // same}
+
+    kind.distributed_sampler_kwargs = property(distributed_sampler_kwargs)
+
+
 def _patch_script(module: ModuleType) -> None:
     from axonn_plugins.hosts.lightning import litgpt
 
@@ -124,6 +146,8 @@ TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": register_trainer,
     "lightning.fabric.connector": patch_fabric,
     "lightning.pytorch.trainer.connectors.accelerator_connector": patch_trainer,
+    "lightning.fabric.strategies.deepspeed": patch_deepspeed,
+    "lightning.pytorch.strategies.deepspeed": patch_deepspeed,
     "litgpt.args": _patch_args,
     "litgpt.pretrain": _patch_script,
     "litgpt.finetune.full": _patch_script,

@@ -60,7 +60,9 @@ class Replicas:
         if (plane[:, 1:] != plane[:1, 1:]).any():
             align_random_state(self.mesh)
         if (plane[:, 0] != plane[0, 0]).any():
-            raise ConfigError(f"{what} differs between ranks {self._ranks()}, which compute on the same data; {_ADVICE}")
+            raise ConfigError(
+                f"{what} differs between ranks {self._ranks()}, which compute on the same data; {_ADVICE}"
+            )
 
     def loss(self, loss: Tensor) -> None:
         """Compare the loss that is differentiated.
@@ -72,7 +74,9 @@ class Replicas:
             return
         plane = self._gather(loss.detach().double().reshape(1).to(self.mesh.device))
         first = plane[0]
-        same = torch.isclose(plane, first, rtol=_LOSS, atol=1e-6, equal_nan=True) | ~(plane.isfinite() | first.isfinite())
+        same = torch.isclose(plane, first, rtol=_LOSS, atol=1e-6, equal_nan=True) | ~(
+            plane.isfinite() | first.isfinite()
+        )
         if not same.all():
             raise ConfigError(
                 f"the loss differs between ranks {self._ranks()}, which compute on the same data ({plane[:, 0].tolist()}), so their labels "
@@ -155,5 +159,9 @@ def seed_workers(dataloader: Any, reader: int) -> None:
 
     given = getattr(dataloader, "worker_init_fn", None)
     theirs = isinstance(given, partial) and given.func is pl_worker_init_function
-    if hasattr(dataloader, "worker_init_fn") and int(os.environ.get("PL_SEED_WORKERS", 0)) and (given is None or theirs):
+    if (
+        hasattr(dataloader, "worker_init_fn")
+        and int(os.environ.get("PL_SEED_WORKERS", 0))
+        and (given is None or theirs)
+    ):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=reader)

@@ -141,8 +141,12 @@ def from_environment() -> dict[str, Any] | None:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConfigError(f"{VARIABLE} = {text!r} is not a JSON object; write the strategy's arguments, such as {{\"gx\": 2}}")
+        raise ConfigError(
+            f'{VARIABLE} = {text!r} is not a JSON object; write the strategy\'s arguments, such as {{"gx": 2}}'
+        )
     for key in found:
         if key not in _ARGUMENTS:
-            raise ConfigError(f"{VARIABLE}: {key} is not an argument of the strategy; {_nearest(key, list(_ARGUMENTS))}")
+            raise ConfigError(
+                f"{VARIABLE}: {key} is not an argument of the strategy; {_nearest(key, list(_ARGUMENTS))}"
+            )
     return found

@@ -28,7 +28,7 @@ from axonn_plugins.hosts.deepspeed.replicas import align_random_state, stop_shar
 from axonn_plugins.hosts.lightning import patch, settings
 from axonn_plugins.hosts.lightning.replicas import Readers, Replicas, own_samplers, seed_workers
 from axonn_plugins.hosts.lightning.states import check_optimizer, split_states
-from axonn_tp import Grid, GradScaler, LayerPlan, Mesh, auto_plan, clip_grad_norm_, parallelize
+from axonn_tp import GradScaler, Grid, LayerPlan, Mesh, auto_plan, clip_grad_norm_, parallelize
 
 _meshes: dict[tuple[Any, Grid, str], Mesh] = {}
 _split: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()
@@ -109,7 +109,9 @@ class AxonnStrategy:
             ConfigError: there is none before `Fabric.launch` or `Trainer.fit`.
         """
         if self._mesh is None:
-            raise ConfigError("the strategy has no mesh before its processes run; call Fabric.launch() or Trainer.fit() first")
+            raise ConfigError(
+                "the strategy has no mesh before its processes run; call Fabric.launch() or Trainer.fit() first"
+            )
         return self._mesh
 
     @property
@@ -231,7 +233,9 @@ class AxonnStrategy:
         self._scale_together()
 
     def _parallelize(self, module: nn.Module, sync_batch_norm: bool) -> None:
-        options = replace(self.settings.options, sync_batch_norm=self.settings.options.sync_batch_norm or sync_batch_norm)
+        options = replace(
+            self.settings.options, sync_batch_norm=self.settings.options.sync_batch_norm or sync_batch_norm
+        )
         frozen = {name for name, p in module.named_parameters() if not p.requires_grad and p.is_floating_point()}
         try:
             plan = self.settings.plan
@@ -282,7 +286,9 @@ class AxonnStrategy:
         if norm_type == 2:
             return clip_grad_norm_(parameters, self.mesh, max_norm)
         if norm_type != float("inf"):
-            raise ConfigError(f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these")
+            raise ConfigError(
+                f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
+            )
         largest = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.numel():
