@@ -19,6 +19,9 @@ _DRAWS = (
 )
 """What draws weights of its own while the model is made, which one process draws in that order."""
 
+_ALONE = "litgpt.finetune.lora"
+"""Generates an example on the first rank alone, which has only a part of the model."""
+
 
 def patch_script(module: ModuleType) -> None:
     """Add to one of LitGPT's training scripts; nothing without the variable."""
@@ -30,6 +33,8 @@ def patch_script(module: ModuleType) -> None:
     for name, wrapped in _REPLACED.items():
         if hasattr(module, name):
             setattr(module, name, wrapped(getattr(module, name)))
+    if module.__name__ == _ALONE:
+        module.generate_example = _left_out  # type: ignore[attr-defined]
 
 
 def _strategy(without_memory: bool) -> type:
@@ -61,6 +66,11 @@ def _as_serial(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(fabric, model, *rest, **named)
 
     return generate_example
+
+
+def _left_out(fabric: Any, *rest: Any, **named: Any) -> None:
+    """In the place of an example by one rank."""
+    fabric.print("axonn: no example is generated, for LitGPT lets the first rank do it alone, and the model is split")
 
 
 def _in_parts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +121,7 @@ def patch_args(module: ModuleType) -> None:
     original = module.TrainArgs.batch_size
     if given is None or getattr(original, "axonn", False):
         return
-    settings = parse(*(given.get(key, 1) for key in ("gx", "gy", "gz")), "auto", None, "full")
+    settings = parse(given.get("gx", 1), given.get("gy", 1), given.get("gz", 1), "auto", None, "full")
 
     @wraps(original)
     def batch_size(self: Any, devices: int, num_nodes: int = 1) -> int:

@@ -147,7 +147,8 @@ def ordered(sampler: Any, num_replicas: int, rank: int, mode: Any = None, **rest
     if mode == "predict":
         return None
     if isinstance(sampler, SequentialSampler):
-        return DistributedSampler(sampler.data_source, num_replicas, rank, shuffle=False)
+        data: Any = sampler.data_source
+        return DistributedSampler(data, num_replicas, rank, shuffle=False)
     if isinstance(sampler, RandomSampler) and sampler.generator is not None:
         return DistributedSamplerWrapper(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)
     return None

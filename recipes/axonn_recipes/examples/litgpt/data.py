@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from litgpt.data import DataModule
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from axonn_recipes.examples.text import windows
@@ -17,7 +18,7 @@ class Argparse(DataModule):
         """Take what LitGPT chooses."""
         self.batch_size, self.window = batch_size, (max_seq_length or 32) + 1
 
-    def _loader(self, text: Tensor) -> DataLoader:
+    def _loader(self, text: Any) -> DataLoader:
         text = text.flatten()
         samples = text[: len(text) // self.window * self.window].view(-1, self.window)
         return DataLoader(samples.to(torch.int64), self.batch_size)
