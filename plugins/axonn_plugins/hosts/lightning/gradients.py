@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from axonn_tp import GradientReducer, Mesh
+from axonn_plugins.config import ConfigError
+from axonn_tp import GradientReducer, Mesh, clip_grad_norm_
 
 
 class Gradients:
@@ -62,3 +64,24 @@ class Gradients:
         for parameter, found in zip(parameters, present.tolist(), strict=True):
             if not found:
                 parameter.grad = None
+
+
+def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients so that their norm over the mesh is at most `max_norm`; returns the norm before (`AxonnStrategy.clip`)."""
+    parameters = list(parameters)
+    if norm_type == 2:
+        return clip_grad_norm_(parameters, mesh, max_norm)
+    if norm_type != float("inf"):
+        raise ConfigError(
+            f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
+        )
+    largest = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.numel():
+            largest = torch.maximum(largest, parameter.grad.detach().abs().amax().double())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))
+    scale = (max_norm / (largest + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return largest

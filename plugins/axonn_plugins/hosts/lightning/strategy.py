@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.replicas import align_random_state, stop_sharing_samplers
 from axonn_plugins.hosts.lightning import patch, settings
+from axonn_plugins.hosts.lightning.gradients import clip
 from axonn_plugins.hosts.lightning.replicas import Readers, Replicas, own_samplers, seed_workers
 from axonn_plugins.hosts.lightning.states import check_optimizer, split_states
-from axonn_tp import GradScaler, Grid, LayerPlan, Mesh, auto_plan, clip_grad_norm_, parallelize
+from axonn_tp import GradScaler, Grid, LayerPlan, Mesh, auto_plan, parallelize
 
 _meshes: dict[tuple[Any, Grid, str], Mesh] = {}
 _split: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()
@@ -282,23 +283,7 @@ class AxonnStrategy:
         Raises:
             ConfigError: it is another norm.
         """
-        parameters = list(parameters)
-        if norm_type == 2:
-            return clip_grad_norm_(parameters, self.mesh, max_norm)
-        if norm_type != float("inf"):
-            raise ConfigError(
-                f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
-            )
-        largest = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.numel():
-                largest = torch.maximum(largest, parameter.grad.detach().abs().amax().double())
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.group("grid"))
-        scale = (max_norm / (largest + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        return largest
+        return clip(parameters, self.mesh, max_norm, norm_type)
 
     def _init_context(self, empty: bool | None) -> AbstractContextManager:
         """Models are made on the CPU, or on the meta device, and reach their device when they are split."""
