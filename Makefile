@@ -48,6 +48,7 @@ $(READY): setup.cfg setup.py constraints.txt pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@# LitGPT, a model of the tests, asks for an older huggingface-hub than transformers does; its model needs none.
 	$(BIN)/pip install -q --no-deps -c constraints.txt litgpt lightning lightning-utilities torchmetrics
+	$(BIN)/pip install -q -c constraints.txt 'jsonargparse[signatures]>=4.37,<=4.41' requests
 	@# What runs at every import of torch is compiled even where PYTHONDONTWRITEBYTECODE is set.
 	@$(BIN)/python -m compileall -q plugins/axonn_plugins/__init__.py plugins/axonn_plugins/autoload.py
 	@touch $@

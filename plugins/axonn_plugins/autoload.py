@@ -1,6 +1,7 @@
 """Arm what lets stock scripts see the ``"axonn"`` block of DeepSpeed's configuration, Megatron's flags and the backend ``pccl``.
 
-Accelerate and the HF Trainer pass that configuration on; what they count themselves is patched as well.
+Accelerate and the HF Trainer pass that configuration on; what they count themselves is patched as well. Lightning learns
+the strategy ``"axonn"``.
 
 Standard library only: this runs at every ``import torch`` of the environment. Nothing of a host or of ours is imported
 until a configuration that holds the block or a flag is parsed, and nothing is compiled until a pccl group is made.
@@ -52,6 +53,12 @@ def _patch_trainer(module: ModuleType) -> None:
     parts[module.__name__](module)
 
 
+def _patch_lightning(module: ModuleType) -> None:
+    from axonn_plugins.hosts.lightning import patch
+
+    patch.TARGETS[module.__name__](module)
+
+
 _TARGETS = {
     "torch.distributed.distributed_c10d": _register_backend,
     "deepspeed.runtime.config": _patch_deepspeed,
@@ -60,6 +67,19 @@ _TARGETS = {
     "transformers.integrations.deepspeed": _patch_trainer,
     "transformers.training_args": _patch_trainer,
     "transformers.trainer": _patch_trainer,
+    "lightning.fabric.strategies": _patch_lightning,
+    "lightning.pytorch.strategies": _patch_lightning,
+    "lightning.fabric.connector": _patch_lightning,
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _patch_lightning,
+    "lightning.fabric.strategies.deepspeed": _patch_lightning,
+    "lightning.pytorch.strategies.deepspeed": _patch_lightning,
+    "litgpt.args": _patch_lightning,
+    "litgpt.pretrain": _patch_lightning,
+    "litgpt.finetune.full": _patch_lightning,
+    "litgpt.finetune.lora": _patch_lightning,
+    "litgpt.finetune.lora_legacy": _patch_lightning,
+    "litgpt.finetune.adapter": _patch_lightning,
+    "litgpt.finetune.adapter_v2": _patch_lightning,
 }
 
 

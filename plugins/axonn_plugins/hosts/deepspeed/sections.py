@@ -10,19 +10,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.elementwise import needs_whole_matrices as needs_whole_matrices
 
 Refusal = tuple[bool, str]
 """Whether a setting is refused, and the sentence that says so."""
-# Words in the names of optimizers that look at a whole weight matrix or layer at once.
-NOT_ELEMENTWISE = (
-    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
-    *("dadapt", "onebit", "zerooneadam"),
-)
-
-
-def needs_whole_matrices(name: str) -> bool:
-    """Whether an optimizer of this name would compute something else on shards."""
-    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
 
 
 def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

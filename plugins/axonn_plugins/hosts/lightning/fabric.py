@@ -1,0 +1,166 @@
+"""Fabric's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from axonn_plugins.hosts.lightning import files
+from axonn_plugins.hosts.lightning.gradients import Gradients
+from axonn_plugins.hosts.lightning.states import check_optimizer, own_state, whole_state
+from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
+from axonn_tp import full_state_dict
+
+
+class FabricStrategy(AxonnStrategy, ParallelStrategy):
+    """`AxonnStrategy` as Fabric has it."""
+
+    _launcher_class = _SubprocessScriptLauncher
+
+    def _join(self) -> None:
+        super()._join()
+        self._backward_sync_control = _SyncControl()
+        self._gradients: dict[nn.Module, Gradients] = {}
+
+    def _chosen_precision(self) -> Any:
+        return self.precision
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
+        """Models are made in host memory, or without memory where `empty_init`, by their `reset_parameters` when they are split."""
+        stack = ExitStack()
+        stack.enter_context(self._init_context(empty_init))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: a model reaches its device layer by layer, when it is split."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Split a model."""
+        return self.setup_module_and_optimizers(module, [])[0]
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Split a model, whose optimizers keep its parameters."""
+        self.split(module, optimizers)
+        if module not in self._gradients:
+            module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
+        self._gradients[module] = Gradients(module, self.mesh)
+        self._backward_sync_control.gradients = self._gradients
+        return module, optimizers, scheduler
+
+    def _called(self, module: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> None:
+        self.replicas.inputs((inputs, keywords), "what the model is called with")
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """An optimizer of a model that is split already."""
+        if self.grid.world > self.grid.gdata:
+            check_optimizer(optimizer)
+        return optimizer
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See `reduce`."""
+        return self.reduce(tensor, group, reduce_op)
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *rest: Any, **named: Any) -> None:
+        """Backward, and the sums of gradients over readers."""
+        chosen = list(self._gradients.values()) if module not in self._gradients else [self._gradients[module]]
+        self.replicas.loss(tensor)
+        for gradients in chosen:
+            gradients.prepare()
+        super().backward(tensor, module, *rest, **named)
+        for gradients in chosen:
+            gradients.finish()
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the whole model's norm.
+
+        Raises:
+            RuntimeError: it is not finite, and that is an error.
+        """
+        self.precision.unscale_gradients(optimizer)
+        norm = self.clip(self.precision.main_params(optimizer), max_norm, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the gradients' norm of type {norm_type} is {norm.item()}; to clip all the same, pass error_if_nonfinite=False"
+            )
+        return norm
+
+    # Checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The serial model's, on rank 0."""
+        return full_state_dict(module, self.mesh)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Of one process, on rank 0."""
+        return whole_state(optimizer, self.mesh)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Callable] | None = None
+    ) -> None:
+        """Write a checkpoint, complete or absent; every rank calls it."""
+        if self.settings.state_dict_type == "sharded":
+            files.save_folder(self.broadcast(path), state, self.mesh, filter)
+            return
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        if self.is_global_zero:
+            files.save_file(self.checkpoint_io, converted, path, storage_options)
+        self.barrier()
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of any grid or of one process; every rank calls it."""
+        if files.is_folder(path):
+            return files.load_folder(path, state, self.mesh, strict)
+        if isinstance(state, Optimizer):
+            state = _Split(state, self)
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        given = {key: _Split(value, self) if isinstance(value, Optimizer) else value for key, value in state.items()}
+        rest = super().load_checkpoint(path, given, strict, weights_only)
+        state.update({key: value for key, value in given.items() if not isinstance(value, _Split)})
+        return rest
+
+
+class _Split(torch.optim.Optimizer):
+    """Takes an optimizer's state of one process."""
+
+    def __init__(self, optimizer: Optimizer, strategy: FabricStrategy) -> None:
+        self._optimizer, self._strategy = optimizer, strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._strategy.get_optimizer_state(self._optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(own_state(self._optimizer, state_dict, self._strategy.mesh))
+
+
+class _SyncControl(_BackwardSyncControl):
+    gradients: dict[nn.Module, Gradients] = {}
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        """Backward passes inside only accumulate, if `enabled`."""
+        return self._without(module) if enabled else nullcontext()
+
+    @contextmanager
+    def _without(self, module: nn.Module) -> Iterator[None]:
+        with self.gradients[module].no_sync():
+            yield

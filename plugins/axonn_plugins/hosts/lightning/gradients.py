@@ -1,0 +1,87 @@
+"""Gradients of one model are summed over the ranks that read other data, once backward has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_plugins.config import ConfigError
+from axonn_tp import GradientReducer, Mesh, clip_grad_norm_
+
+
+class Gradients:
+    """The sums of one model's gradients, some of them under way while backward runs.
+
+    What no rank has a gradient of stays without, so that its optimizer leaves it alone, as in one process.
+
+    Args:
+        model: split over the mesh.
+        mesh: its mesh.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._reducers: list[GradientReducer] = []
+        self._known: set[int] = set()
+        self._syncing = True
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Before backward: parameters may be trained from now on that were frozen."""
+        new = [p for p in self._model.parameters() if p.requires_grad and id(p) not in self._known]
+        if new:
+            self._known.update(map(id, new))
+            self._reducers.append(GradientReducer(new, self._mesh))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate."""
+        with ExitStack() as stack:
+            for reducer in self._reducers:
+                stack.enter_context(reducer.no_sync())
+            self._syncing = False
+            try:
+                yield
+            finally:
+                self._syncing = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After backward: the gradients are sums; every rank calls it."""
+        if not self._syncing or not self._reducers:
+            return
+        parameters = [p for p in self._model.parameters() if id(p) in self._known]
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._mesh.device)
+        if self._mesh.size("grid") > 1:
+            dist.all_reduce(present, dist.ReduceOp.MAX, group=self._mesh.group("grid"))
+        for reducer in self._reducers:
+            reducer.finish()
+        for parameter, found in zip(parameters, present.tolist(), strict=True):
+            if not found:
+                parameter.grad = None
+
+
+def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients so that their norm over the mesh is at most `max_norm`; returns the norm before (`AxonnStrategy.clip`)."""
+    parameters = list(parameters)
+    if norm_type == 2:
+        return clip_grad_norm_(parameters, mesh, max_norm)
+    if norm_type != float("inf"):
+        raise ConfigError(
+            f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
+        )
+    largest = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.numel():
+            largest = torch.maximum(largest, parameter.grad.detach().abs().amax().double())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))
+    scale = (max_norm / (largest + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return largest

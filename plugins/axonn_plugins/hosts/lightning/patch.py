@@ -1,0 +1,167 @@
+"""What Lightning learns of us, and when: the name ``"axonn"``, which class `AxonnStrategy` becomes, LitGPT's switch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from axonn_plugins.autoload import on_import
+
+_armed = False
+
+
+def register_fabric(module: ModuleType) -> None:
+    """Add to ``lightning.fabric.strategies``; harmless when called again."""
+    module.STRATEGY_REGISTRY.register("axonn", _named, description=_DESCRIPTION, override=True)
+
+
+def register_trainer(module: ModuleType) -> None:
+    """Add to ``lightning.pytorch.strategies``; harmless when called again."""
+    module.StrategyRegistry.register("axonn", _named, description=_DESCRIPTION, override=True)
+
+
+_DESCRIPTION = (
+    "3D parallel matrix multiplication: by default weights and data over all devices; AXONN_STRATEGY gives sizes"
+)
+
+
+def _named() -> Any:
+    """The strategy ``"axonn"``: as the environment says, or over z."""
+    from axonn_plugins.hosts.lightning.settings import from_environment
+    from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
+
+    given = from_environment()
+    return AxonnStrategy(gz="all") if given is None else AxonnStrategy(**given)
+
+
+def patch_fabric(module: ModuleType) -> None:
+    """Add to ``lightning.fabric.connector``; harmless when called again."""
+
+    def kind() -> type:
+        from lightning.fabric import Fabric
+
+        from axonn_plugins.hosts.lightning.fabric import FabricStrategy
+
+        original = Fabric._get_distributed_sampler
+        if not getattr(original, "axonn", False):
+            Fabric._get_distributed_sampler = staticmethod(_in_order(original))  # type: ignore[method-assign]
+        return FabricStrategy
+
+    _patch(module._Connector, kind)
+
+
+def patch_trainer(module: ModuleType) -> None:
+    """Add to ``lightning.pytorch.trainer.connectors.accelerator_connector``; harmless when called again."""
+
+    def kind() -> type:
+        from lightning.pytorch.trainer.connectors import data_connector
+
+        from axonn_plugins.hosts.lightning.trainer import TrainerStrategy
+
+        original = data_connector._get_distributed_sampler
+        if not getattr(original, "axonn", False):
+            data_connector._get_distributed_sampler = _in_order(original)
+        return TrainerStrategy
+
+    _patch(module._AcceleratorConnector, kind)
+
+
+def _patch(connector: Any, kind: Callable[[], type]) -> None:
+    if getattr(connector, "axonn", False):
+        return
+    connector.axonn = True
+    checked, initialised = connector._check_config_and_set_final_flags, connector._init_strategy
+
+    @wraps(checked)
+    def _check_config_and_set_final_flags(self: Any, strategy: Any, *rest: Any, **named: Any) -> None:
+        _become(strategy, kind)
+        checked(self, strategy, *rest, **named)
+
+    @wraps(initialised)
+    def _init_strategy(self: Any) -> None:
+        initialised(self)
+        _become(self.strategy, kind)
+
+    connector._check_config_and_set_final_flags = _check_config_and_set_final_flags
+    connector._init_strategy = _init_strategy
+
+
+def _become(strategy: Any, kind: Callable[[], type]) -> None:
+    ours = sys.modules.get("axonn_plugins.hosts.lightning.strategy")
+    if ours is not None and isinstance(strategy, ours.AxonnStrategy):
+        strategy.become(kind())
+
+
+def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _get_distributed_sampler(dataloader: Any, *rest: Any, **named: Any) -> Any:
+        """Theirs; where one process would go through the data in an order that all ranks know, readers together do the same."""
+        from axonn_plugins.hosts.lightning.replicas import Readers, ordered
+
+        if isinstance(named.get("num_replicas"), Readers) and (found := ordered(dataloader.sampler, **named)):
+            return found
+        return original(dataloader, *rest, **named)
+
+    _get_distributed_sampler.axonn = True  # type: ignore[attr-defined]
+    return _get_distributed_sampler
+
+
+def patch_deepspeed(module: ModuleType) -> None:
+    """Add to Fabric's or the Trainer's ``strategies.deepspeed``: samplers deal out to readers where its configuration has the block."""
+    kind = module.DeepSpeedStrategy
+    if "axonn" in vars(kind):
+        return
+    kind.axonn = True
+    original = kind.distributed_sampler_kwargs
+
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        ranks = self.num_nodes * self.num_processes
+        if not isinstance(self.config, dict) or self.config.get("axonn") is None:
+            return original.fget(self)
+        from axonn_plugins.hosts.transformers.readers import replicas
+
+        same = replicas(self.config, ranks)
+        return {"num_replicas": ranks // same, "rank": self.global_rank // same}
+
+    kind.distributed_sampler_kwargs = property(distributed_sampler_kwargs)
+
+
+def _patch_script(module: ModuleType) -> None:
+    from axonn_plugins.hosts.lightning import litgpt
+
+    litgpt.patch_script(module)
+
+
+def _patch_args(module: ModuleType) -> None:
+    from axonn_plugins.hosts.lightning import litgpt
+
+    litgpt.patch_args(module)
+
+
+TARGETS: dict[str, Callable[[ModuleType], None]] = {
+    "lightning.fabric.strategies": register_fabric,
+    "lightning.pytorch.strategies": register_trainer,
+    "lightning.fabric.connector": patch_fabric,
+    "lightning.pytorch.trainer.connectors.accelerator_connector": patch_trainer,
+    "lightning.fabric.strategies.deepspeed": patch_deepspeed,
+    "lightning.pytorch.strategies.deepspeed": patch_deepspeed,
+    "litgpt.args": _patch_args,
+    "litgpt.pretrain": _patch_script,
+    "litgpt.finetune.full": _patch_script,
+    "litgpt.finetune.lora": _patch_script,
+    "litgpt.finetune.lora_legacy": _patch_script,
+    "litgpt.finetune.adapter": _patch_script,
+    "litgpt.finetune.adapter_v2": _patch_script,
+}
+
+
+def arm() -> None:
+    """Have Lightning know us where the environment's hook is off."""
+    global _armed
+    if not _armed:
+        _armed = True
+        for name, add in TARGETS.items():
+            on_import(name, add)

@@ -1,0 +1,1 @@
+"""Lightning Fabric with the strategy."""

@@ -1,0 +1,1 @@
+"""LitGPT's command line with the strategy."""

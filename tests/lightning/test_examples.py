@@ -1,0 +1,69 @@
+"""The examples of Lightning, Fabric and LitGPT, as their users start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axonn_recipes import examples
+from axonn_recipes.examples.fabric import train as fabric_train
+from axonn_recipes.examples.lightning import train as lightning_train
+from tests.distributed import run_ranks
+
+
+def both(folder: Path, grids: list[list[str]], ranks: int) -> list[list[float]]:
+    """The loss of each grid in each example; the last one goes on where the first one stopped half way."""
+    found, checkpoint = [], ["--checkpoint", str(folder / f"{ranks}.ckpt")]
+    fabric_train.main(["--devices", str(ranks), *grids[0], "--steps", "6", *checkpoint])
+    for grid in grids:
+        given = ["--devices", str(ranks), *grid, "--steps", "12"]
+        resumed = checkpoint if grid is grids[-1] else []
+        found.append([lightning_train.main([*given, "--folder", str(folder)]), fabric_train.main([*given, *resumed])])
+    return found
+
+
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    wanted = both(tmp_path, [[]], 1)[0]
+    for ranks, grids in ((2, [["--gx", "2"], ["--gz", "2"]]), (4, [["--gx", "2", "--gz", "2"], ["--gy", "2"]])):
+        for found in run_ranks(both, ranks, tmp_path, grids, ranks):
+            for losses in found:
+                assert losses == pytest.approx(wanted, abs=2e-5)
+
+
+def started(arguments: list[str], folder: Path, **more: str) -> str:
+    """What a command prints, in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **more}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
+    wanted = fabric_train.main(["--devices", "1", "--steps", "4"])
+    printed = started(["axonn_recipes.examples.fabric.train", "--devices", "2", "--gy", "2", "--steps", "4"], tmp_path)
+    assert float(printed.split()[-1]) == pytest.approx(wanted, abs=2e-5)
+
+
+def test_litgpt(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse", reason="LitGPT's command line needs it")
+    config = str(Path(examples.__path__[0]) / "litgpt" / "pretrain.yaml")
+
+    def losses(name: str, *arguments: str, **environment: str) -> list[float]:
+        given = ["litgpt", "pretrain", "--config", config, "--out_dir", name, *arguments]
+        printed = started(given, tmp_path, **environment)
+        return [
+            float(line.split("loss train: ")[1].split(",")[0]) for line in printed.splitlines() if "loss train" in line
+        ]
+
+    wanted = losses("one", "--devices", "1")
+    assert len(wanted) == 8
+    both = losses("xz", "--devices", "4", "--train.micro_batch_size", "2", AXONN_STRATEGY='{"gx": 2, "gz": 2}')
+    assert both == pytest.approx(wanted, abs=1.1e-3)

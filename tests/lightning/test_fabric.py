@@ -1,0 +1,250 @@
+"""Fabric with the strategy, beside one process in float64."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy as TrainersDeepSpeedStrategy
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.lightning import AxonnStrategy
+from tests.distributed import run_ranks
+from tests.lightning.models import Language, groups, loader, loss_of
+
+GRIDS: dict[int, list[dict[str, Any]]] = {
+    2: [{"gx": 2}, {"gy": 2}, {"gz": 2}],
+    4: [{"gx": 2, "gy": 2}, {"gx": 2, "gz": 2, "options": {"layout": "replicated"}}, {"gy": 2}, {"gz": "all"}],
+}
+PLAN = {"up": "normal", "down": "transposed"}
+
+
+def fabric_of(strategy: Any, precision: Any = "64-true", **named: Any) -> L.Fabric:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=world, precision=precision, **named)
+    fabric.launch()
+    return fabric
+
+
+def train(strategy: Any, resume: Path | None = None, save: Path | None = None, empty: bool = False) -> dict[str, Any]:
+    """Two batches a step: losses, norms before clipping, gathered samples."""
+    fabric = fabric_of(strategy)
+    torch.manual_seed(1)
+    with fabric.init_module(empty_init=empty):
+        model = Language()
+    assert next(model.parameters()).is_meta == empty
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    if empty:
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(optimizer)
+    else:
+        model, optimizer = fabric.setup(model, optimizer)
+    batches = fabric.setup_dataloaders(loader(fabric.world_size, shuffle=True))
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+    if resume is not None:
+        assert fabric.load(resume, state) == {"rest": 7}
+    found: dict[str, list] = {"losses": [], "norms": [], "samples": []}
+    for number, ids in enumerate(batches):
+        found["samples"].append(sorted(map(tuple, fabric.all_gather(ids).reshape(-1, ids.shape[1]).tolist())))
+        if number // 2 < state["step"]:
+            continue
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            loss = model(ids, ids)
+            fabric.backward(loss / 2)
+        found["losses"].append(fabric.all_reduce(loss.detach().clone()).item())
+        if number % 2:
+            found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            state["step"] += 1
+        if save is not None and number == 3:
+            fabric.save(save, {**state, "rest": 7})
+    weights = model.state_dict()
+    return {**found, "weights": sum(tensor.sum().item() for tensor in weights.values()), "names": list(weights)}
+
+
+@functools.cache
+def serial() -> dict[str, Any]:
+    return train("auto")
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any], steps: int = 0) -> None:
+    assert found["losses"] == pytest.approx(wanted["losses"][2 * steps :], abs=1e-5)
+    assert found["norms"] == pytest.approx(wanted["norms"][steps:], abs=1e-10)
+    assert found["weights"] == pytest.approx(wanted["weights"], abs=1e-9)
+    assert found["names"] == wanted["names"]
+    assert found["samples"] == wanted["samples"]
+
+
+def every(folder: Path) -> list[Any]:
+    world = dist.get_world_size()
+    found = [
+        train(AxonnStrategy(**grid), save=folder / f"{world}-{number}") for number, grid in enumerate(GRIDS[world])
+    ]
+    if world == 2:
+        return found
+    sharded = folder / "sharded"
+    train(AxonnStrategy(gx=2, gz=2, state_dict_type="sharded"), save=sharded)
+    assert (sharded / "manifest.json").is_file()
+    resumed = [
+        train(AxonnStrategy(gy=2), resume=folder / "2-0"),
+        train(AxonnStrategy(gz=4, plan=PLAN), resume=folder / "one"),
+        train(AxonnStrategy(gx=4, plan="auto"), resume=sharded),
+    ]
+    empty = train(AxonnStrategy(gx=2, gz=2), empty=True)
+    return [*found, *resumed, empty]
+
+
+def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
+    wanted = train("auto", save=tmp_path / "one")
+    same(wanted, serial())
+    two = run_ranks(every, 2, tmp_path)
+    four = run_ranks(every, 4, tmp_path)
+    for found in (*two[0], *four[0][:4], *four[1][:4]):
+        same(found, wanted)
+    for found in four[0][4:7]:
+        same(found, wanted, steps=2)
+    same(four[0][7], wanted)
+    same(train("auto", resume=tmp_path / "4-1"), wanted, steps=2)
+
+
+def refusals() -> list[str]:
+    """What is refused, and the rest that one start of ranks is enough for."""
+    said: list[str] = []
+    fabric = fabric_of(AxonnStrategy(gx=2), "32-true")
+    assert (fabric.world_size, fabric.strategy.grid.world) == (1, 2) and isinstance(fabric.strategy, AxonnStrategy)
+    model = fabric.setup(Language())
+    for call in (
+        lambda: model(torch.full((1, 3), dist.get_rank())),
+        lambda: fabric.backward(model(torch.ones(1, 3, dtype=torch.int64)).sum() * (1 + dist.get_rank())),
+        lambda: fabric.clip_gradients(model, torch.optim.SGD(model.parameters()), max_norm=1.0, norm_type=3),
+        lambda: fabric.setup(Language(), torch.optim.LBFGS(Language().parameters())),
+        lambda: fabric_of(AxonnStrategy(gy=2)).setup(model.module),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def precisions() -> None:
+    """Precision plugins keep types; an overflow that one rank sees is one for all."""
+    for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
+        fabric = fabric_of(AxonnStrategy(gx=2), precision)
+        with fabric.init_module():
+            model = Language()
+        model = fabric.setup(model)
+        ids = torch.arange(6).reshape(1, 6)
+        loss = loss_of(model(ids), ids)
+        fabric.backward(loss)
+        assert next(model.parameters()).dtype == dtype and loss.isfinite()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    fabric = fabric_of(AxonnStrategy(gx=2), None, plugins=MixedPrecision("16-mixed", "cpu", scaler))
+    model, optimizer = fabric.setup(model := Language(), torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [parameter.clone() for parameter in model.parameters()]
+    fabric.backward(loss_of(model(ids), ids))
+    if dist.get_rank() == 1:
+        next(iter(model.module.up.parameters())).grad[0] = torch.inf
+    optimizer.step()
+    assert fabric.strategy.precision.scaler.get_scale() == 32.0
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def on_two() -> list[str]:
+    precisions()
+    unfrozen()
+    return refusals()
+
+
+def unfrozen() -> None:
+    """A layer that is trained later, a sampler of the script's own, and the name "axonn"."""
+    fabric = fabric_of("axonn")
+    assert (fabric.strategy.grid.gz, fabric.world_size) == (2, 2)
+    torch.manual_seed(2)
+    model, whole = Language().double(), Language().double()
+    whole.load_state_dict(model.state_dict())
+    model.up.requires_grad_(False)
+    split = fabric.setup(model)
+    split.up.requires_grad_(True)
+    ids = torch.arange(12).reshape(2, 6)
+    sampler = torch.utils.data.DistributedSampler(ids, fabric.world_size, fabric.global_rank, shuffle=False)
+    (mine,) = torch.utils.data.DataLoader(ids, sampler=sampler)
+    fabric.backward(loss_of(split(mine), mine))
+    loss_of(whole(ids), ids).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.up.parameters(), 1.0)
+    assert fabric.strategy.clip(model.up.parameters(), 1.0).item() == pytest.approx(norm.item(), abs=1e-6)
+    assert model.unused.grad is None
+    largest = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01, torch.inf)
+    assert fabric.strategy.clip(split.up.parameters(), 0.01, torch.inf) <= largest
+
+
+def test_what_is_refused_is_said_on_every_rank() -> None:
+    first, second = run_ranks(on_two, 2)
+    assert first == second
+    words = (
+        "what the model is called with differs",
+        "the loss differs",
+        "type 2 or inf",
+        "LBFGS",
+        "is split on Grid(gx=2",
+    )
+    for sentence, word in zip(first, words, strict=True):
+        assert word in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"gx": 0}, "AxonnStrategy(gx=0)"),
+        ({"gz": "some"}, 'or "all"'),
+        ({"plan": "best"}, "AxonnStrategy(plan='best')"),
+        ({"plan": {"up": "nomral"}}, "nomral"),
+        ({"options": {"layot": "scattered"}}, "use layout"),
+        ({"options": {"layout": "else"}}, "layout"),
+        ({"state_dict_type": "half"}, "sharded"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AxonnStrategy(**arguments)
+    assert said in str(caught.value)
+
+
+def test_sizes_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
+        L.Fabric(accelerator="cpu", strategy=AxonnStrategy(gx=3), devices=2)
+    monkeypatch.setenv("AXONN_STRATEGY", '{"gx": 2}')
+    assert L.Fabric(accelerator="cpu", strategy="axonn", devices=2).strategy.grid.gx == 2
+    for text, said in (("[1]", "not a JSON object"), ('{"gw": 2}', "use one of gx, gy")):
+        monkeypatch.setenv("AXONN_STRATEGY", text)
+        with pytest.raises(ConfigError, match=said):
+            L.Fabric(accelerator="cpu", strategy="axonn", devices=2)
+
+
+def test_deepspeed_strategy_deals_out_to_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    block = {"axonn": {"tensor_parallel": {"gx": 2}}}
+    for config, rank, dealt in (
+        (None, 3, (4, 3)),
+        ({}, 3, (4, 3)),
+        (block, 3, (2, 1)),
+        (block, 2, (2, 1)),
+        (block, 1, (2, 0)),
+    ):
+        environment = LightningEnvironment()
+        environment.set_global_rank(rank)
+        environment.set_world_size(4)
+        given = {"config": config, "parallel_devices": [torch.device("cpu")] * 4, "cluster_environment": environment}
+        for kind in (DeepSpeedStrategy, TrainersDeepSpeedStrategy):
+            found = kind(**given).distributed_sampler_kwargs
+            assert (found["num_replicas"], found["rank"]) == dealt

@@ -1,0 +1,164 @@
+"""The Trainer with the strategy, beside one process in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.lightning import AxonnStrategy
+from tests.distributed import run_ranks
+from tests.lightning.models import Language, groups, loader
+
+GRIDS: dict[int, list[dict[str, Any]]] = {
+    2: [{"gx": 2}, {"gz": 2}],
+    4: [{"gx": 2, "gy": 2}, {"gx": 2, "gz": 2}, {"gy": 2, "state_dict_type": "sharded"}],
+}
+
+
+class Module(L.LightningModule):
+    """Logs what a script would; notes losses over readers."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.net = Language()
+        self.seen = torchmetrics.SumMetric()
+        self.automatic_optimization = not manual
+        self.losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(ids)
+
+    def training_step(self, ids: Tensor, number: int) -> Tensor:
+        loss = self.net(ids, ids)
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        self.losses.append(self.trainer.strategy.reduce(loss.detach().clone()).item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(0.5 * loss)
+            self.manual_backward(0.5 * self.net(ids, ids))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+        return loss
+
+    def validation_step(self, ids: Tensor, number: int) -> None:
+        self.seen.update(len(ids))
+        self.log("seen", self.seen)
+        self.log("val_loss", self.net(ids, ids), sync_dist=True)
+        self.log("count", float(len(ids)), sync_dist=True, reduce_fx="sum")
+
+    def on_validation_epoch_end(self) -> None:
+        names = ("seen", "val_loss", "count")
+        self.logged.append({name: self.trainer.callback_metrics[name].item() for name in names})
+
+    def test_step(self, ids: Tensor, number: int) -> None:
+        self.log("test_loss", self.net(ids, ids), sync_dist=True)
+
+    def predict_step(self, ids: Tensor, number: int) -> Tensor:
+        return self(ids).argmax(-1)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(groups(self), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(strategy: Any, folder: Path, resume: Any = None, manual: bool = False) -> dict[str, Any]:
+    """Two epochs; after it tests, a validation, and predictions of an odd number of samples."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(1)
+    module = Module(manual)
+    best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=2,
+        accumulate_grad_batches=1 if manual else 2,
+        gradient_clip_val=None if manual else 0.5,
+        callbacks=[best, EarlyStopping("val_loss")],
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    readers = trainer.world_size
+    trainer.fit(module, loader(readers), loader(readers, 8, 4), ckpt_path=resume)
+    tested = trainer.test(module, loader(readers, 8, 4), verbose=False)[0]["test_loss"]
+    of_best = trainer.test(module, loader(readers, 8, 4), ckpt_path="best", verbose=False)[0]["test_loss"]
+    predicted = sum(len(batch) for batch in trainer.predict(module, loader(1, 9, 6)) or [])
+    return {
+        "steps": trainer.global_step,
+        "losses": module.losses,
+        "logged": module.logged,
+        "tested": [tested, of_best],
+        "predicted": predicted,
+        "weights": sum(tensor.double().sum().item() for tensor in module.state_dict().values()),
+    }
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any], resumed: bool = False, within: float = 1e-9) -> None:
+    half = len(wanted["losses"]) // 2 if resumed else 0
+    assert found["steps"] == wanted["steps"]
+    assert found["losses"] == pytest.approx(wanted["losses"][half:], abs=within)
+    assert len(found["logged"]) == (1 if resumed else 2)
+    for one, other in zip(found["logged"][::-1], wanted["logged"][::-1], strict=False):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert found["tested"] == pytest.approx(wanted["tested"], abs=1e-5)
+    assert found["weights"] == pytest.approx(wanted["weights"], abs=100 * within)
+
+
+def every(folder: Path) -> list[dict[str, Any]]:
+    world = dist.get_world_size()
+    found = [fit(AxonnStrategy(**grid), folder / f"{world}-{number}") for number, grid in enumerate(GRIDS[world])]
+    if world == 2:
+        found.append(fit(AxonnStrategy(gz=2), folder / "manual-2", manual=True))
+        found.append(fit(AxonnStrategy(gx=2), folder / "from-one", folder / "one" / "epoch=0.ckpt"))
+        assert refused() == ["AxonnStrategy: gx*gy*gz = 3*1*1 = 3 does not divide the 2 ranks of this run"] * 2
+    else:
+        found.append(fit(AxonnStrategy(gz=2), folder / "from-two", folder / "2-0" / "epoch=0.ckpt"))
+        found.append(fit(AxonnStrategy(gx=4), folder / "from-shards", folder / "4-2" / "epoch=0.ckpt"))
+    return found
+
+
+def refused() -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        L.Trainer(accelerator="cpu", devices=2, strategy=AxonnStrategy(gx=3), logger=False)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, str(caught.value).partition(";")[0])
+    return everyone
+
+
+def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
+    wanted, manual = fit("auto", tmp_path / "one"), fit("auto", tmp_path / "manual", manual=True)
+    two = run_ranks(every, 2, tmp_path)
+    four = run_ranks(every, 4, tmp_path)
+    for found in two:
+        same(found[0], wanted)
+        same(found[1], wanted)
+        same(found[2], manual)
+        same(found[3], wanted, resumed=True)
+        assert found[0]["predicted"] == found[1]["predicted"] == wanted["predicted"] == 9
+    for found in four:
+        for full in found[:3]:
+            same(full, wanted)
+        for resumed in found[3:]:
+            same(resumed, wanted, resumed=True)
+        assert [full["predicted"] for full in found[:2]] == [9, 9]
+    assert sum(found[2]["predicted"] for found in four) == 2 * 9
+    assert (tmp_path / "4-2" / "epoch=1.ckpt" / "manifest.json").is_file()
+    # One process reads weights before it makes the model double.
+    back = fit("auto", tmp_path / "back", tmp_path / "4-1" / "epoch=0.ckpt")
+    same(back, wanted, resumed=True, within=1e-6)
