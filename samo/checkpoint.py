@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samo.optimizer import Optimizer
 
 
-def dense_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+def dense_state_dict(optimizer: Optimizer, device: torch.device | None = None) -> dict[str, Any]:
     """A state_dict that the plain torch optimizer of the dense model takes: zeros where elements are pruned.
 
     Where ranks share the state every rank calls it. "master", the float32 weights, is there for 16-bit parameters only; torch
     ignores it.
+
+    Args:
+        optimizer: SAMO's.
+        device: where the state goes, a bucket at a time; None: where it is.
     """
-    found = optimizer.state_dict()
+    found = optimizer.state_dict(device)
     by_parameter = {entry.parameter: entry for entry in optimizer.entries}
     numbered = list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     known = {by_parameter[p].group: found["state"][n] for n, p in numbered if "step" in found["state"].get(n, {})}

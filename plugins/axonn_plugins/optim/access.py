@@ -36,10 +36,14 @@ class Access:
             return None
         return self._gathered(lambda segment: _gradient(store, segment), store.dtype)
 
+    @torch.no_grad()
     def set_gradient(self, value: Tensor) -> None:
         """Have the coming step take this gradient."""
         entry, _, store = self._found()
         self._optimizer.reducer.finish()
+        if not entry.arrived:
+            self._optimizer.reducer.gradient_of(entry)
+            self._optimizer.reducer.finish()
         for segment in self._segments():
             _gradient(store, segment).copy_(self._part(value, segment))
 
@@ -53,8 +57,8 @@ class Access:
     @torch.no_grad()
     def set_weights(self, value: Tensor) -> None:
         """Train on from these weights."""
-        store = self._found()[2]
-        self._parameter.copy_(value)
+        entry, _, store = self._found()
+        entry.write(entry.read(value.detach().to(store.dtype).reshape(-1), 0, entry.kept), 0)
         if store.master is not None:
             for segment in self._segments():
                 segment.weights.copy_(self._part(value, segment))

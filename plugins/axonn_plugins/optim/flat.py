@@ -37,12 +37,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     gradients. `step` consumes the gradients. Learning-rate schedulers change `param_groups` as ever.
 
     Args:
-        factory: makes an element-wise torch optimizer from parameter groups: torch's Adam, AdamW, SGD, ..., or a fused
-            one of transformer-engine or NVIDIA's apex.
+        factory: makes an element-wise torch optimizer from parameter groups, fused ones of other libraries included.
         params: a module, an iterable of parameters or of (name, parameter), or torch's parameter groups of these.
         max_norm: clip the gradient's norm to this.
-        loss_scale: "dynamic", a number or a `LossScale`: multiply the loss by `scale`; a step whose gradients are not finite
-            is skipped. None: gradients are taken as they are.
+        loss_scale: "dynamic", a number or a `LossScale`: multiply the loss by `scale`; steps that are not finite are skipped.
         group: the data-parallel ranks, whose gradients are averaged while backward runs; a function gives for each parameter
             the ranks that sum its gradients, and the divisor. None: no others.
         stage: what ranks of `group` hold a share of only, as ZeRO's stages: 0 nothing; 1 master weights and optimizer state;
@@ -52,9 +50,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             parameters' device.
         tile_size: elements updated at a time.
         bucket_bytes: gradients reduced in one call.
+        skip_nonfinite: skip a step whose gradients are not finite also where the loss is not scaled.
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
-            every rank, which also decides whether a step is skipped: for parameters that are shards, or that not all ranks
-            have. By default their sum.
+            every rank: for parameters that are shards, or that not all ranks have. By default their sum.
         gradient_dtype: in which gradients are accumulated and reduced, where it is wider than the parameters'.
 
     Attributes:
@@ -80,6 +78,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 25 * 2**20,
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
         gradient_dtype: torch.dtype | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
@@ -92,7 +91,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
-        self.overflow = False
+        self.overflow, self.skip_nonfinite = False, skip_nonfinite
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
         groups, self.names = named_groups(params)
@@ -273,12 +272,13 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _factor(self) -> Tensor | None:
         """By what gradients are to be multiplied; notes overflow and norm."""
         self.overflow, self.total_norm = False, None
-        if self.max_norm is None and self.loss_scale is None:
+        if self.max_norm is None and self.loss_scale is None and not self.skip_nonfinite:
             return None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         norm = self._norm() / scale
-        if self.loss_scale is not None:
+        if self.loss_scale is not None or self.skip_nonfinite:
             self.overflow = not bool(torch.isfinite(norm))
+        if self.loss_scale is not None:
             self.loss_scale.update(self.overflow)
         self.total_norm = norm
         factor = torch.full_like(norm, 1.0 / scale)
@@ -299,15 +299,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Bytes of the state that this rank holds, dense parameters included, the tile's buffers not."""
         return state_bytes(self.stores, self.inner.state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
         """Compressed state of all parameters, on every rank; in stages 1 and 2 every rank calls it.
+
+        Args:
+            device: where it goes, a bucket at a time; None: where it is.
 
         Returns:
             "state": by the parameter's number: "positions" (absent where all are kept), "master" for 16-bit parameters, and
             the inner optimizer's; "param_groups" as torch's; "loss_scale".
         """
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        read = read_state(self.stores, self.inner.state)
+        read = read_state(self.stores, self.inner.state, device)
         state = {numbers[entry.parameter]: values for entry, values in read.items()}
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         return {**super().state_dict(), "state": dict(sorted(state.items())), "loss_scale": scale}

@@ -38,12 +38,15 @@ def _load_master(segment: Segment, size: int) -> None:
         weights.copy_(torch.where(weights.to(low.dtype) == low, weights, low))
 
 
-def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Entry, dict[str, Any]]:
+def read_state(
+    stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]], device: torch.device | None = None
+) -> dict[Entry, dict[str, Any]]:
     """All state of every entry, on every rank; where it is shared every rank calls it.
 
     Args:
         stores: all of them.
         state: the optimizer's, by `Segment.weights`.
+        device: where it goes, a bucket at a time; None: where it is.
 
     Returns:
         By entry, copies: "positions" of its kept elements where others are pruned, "master" for 16-bit parameters, and what
@@ -62,7 +65,7 @@ def read_state(stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]) -
                 read: dict[str, Any] = {} if entry.index is None else {"positions": entry.index.positions().int()}
                 for key, vector in vectors.items():
                     if entry.name in values or key == MASTER:
-                        read[key] = bucket.of(entry, vector).clone()
+                        read[key] = bucket.of(entry, vector).to(device or vector.device, copy=True)
                 found[entry] = read | values.get(entry.name, {})
     return found
 

@@ -113,13 +113,16 @@ def _local_parameters(model: GPT, placements: list[Placement], grid: Grid) -> di
 
 
 def _optimizer_collectives(local: dict[str, int], grid: Grid, stage: int) -> list[Collective]:
-    """Gradients are summed as the layouts say; ZeRO-1 then gathers each rank's part of the updated weights."""
+    """Gradients are summed as the layouts say; under ZeRO-1 a rank gets its share of the sums, and updated weights are gathered."""
     made = []
     for axis, elements in local.items():
         size = _SUMMED[axis](grid)
-        made.append(Collective("all_reduce", axis, size, elements))
+        share = -(-elements // size)
         if stage:
-            made.append(Collective("all_gather", axis, size, -(-elements // size)))
+            made.append(Collective("reduce_scatter", axis, size, share * size))
+            made.append(Collective("all_gather", axis, size, share))
+        else:
+            made.append(Collective("all_reduce", axis, size, elements))
     return [collective for collective in made if collective.size > 1]
 
 

@@ -141,10 +141,14 @@ class OwnStates(CheckedCheckpoints):
             made["bucket_bytes"] = int(elements) * max(parameter.element_size() for parameter in trained)
         if section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
             made["gradient_dtype"] = torch.float32
+        if self.bfloat16_enabled() and getattr(self._config.bfloat16_config, "check_grad_overflow", True):
+            made["skip_nonfinite"] = True
         return made | ({"host": True} if on(zero, "offload_optimizer") else {})
 
     def _reduces(self) -> bool:
-        return self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        # ZeRO-2 has room for a share of the sums only.
+        due = self._own_stage == 2 or self.is_gradient_accumulation_boundary()
+        return due and not self.inside_no_sync_ctxt
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has consumed."""

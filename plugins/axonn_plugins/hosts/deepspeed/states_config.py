@@ -75,7 +75,7 @@ def take_over(parsed: Any, key: str) -> None:
     parsed.axonn_owner = key
     parsed.zero_config.stage = parsed.zero_optimization_stage = 0
     parsed.zero_enabled = False
-    parsed.grad_accum_dtype = None
+    parsed.grad_accum_dtype = parsed.zero_config.offload_optimizer = None
 
 
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:

@@ -126,6 +126,13 @@ def mark(parameters: Iterable[nn.Parameter], mesh: Mesh, optimizer: FlatOptimize
         _wrap_gathering()
 
 
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Their optimizer is gone."""
+    for parameter in parameters:
+        if hasattr(parameter, "axonn_held"):
+            del parameter.axonn_held
+
+
 def _led(*given: Any, _axonn: str = "", **named: Any) -> Any:
     # Its names are looked up in DeepSpeed's module.
     from axonn_plugins.hosts.deepspeed.whole_parameters import answer

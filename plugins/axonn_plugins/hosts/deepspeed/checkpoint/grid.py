@@ -58,7 +58,10 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         if folder is not None:
             assert self.composition is not None
             self.composition.forget_masks()
-        return super()._read(load_dir, tag, *rest)
+        found = super()._read(load_dir, tag, *rest)
+        if folder is not None and not load_optimizer_states:
+            self.optimizer.refresh_fp32_params()
+        return found
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

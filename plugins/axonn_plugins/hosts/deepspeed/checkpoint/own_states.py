@@ -47,7 +47,7 @@ class OwnState:
 
     def collect(self) -> None:
         """Fill `view` and `masters` from the optimizer; every rank calls it."""
-        found = samo.dense_state_dict(self._states)["state"]
+        found = samo.dense_state_dict(self._states, torch.device("cpu"))["state"]
         for number, parameter in self._numbered:
             state = dict(found.get(number, {}))
             master = state.pop("master", None)

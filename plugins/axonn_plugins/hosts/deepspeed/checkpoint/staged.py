@@ -92,4 +92,7 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
                 f"{folder} was written on {stages} stages, where each has the optimizer state of its own layers, and this run has "
                 f"{self.num_stages}; use {stages}, or load_optimizer_states=False, with which the weights are read"
             )
-        return super()._read(load_dir, tag, *rest)
+        found = super()._read(load_dir, tag, *rest)
+        if self._owns and not load_optimizer_states:
+            self.optimizer.refresh_fp32_params()
+        return found

@@ -170,7 +170,7 @@ def save_states(engine: Any, folder: Path, portable: Path, state: PortableState)
         return None
     stock, rank = StockStates(engine, state, Reading(portable, state.ranks, verified=True)), dist.get_rank()
     if engine._own_stage:
-        saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine.config}
+        saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine._config.axonn_raw}
         saved["ds_version"] = deepspeed.__version__
         torch.save(
             saved, engine._get_rank_zero_ckpt_name(folder.parent, folder.name, 0, rank, engine.bfloat16_enabled())

@@ -90,7 +90,7 @@ class TedCheckpoints(GridCheckpoints):
                 "dp_world_size": self.mesh.grid.world,
                 "mp_world_size": 1,
                 "num_experts": self.num_experts,
-                "ds_config": self.config,
+                "ds_config": self._config.axonn_raw,
                 "ds_version": deepspeed.__version__,
             }
             torch.save(state, folder / STATES)

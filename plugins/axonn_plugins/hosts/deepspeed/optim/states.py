@@ -13,6 +13,7 @@ from torch import Tensor
 import samo
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.optim.wrapped import EngineOptimizer, Scale, factory_of, optimizer_state_of
+from axonn_plugins.hosts.deepspeed.whole_parameters import forget
 
 
 class StateOptimizer(EngineOptimizer, samo.Optimizer):
@@ -83,9 +84,28 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         with self._in_words():
             super().prune(masks)
 
+    def backward_epilogue(self, **keywords: Any) -> None:
+        """A backward pass has ended: have its gradients be all ranks', also where ranks used other parameters in it."""
+        if self._reduces():
+            self.reducer.finish()
+
     def destroy(self) -> None:
         """Leave the model's parameters alone."""
         self.release()
+        forget(entry.parameter for entry in self.entries)
+
+    def offload_states(self, *rest: Any, **keywords: Any) -> None:
+        """Refused: states are where the configuration says.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"engine.offload_states is for DeepSpeed's ZeRO, and the states are those of {self.key}; keep them in host memory by "
+            "axonn.offload_optimizer or zero_optimization.offload_optimizer.device = cpu"
+        )
+
+    reload_states = offload_states
 
     def refresh_fp32_params(self) -> None:
         """Set the float32 weights from the parameters."""
@@ -97,5 +117,8 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         Raises:
             ConfigError: it is of other parameters, or none of these.
         """
+        if not load_optimizer_states:
+            self.refresh_masters()
+            return
         with self._in_words():
             super().load_state_dict(optimizer_state_of(state_dict, self.key))

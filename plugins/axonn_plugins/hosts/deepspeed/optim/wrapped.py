@@ -66,6 +66,8 @@ def torch_adam(parameters: Any, decoupled: bool, settings: Mapping[str, Any], ke
         ConfigError: it says what torch's do not know; `key` is who runs it.
     """
     known = {name: value for name, value in settings.items() if name not in _DEEPSPEED_ONLY}
+    if not settings.get("torch_adam"):
+        known.setdefault("weight_decay", 0.0)  # as DeepSpeed's own
     try:
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **known)
     except TypeError as error:
@@ -92,6 +94,11 @@ def factory_of(
         raise ConfigError(
             f"the optimizer {kind.__name__} looks at more than one weight at a time, and {key} has a part of them at a time; "
             "use an element-wise one such as AdamW"
+        )
+    if getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None):
+        raise ConfigError(
+            f"the optimizer has step hooks, and {key} makes another one of its kind, which would not call them; register them on "
+            "engine.optimizer"
         )
     settings = dict(optimizer.defaults)
     if kind.__module__.startswith("deepspeed."):
@@ -168,7 +175,8 @@ class EngineOptimizer(ZeROOptimizer):
     total_norm: Any
 
     def __init__(self, scaler: Any) -> None:
-        super().__init__()
+        if "__init__" in vars(ZeROOptimizer):  # not in older versions of DeepSpeed
+            ZeROOptimizer.__init__(self)
         self.loss_scaler = scaler
         self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
         self._global_grad_norm: float | None = None

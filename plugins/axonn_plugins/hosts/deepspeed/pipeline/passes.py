@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from axonn_plugins.hosts.deepspeed.optim.wrapped import EngineOptimizer
 from axonn_plugins.pipeline.packing import Message
 
 Values = Tensor | tuple[Tensor, ...]
@@ -143,6 +144,8 @@ class StagePasses(PipelineEngine):
             torch.autograd.backward(outputs, gradients)
         finally:
             self._running_engine_backward = False
+            if isinstance(self.optimizer, EngineOptimizer):
+                self.optimizer.exit_backward()
         # A hook of DeepSpeed's has started them, and only the last stage's backward stops them.
         self._stop_timers((*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers))
         if later and not self._config.bfloat16_config.immediate_grad_update:

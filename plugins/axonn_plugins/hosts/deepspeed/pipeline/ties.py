@@ -82,8 +82,12 @@ def sum_gradients(module: PipelineModule, optimizer: Any) -> None:
         optimizer: the engine's.
     """
     for weight, group in module.get_tied_weights_and_groups():
-        if weight.requires_grad:
+        if weight.requires_grad and _trained(weight, optimizer):
             dist.all_reduce(_gradient_of(weight, optimizer), group=group)
+
+
+def _trained(weight: nn.Parameter, optimizer: Any) -> bool:
+    return not isinstance(optimizer, FlatOptimizer) or any(entry.parameter is weight for entry in optimizer.entries)
 
 
 def _gradient_of(weight: nn.Parameter, optimizer: Any) -> Tensor:

@@ -1,0 +1,119 @@
+"""States of our own under DeepSpeed: what its engine and its functions ask of them, where nothing would show a mistake."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad  # noqa: E402
+from torch import nn  # noqa: E402
+
+from axonn_plugins.autoload import activate  # noqa: E402
+from axonn_plugins.config import ConfigError  # noqa: E402
+from tests.distributed import run_ranks  # noqa: E402
+
+activate()
+BLOCKS: dict[str, dict[str, Any]] = {
+    "split": {"tensor_parallel": {"gx": 2, "plan": {"0": "normal", "2": "transposed"}}},
+    "offloaded": {"offload_optimizer": {}},
+    "pruned": {"samo": {"sparsity": 0.5}},
+}
+
+
+def engine_of(block: dict[str, Any] | None, bf16: bool = True, **params: Any) -> Any:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, **params}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
+        "zero_allow_untested_optimizer": True,
+        **({"bf16": {"enabled": True}} if bf16 else {}),
+        **({} if block is None else {"axonn": block}),
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def step(engine: Any, poison: bool = False) -> None:
+    torch.manual_seed(7)
+    rows = torch.randn(2, 8).to(next(engine.module.parameters()).dtype)
+    loss = engine(rows).float().square().mean()
+    engine.backward(loss * float("nan") if poison else loss)
+    engine.step()
+
+
+def weights(engine: Any) -> torch.Tensor:
+    return torch.cat([p.detach().double().reshape(-1) for p in engine.module.parameters()])
+
+
+def everything(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, block in BLOCKS.items():
+        engine = engine_of(block)
+        step(engine)
+        before = weights(engine)
+        step(engine, poison=True)
+        found[f"{name}: a step that is not finite"] = torch.equal(weights(engine), before) and engine.skipped_steps == 1
+        step(engine)
+        found[f"{name}: goes on"] = bool(weights(engine).isfinite().all()) and not torch.equal(weights(engine), before)
+        # Without weight_decay in the configuration there is none, as with DeepSpeed's own Adam.
+        found[f"{name}: decay"] = {group["weight_decay"] for group in engine.optimizer.param_groups} == {0.0}
+        first = next(engine.module.parameters())
+        zeros = first == 0
+        safe_set_full_fp32_param(first, torch.ones_like(safe_get_full_fp32_param(first)))
+        whole = safe_get_full_fp32_param(first)
+        pruned = name == "pruned"
+        found[f"{name}: pruned stays"] = bool((whole == 0).any()) == pruned and torch.equal(first == 0, zeros & pruned)
+        found[f"{name}: none"] = safe_get_full_grad(first) is None
+        safe_set_full_grad(first, torch.ones_like(whole))
+        before = weights(engine)
+        engine.step()
+        found[f"{name}: a gradient that is set"] = not torch.equal(weights(engine), before)
+        with pytest.raises(ConfigError, match="engine.offload_states is for DeepSpeed's ZeRO"):
+            engine.offload_states()
+        engine.destroy()
+        found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())
+    return found | weights_alone(folder)
+
+
+def weights_alone(folder: str) -> dict[str, Any]:
+    """Weights of a stock checkpoint are what is trained on."""
+    stock = engine_of(None, torch_adam=True)
+    with torch.no_grad():
+        for parameter in stock.module.parameters():
+            parameter.fill_(0.25)
+    stock.save_checkpoint(folder, "one")
+    engine = engine_of(BLOCKS["offloaded"], lr=1e-6)
+    dist.barrier()
+    with torch.no_grad():
+        (Path(folder) / "one" / "axonn_complete").touch()
+    engine._read(folder, "one", load_optimizer_states=False)
+    step(engine)
+    return {"weights alone": bool((weights(engine) - 0.25).abs().max() < 1e-3)}
+
+
+def test_states(tmp_path: Path) -> None:
+    for rank in run_ranks(everything, 2, str(tmp_path)):
+        assert all(rank.values()), rank
+
+
+def hooked() -> str:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    config = {"train_micro_batch_size_per_gpu": 1, "axonn": {"offload_optimizer": {}}}
+    with pytest.raises(ConfigError) as error:
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return str(error.value)
+
+
+def test_hooks_of_an_optimizer_are_refused() -> None:
+    assert "the optimizer has step hooks" in run_ranks(hooked, 1)[0]
