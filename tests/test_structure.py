@@ -24,6 +24,7 @@ GROUND = (
     "axonn_plugins.pccl",
     "axonn_plugins.planner",
     "axonn_plugins.config",
+    "axonn_plugins.goldfish",
 )
 HOSTS = ("deepspeed", "megatron", "transformers", "accelerate", "lightning", "axonn_plugins.hosts")
 

@@ -20,6 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E40
 from torch import Tensor, nn  # noqa: E402
 
 import samo  # noqa: E402
+from axonn_plugins.goldfish import goldfish_labels  # noqa: E402
 from tests import groups  # noqa: E402
 
 STEPS, ACCUMULATION, WORDS, WIDTH, HEADS, TOKENS, EXPERTS = 4, 2, 24, 16, 4, 6, 4
@@ -166,7 +167,7 @@ def serial_run(case: Case, readers: int) -> tuple[list[float], list[float]]:
     """Losses and norms of a plain loop over the readers' parts, pruned by masks where the block prunes; on rank 0 alone."""
     if dist.get_rank():
         return [], []
-    kept = {key: case.block.get(key) for key in ("samo", "gradient_noise")}
+    kept = {key: case.block.get(key) for key in ("samo", "gradient_noise", "goldfish")}
     same = (kept, bool(case.stages), case.experts is None, case.tied, case.clip, case.steps, readers)
     if repr(same) not in _runs:
         _runs[repr(same)] = _serial_run(case, readers)
@@ -178,7 +179,7 @@ _runs: dict[str, tuple[list[float], list[float]]] = {}  # by all of a case that 
 
 def _serial_run(case: Case, readers: int) -> tuple[list[float], list[float]]:
     model = case.serial()
-    pruned = case.block.get("samo")
+    pruned, goldfish = case.block.get("samo"), case.block.get("goldfish")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     masks: dict[str, Tensor] = {}
     losses, norms = [], []
@@ -191,7 +192,8 @@ def _serial_run(case: Case, readers: int) -> tuple[list[float], list[float]]:
                 parameters[name].mul_(mask)
         total = 0.0
         for ids in step.flatten(0, 1):
-            loss = model(ids[:, :-1], ids[:, 1:]) / (readers * ACCUMULATION)
+            labels = goldfish_labels(ids[:, 1:], **goldfish) if goldfish else ids[:, 1:]
+            loss = model(ids[:, :-1], labels) / (readers * ACCUMULATION)
             loss.backward()
             total += loss.item()
         if "gradient_noise" in case.block:
@@ -331,6 +333,8 @@ def obeyed(engine: Any, case: Case) -> None:
     if "tensor_parallel" in block:
         assert engine.mesh.grid.gx * engine.mesh.grid.gy * engine.mesh.grid.gz > 1 or "auto" in str(block)
         assert any(getattr(p, "axonn_layout", None) is not None for p in engine.module.parameters())
+    if "goldfish" in block:
+        assert (engine._label_mask if case.stages else engine.label_mask).block.k == block["goldfish"]["k"]
     if "samo" in block:
         assert engine._pruning.pruned or block["samo"].get("start_step")
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 import pytest
 from torch import nn
 
-from axonn_plugins.config import Samo, Ted
+from axonn_plugins.config import Goldfish, Samo, Ted
 from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.hosts.megatron import components, cpu
 from tests.compose.noise import NoiseBlock
@@ -67,6 +67,18 @@ WRONG = {
         ["--axonn-offload-optimizer", '{"coarsening": 2}'],
         "--axonn-offload-optimizer has the key coarsening, which does not go with Megatron: gradients are .* leave it out",
     ),
+    "goldfish-k": (["--axonn-goldfish-k", "two"], "--axonn-goldfish-k two is not an integer; give a number"),
+    "goldfish-least": (["--axonn-goldfish-k", "1"], "axonn.goldfish.k = 1 is not an integer of at least 2"),
+    "goldfish-empty": (["--axonn-goldfish-k"], "--axonn-goldfish-k has no value; give one"),
+    "goldfish-h-alone": (["--axonn-goldfish-h", "4"], "axonn.goldfish.k is missing; add it"),
+    "goldfish-twice": (
+        ["--axonn-goldfish", '{"k": 2}', "--axonn-goldfish-h", "4"],
+        "--axonn-goldfish-h is given beside --axonn-goldfish, which has the key h; give one",
+    ),
+    "goldfish-labels": (
+        ["--axonn-goldfish", '{"k": 2, "labels": "targets"}'],
+        "--axonn-goldfish has the key labels, which does not go with Megatron",
+    ),
     "pipeline": (["--axonn-pipeline", "{}"], "--axonn-pipeline does not .* use --pipeline-model-parallel-size"),
 }
 
@@ -104,6 +116,9 @@ def test_what_stands_under_a_key_is_its_block(host):
     assert args.axonn_stage == 0 and host.components[1] == {"offload_optimizer": OffloadOptimizer()}
     host.run(*ON, "--recompute-granularity", "full", "--axonn-ted", '{"stash": "cpu"}')
     assert host.components[2] == {"ted": Ted(stash="cpu")}
+    host.run("--axonn-goldfish-k", "3", "--axonn-goldfish-h", "5", *ON)
+    host.run("--axonn-goldfish", '{"k": 3, "strategy": "static"}')
+    assert host.components[3:] == [{"goldfish": Goldfish(k=3, h=5)}, {"goldfish": Goldfish(k=3, strategy="static")}]
     args = host.run(*NOISE, "--use-distributed-optimizer")
     assert args.use_distributed_optimizer and not hasattr(args, "axonn_stage")
 

@@ -18,6 +18,7 @@ from axonn_plugins import __version__
 from axonn_plugins.config.base import Block as Block
 from axonn_plugins.config.base import ConfigError as ConfigError
 from axonn_plugins.config.base import Size as Size
+from axonn_plugins.config.goldfish import Goldfish
 from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.config.pccl import Pccl
 from axonn_plugins.config.pipeline import Pipeline
@@ -43,6 +44,9 @@ class Axonn(Block):
         None, description="Float32 weights and optimizer state in host memory."
     )
     pipeline: Pipeline | None = Field(None, description="The message-driven pipeline under a PipelineModule.")
+    goldfish: Goldfish | None = Field(
+        None, description="The goldfish loss, which leaves targets out against memorization."
+    )
     _others: dict[str, Block] = PrivateAttr(default_factory=dict)
 
     @property
@@ -102,6 +106,7 @@ _CLASSES: dict[str, type[Block]] = {
     "early_bird": EarlyBird,
     "offload_optimizer": OffloadOptimizer,
     "pipeline": Pipeline,
+    "goldfish": Goldfish,
 }
 
 

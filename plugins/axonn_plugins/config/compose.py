@@ -11,7 +11,7 @@ from itertools import combinations
 
 from axonn_plugins.config import Axonn, ConfigError
 
-SYSTEMS = ("tensor_parallel", "ted", "samo", "pipeline", "offload_optimizer", "pccl")
+SYSTEMS = ("tensor_parallel", "ted", "samo", "pipeline", "offload_optimizer", "pccl", "goldfish")
 """Keys of systems, in the order of the tables."""
 
 

@@ -18,7 +18,7 @@ class Registered:
 
 REGISTERED: dict[str, Registered] = {}
 """By key."""
-_OURS = ("requires", "tensor_parallel", "pccl", "samo", "ted", "offload_optimizer", "pipeline")
+_OURS = ("requires", "tensor_parallel", "pccl", "samo", "ted", "offload_optimizer", "pipeline", "goldfish")
 
 
 def register(key: str, block: type[Block], system: Any) -> None:

@@ -27,6 +27,7 @@ from axonn_plugins.config import compose as pairs
 from axonn_plugins.hosts.common.agreement import meet
 from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
+from axonn_plugins.hosts.common.goldfish import LabelMask
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
@@ -106,10 +107,12 @@ def compose(
         ConfigError: the first mistake, in one sentence.
     """
     problem, found, trained = None, config.parse({}), [p for p in model.parameters() if p.requires_grad]
+    mask: LabelMask | None = None
     try:
         found = config.parse(block)
         pairs.check(found)
         _refuse(found)
+        mask = None if found.goldfish is None else LabelMask(found.goldfish, model)
     except ConfigError as error:
         problem = str(error)
     settings: dict[str, Any] = {"axonn": dict(block), "stage": stage, "max_norm": max_norm, "loss_scale": loss_scale}
@@ -120,6 +123,7 @@ def compose(
         world.take(found.pccl.options())
     mesh = _split(model, found)
     run = Run(model, mesh)
+    _mask_labels(model, mask)
     run._composition = Composition(found, stage, run)
     names = run.serial_names()
     settings = run._composition.settings(set(trained), names)
@@ -130,6 +134,15 @@ def compose(
         raise ConfigError(f"axonn: {error}") from None
     run._composition.attach(run.optimizer)
     return run
+
+
+def _mask_labels(model: nn.Module, mask: LabelMask | None) -> None:
+    if mask is not None:
+
+        def masked(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return mask.arguments(inputs, keywords, model.training)
+
+        model.register_forward_pre_hook(masked, with_kwargs=True)
 
 
 def _refuse(block: Axonn) -> None:

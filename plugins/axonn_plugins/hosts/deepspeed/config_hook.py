@@ -28,7 +28,7 @@ from axonn_plugins.hosts.deepspeed.sections import of_old_forms, refuse, section
 # Not in older versions of DeepSpeed.
 _DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
 _MISTAKES, _OTHERS_SECONDS = "axonn/mistakes", 5.0
-_SYSTEMS = ("pipeline", "offload_optimizer", "samo", "tensor_parallel", "ted")
+_SYSTEMS = ("pipeline", "offload_optimizer", "samo", "tensor_parallel", "ted", "goldfish")
 # The packages of ours that each key imports.
 _PACKAGES = {
     "offload_optimizer": ("axonn_tp", "samo", "ted_moe"),

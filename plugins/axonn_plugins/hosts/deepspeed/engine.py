@@ -24,6 +24,7 @@ from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
+from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
@@ -109,7 +110,7 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(GridCheckpoints):
+class AxonnEngine(GridCheckpoints, MaskedLabels):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     def __init__(
@@ -132,6 +133,7 @@ class AxonnEngine(GridCheckpoints):
         try:
             check_optimizer(optimizer)
             check_shapes(model)
+            mask_of(block, model)
             split = self._find_split(model)
         except ValueError as error:
             problem = str(error)

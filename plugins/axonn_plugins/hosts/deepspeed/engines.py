@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 
 from axonn_plugins.config import Axonn
-from axonn_plugins.hosts.deepspeed import states_config
+from axonn_plugins.hosts.deepspeed import labels, states_config
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
@@ -26,6 +26,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         ConfigError: the first mistake.
     """
     states_config.check(block, raw, mpu)
+    labels.check(block, raw, mpu)
     if block.pipeline is not None:
         from axonn_plugins.hosts.deepspeed.pipeline import config as of_pipeline
 
@@ -38,6 +39,11 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         from axonn_plugins.hosts.deepspeed.tensor import config as of_tensors
 
         return of_tensors.use(block, raw, mpu)
+    if states_config.owner(block, raw, mpu) is None:
+        from axonn_plugins.hosts.deepspeed.goldfish import GoldfishEngine
+
+        deepspeed.DeepSpeedEngine = GoldfishEngine
+        return mpu
     from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
 
     deepspeed.DeepSpeedEngine = AxonnEngine

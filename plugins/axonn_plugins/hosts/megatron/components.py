@@ -83,7 +83,20 @@ _HELPS = {
     "samo": "training of a pruned network with compressed state",
     "offload_optimizer": "float32 weights and optimizer state in host memory",
     "ted": "communication-aware checkpointing of a grid",
+    "goldfish": "the goldfish loss, which leaves targets out against memorization",
 }
+_NUMBERS = {
+    "k": "one of so many targets is left out of the loss",
+    "h": "targets whose hash decides which (default: 13)",
+}
+_OF_SAMPLES = (
+    Feature(
+        "dataloader_type",
+        "it masks samples of Megatron's datasets",
+        "use single or cyclic",
+        (None, "single", "cyclic", "batch"),
+    ),
+)
 _PACKAGES = {"samo": ("samo", "axonn_tp"), "offload_optimizer": ("samo", "axonn_tp"), "ted": ("ted_moe",)}
 _TED = ("communication_aware_checkpointing", "stash")
 
@@ -110,6 +123,8 @@ def add(group: argparse._ArgumentGroup) -> None:
             raise ConfigError(f"{flag(key)} is another flag, so that a system cannot have the key {key}; rename that")
         text = f"{said.rstrip('.')}; what stands under the key {key} of the block, as JSON (default: {{}})"
         group.add_argument(flag(key), nargs="?", const="{}", metavar="JSON", help=text.replace("%", "%%"))
+    for name, said in _NUMBERS.items():
+        group.add_argument(f"{flag('goldfish')}-{name}", nargs="?", const="", metavar="N", help=said)
 
 
 def settle(found: argparse.Namespace) -> None:
@@ -118,6 +133,7 @@ def settle(found: argparse.Namespace) -> None:
     Raises:
         ConfigError: a flag has no value, or would be dropped.
     """
+    _settle_numbers(found)
     given = {}
     for key in (*_HELPS, *REGISTERED):
         text = vars(found).pop(f"axonn_{key}", None)
@@ -132,6 +148,27 @@ def settle(found: argparse.Namespace) -> None:
             f"--yaml-cfg does not go with {flag(next(iter(given)))}, which it would drop; give flags instead"
         )
     found.axonn_components = given
+
+
+def _settle_numbers(found: argparse.Namespace) -> None:
+    """Make the JSON of the goldfish loss of its numbers."""
+    given = {name: vars(found).pop(f"axonn_goldfish_{name}", None) for name in _NUMBERS}
+    numbers = {}
+    for name, text in given.items():
+        if text is None:
+            continue
+        written = f"{flag('goldfish')}-{name}"
+        if not text:
+            raise ConfigError(f"{written} has no value; give one, or leave it out")
+        if not text.isdecimal():
+            raise ConfigError(f"{written} {text} is not an integer; give a number such as 13")
+        if found.axonn_goldfish is not None:
+            raise ConfigError(
+                f"{written} is given beside {flag('goldfish')}, which has the key {name}; give one of them"
+            )
+        numbers[name] = int(text)
+    if numbers:
+        found.axonn_goldfish = json.dumps(numbers)
 
 
 def read(args: Any) -> dict[str, Block]:
@@ -150,8 +187,10 @@ def read(args: Any) -> dict[str, Block]:
         _check_device()
     if "ted" in blocks:
         _check_ted(args, blocks["ted"])
+    if "goldfish" in blocks:
+        _check_goldfish(args, blocks["goldfish"])
     for key in blocks:
-        if key not in ("pccl", "ted"):
+        if key not in ("pccl", "ted", "goldfish"):
             _check(key, args, (*_FEATURES, *_STATES) if key in OWNERS else _FEATURES)
     offload = blocks.get("offload_optimizer")
     if offload is not None and "coarsening" in offload.model_fields_set:
@@ -220,6 +259,15 @@ def _check_ted(args: Any, block: Any) -> None:
         )
     if args.recompute_granularity != "full":
         raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")
+
+
+def _check_goldfish(args: Any, block: Any) -> None:
+    _check("goldfish", args, _OF_SAMPLES)
+    for key in ("labels", "shifts"):
+        if key in block.model_fields_set:
+            raise ConfigError(
+                f"{flag('goldfish')} has the key {key}, which does not go with Megatron: its datasets say which labels are targets; leave it out"
+            )
 
 
 def _check_device() -> None:

@@ -34,7 +34,7 @@ def install_components(blocks: Mapping[str, Block]) -> None:
     Args:
         blocks: by key.
     """
-    from axonn_plugins.config import Pccl, Ted
+    from axonn_plugins.config import Goldfish, Pccl, Ted
     from axonn_plugins.hosts.megatron import collectives, moments, recompute
 
     others = {}
@@ -43,6 +43,10 @@ def install_components(blocks: Mapping[str, Block]) -> None:
             collectives.install(block)
         elif isinstance(block, Ted):
             recompute.install(block)
+        elif isinstance(block, Goldfish):
+            from axonn_plugins.hosts.megatron import goldfish
+
+            goldfish.install(block)
         else:
             others[key] = block
     if others:
@@ -51,9 +55,10 @@ def install_components(blocks: Mapping[str, Block]) -> None:
 
 def uninstall() -> None:
     """Leave Megatron as it was before `install` and `install_components`; models and groups that were made stay."""
-    from axonn_plugins.hosts.megatron import checkpoint, collectives, moments, process_groups, recompute, spec
+    from axonn_plugins.hosts.megatron import checkpoint, collectives, goldfish, moments, process_groups, recompute, spec
 
     moments.uninstall()
+    goldfish.uninstall()
     recompute.uninstall()
     collectives.uninstall()
     checkpoint.uninstall()

@@ -68,6 +68,20 @@ def patch_trainer(module: ModuleType) -> None:
     trainer.axonn = True
     for name, what in _METHODS.items():
         setattr(trainer, name, _within(getattr(trainer, name), what))
+    trainer._get_num_items_in_batch = _of_kept_targets(trainer._get_num_items_in_batch)
+
+
+def _of_kept_targets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The divisor of a step's losses, of the targets that the goldfish loss keeps."""
+
+    @wraps(original)
+    def count(self: Any, batch_samples: list, *rest: Any, **keywords: Any) -> Any:
+        mask = getattr(self.model_wrapped, "label_mask", None)
+        if mask is not None and self.model.training:
+            batch_samples = [mask.arguments((), dict(batch), True)[1] for batch in batch_samples]
+        return original(self, batch_samples, *rest, **keywords)
+
+    return count
 
 
 def _counted(name: str, original: property) -> property:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn
 from axonn_plugins.config.pipeline import Pipeline
+from axonn_plugins.hosts.common.goldfish import LabelMask
 from axonn_plugins.hosts.deepspeed.pipeline.losses import PipelineLosses
 from axonn_plugins.hosts.deepspeed.pipeline.passes import StagePasses, checkpoint_layers
 from axonn_plugins.hosts.deepspeed.pipeline.ties import sum_gradients
@@ -56,6 +57,7 @@ class StageBatches(PipelineLosses, StagePasses):
         assert block.pipeline is not None
         self._pipeline: Pipeline = block.pipeline
         self._kept = {}
+        self._label_mask = None if block.goldfish is None else LabelMask(block.goldfish)
         self.most_alive = 0
         self._recorder: Recorder | None = None
         interval = set_checkpointing(self.module, self._pipeline.activation_checkpointing)

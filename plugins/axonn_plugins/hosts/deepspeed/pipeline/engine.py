@@ -77,7 +77,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
             take_over(config_class, "pipeline")
         self._own_states(config_class, optimizer)
-        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer))
+        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer, block))
         plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
         self._verify = self._split is not None and self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
@@ -101,7 +101,12 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
 
-    def _problem_with(self, model: PipelineModule, optimizer: Any) -> str | None:
+    def _problem_with(self, model: PipelineModule, optimizer: Any, block: Axonn) -> str | None:
+        if block.goldfish is not None and model.loss_fn is None:
+            return (
+                "axonn.goldfish masks the labels that a PipelineModule gives its loss_fn, and this one has none; pass loss_fn to the "
+                "PipelineModule"
+            )
         try:
             if self._ted is None and (self._split is not None or self._owns):
                 refuse_experts(model)

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from axonn_plugins.hosts.common.goldfish import LabelMask
 from axonn_plugins.hosts.deepspeed.optim.wrapped import EngineOptimizer
 from axonn_plugins.pipeline.packing import Message
 
@@ -64,6 +65,7 @@ class StagePasses(PipelineEngine):
     """The part of the engine that computes."""
 
     _kept: dict[int, Kept]
+    _label_mask: LabelMask | None
     most_alive: int
     total_loss: Any
     total_additional_losses: Any
@@ -93,7 +95,7 @@ class StagePasses(PipelineEngine):
         loss: Any = None
         differentiable: tuple[Tensor, ...] = ()
         if self.is_last_stage():
-            loss = self._loss_of(outputs, batch)
+            loss = self._loss_of(outputs, self._masked(batch))
         else:
             tensors = _as_tuple(outputs, "the output")
             flags = tuple(tensor.requires_grad for tensor in tensors)
@@ -106,6 +108,12 @@ class StagePasses(PipelineEngine):
 
     def _agreed_batch(self) -> Any:
         return self._next_batch()
+
+    def _masked(self, batch: Any) -> Any:
+        """A batch with labels in which the goldfish loss leaves targets out."""
+        if self._label_mask is None or not self._label_mask.active(self.module.training):
+            return batch
+        return batch[0], self._label_mask.several(batch[1])
 
     def _outputs(self, inputs: Values) -> Any:
         # Not through PipelineEngine, which has no forward.

@@ -21,6 +21,7 @@ from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
 from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
+from axonn_plugins.hosts.deepspeed.goldfish import GoldfishEngine
 from axonn_plugins.hosts.deepspeed.states_config import has_states, take_over
 from axonn_plugins.hosts.deepspeed.ted.config import check_experts, check_rest
 from axonn_plugins.hosts.deepspeed.ted.layers import passing_by, stock_layers
@@ -54,8 +55,9 @@ class TedEngine(TedCheckpoints, AxonnEngine):
             deepspeed.DeepSpeedEngine = TedUnitEngine
             return TedUnitEngine(args, model, *rest, config_class=config_class, **keywords)
         compare(model, config_class, rest[0] if rest else keywords.get("optimizer"), keywords)
-        deepspeed.DeepSpeedEngine = DeepSpeedEngine
-        return DeepSpeedEngine(args, model, *rest, config_class=config_class, **keywords)
+        stock = DeepSpeedEngine if config_class.axonn.goldfish is None else GoldfishEngine
+        deepspeed.DeepSpeedEngine = stock
+        return stock(args, model, *rest, config_class=config_class, **keywords)
 
     def _settings(self, block: Axonn) -> TensorParallel:
         assert block.ted is not None

@@ -22,6 +22,7 @@ from torch import nn
 from axonn_plugins.config import ConfigError, Ted
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_shapes, facts_of
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
+from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.ted.experts import (
     Weights,
     exchange_weights,
@@ -37,7 +38,7 @@ from axonn_tp.layers.exports import as_shards
 from ted_moe import Groups, Topology
 
 
-class TedUnitEngine(CheckedCheckpoints):
+class TedUnitEngine(CheckedCheckpoints, MaskedLabels):
     """DeepSpeed's engine, its MoE layers TED's."""
 
     def __init__(
@@ -48,6 +49,7 @@ class TedUnitEngine(CheckedCheckpoints):
         facts: dict[str, str] = {}
         try:
             check_shapes(model)
+            mask_of(config_class.axonn, model)
             expert, tensor, split = expert_ranks(layers), _tensor_ranks(mpu), _said(block, layers)
             facts = {
                 **facts_of(model, config_class.axonn_raw, optimizer, keywords),

@@ -1,0 +1,237 @@
+"""The goldfish loss of a model of transformers: on every grid, under each host, what one process computes of its own masked labels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.pipe import PipelineModule
+from torch import Tensor, nn
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.goldfish import goldfish_labels
+from axonn_plugins.hosts.plain import compose
+from tests.compose.training import ready
+from tests.deepspeed.scripts import one_sentence
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+
+SAMPLES, TOKENS, WORDS, STEPS = 4, 19, 40, 3
+GOLDFISH: dict[str, Any] = {"k": 2, "h": 5, "shifts": True}
+OF_ITSELF: dict[str, Any] = {"k": 2, "h": 5}
+GRIDS: dict[str, dict[str, int]] = {
+    "x": {"gx": 4},
+    "x and y": {"gx": 2, "gy": 2},
+    "y and z": {"gy": 2, "gz": 2},
+    "z": {"gz": 4},
+    "data": {},
+}
+
+
+def gpt2(wide: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "n_positions": TOKENS, "n_embd": 16, "n_layer": 1, "n_head": 4, "bos_token_id": None}
+    config = transformers.GPT2Config(**sizes, eos_token_id=None, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = transformers.GPT2LMHeadModel(config).double()
+    if wide:
+        model.loss_function = in_float64
+    return model
+
+
+def in_float64(logits: Tensor, labels: Tensor, **rest: Any) -> Tensor:
+    """That of transformers computes in float32."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def batches() -> Tensor:
+    return torch.randint(WORDS, (STEPS, SAMPLES, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def serial(readers: int, goldfish: dict[str, Any]) -> list[float]:
+    """The mean of the readers' losses, each over its own kept targets; then that of an evaluation."""
+    rule = {key: value for key, value in goldfish.items() if key != "shifts"}
+    model, losses = gpt2(wide="shifts" in goldfish), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for ids in batches():
+        parts = [
+            nn.functional.cross_entropy(
+                model(part).logits[:, :-1].flatten(0, 1), goldfish_labels(part[:, 1:], **rule).flatten()
+            )
+            for part in ids.chunk(readers)
+        ]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        evaluated = [model.eval()(part, labels=part).loss for part in batches()[0].chunk(readers)]
+    return [*losses, torch.stack(evaluated).mean().item()]
+
+
+def mean(loss: Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def block_of(grid: dict[str, int] | None, goldfish: dict[str, Any]) -> dict[str, Any]:
+    return {"goldfish": goldfish} | ({"tensor_parallel": grid | {"plan": "auto"}} if grid else {})
+
+
+def by_deepspeed(grid: dict[str, int], goldfish: dict[str, Any], stage: int = 0) -> list[float]:
+    readers = 4 // (grid.get("gx", 1) * grid.get("gy", 1))
+    raw = {
+        "train_micro_batch_size_per_gpu": SAMPLES // readers,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**5, "allgather_bucket_size": 10**5},
+        "axonn": block_of(grid, goldfish),
+    }
+    model = gpt2(wide="shifts" in goldfish)
+    engine = deepspeed.initialize(model=model.float() if stage else model, config=raw)[0]
+    reader = engine.mesh.rank("batch") if grid else dist.get_rank()
+    losses = []
+    for number, ids in enumerate(batches()):
+        part = ids.chunk(readers)[reader]
+        # By name and by place.
+        loss = (engine(part, labels=part) if number else engine(input_ids=part, labels=part)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    engine.eval()
+    with torch.no_grad():
+        part = batches()[0].chunk(readers)[reader]
+        losses.append(mean(engine(part, labels=part).loss))
+    engine.destroy()
+    return losses
+
+
+def by_hand(grid: dict[str, int], goldfish: dict[str, Any]) -> list[float]:
+    made = compose(gpt2(), lambda groups: torch.optim.AdamW(groups, lr=1e-2), block_of(grid, goldfish))
+    losses = []
+    for ids in batches():
+        part = made.mesh.shard_batch(ids)
+        loss = made.model(part, labels=part).loss
+        made.backward(loss)
+        made.step()
+        losses.append(mean(loss))
+    part = made.mesh.shard_batch(batches()[0])
+    with torch.no_grad():
+        losses.append(mean(made.model.eval()(part, labels=part).loss))
+    return losses
+
+
+class Squares(nn.Module):
+    """Takes no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def refused(function: Any) -> str:
+    try:
+        function()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def started(model: nn.Module, more: dict[str, Any], goldfish: dict[str, Any] = GOLDFISH) -> Any:
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "axonn": {"goldfish": goldfish},
+    }
+    return deepspeed.initialize(model=model, config=raw | more)[0]
+
+
+def called(**arguments: Any) -> str:
+    engine = started(gpt2(), {})
+    engine(batches()[0][:1], **arguments)
+    return "no error"
+
+
+SAID: dict[str, tuple[Any, str]] = {
+    "no labels": (partial(started, Squares(), {}), "'labels' is no argument of Squares.forward, which takes x"),
+    "no place": (partial(started, Squares(), {}, GOLDFISH | {"labels": 3}), "= 3 is no argument of Squares.forward"),
+    "split, no labels": (
+        partial(started, Squares(), {"axonn": {"goldfish": GOLDFISH, "tensor_parallel": {"gx": 2}}}),
+        "'labels' is no argument of Squares.forward",
+    ),
+    "plain": (partial(compose, Squares(), torch.optim.AdamW, {"goldfish": GOLDFISH}), "is no argument of Squares.for"),
+    "hybrid": (partial(started, Squares(), {"hybrid_engine": {"enabled": True}}), "hybrid_engine has an engine of its"),
+    "rows are split": (partial(started, Squares(), {"sequence_parallel_size": 2}), "sequence_parallel_size has the"),
+    "not called with labels": (called, "the model was called without that argument while it trains"),
+    "classes": (partial(called, labels=torch.tensor([1])), "are torch.int64 of shape (1,)"),
+    "shifted by the script": (
+        partial(called, labels=batches()[0][:1], shift_labels=batches()[0][:1]),
+        "the model was given shift_labels",
+    ),
+    "stages without the key": (
+        lambda: started(PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2), {}),
+        "axonn.goldfish does not go with a PipelineModule without axonn.pipeline",
+    ),
+    "stages without a loss": (
+        lambda: started(
+            PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2),
+            {"axonn": {"goldfish": GOLDFISH, "pipeline": {}}},
+        ),
+        "this one has none; pass loss_fn",
+    ),
+}
+
+
+def every_run() -> dict[str, Any]:
+    ready(staged=False)
+    found: dict[str, Any] = {}
+    for name, grid in GRIDS.items():
+        readers = 4 // (grid.get("gx", 1) * grid.get("gy", 1))
+        goldfish = GOLDFISH if name != "z" else GOLDFISH | {"strategy": "ordered_hash"}
+        wanted = serial(readers, goldfish)
+        found[name] = attempt(by_deepspeed, grid, goldfish), wanted
+        if name == "x and y":
+            found["its own loss"] = attempt(by_deepspeed, grid, OF_ITSELF), serial(readers, OF_ITSELF)
+        if name == "data":
+            found["ZeRO-3"] = attempt(by_deepspeed, grid, OF_ITSELF, 3), serial(readers, OF_ITSELF)
+        if name in ("y and z", "data"):
+            found[f"plain, {name}"] = attempt(by_hand, grid, goldfish), wanted
+    for name, (function, _) in SAID.items():
+        found[name] = refused(function)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(every_run, 4)
+
+
+@pytest.mark.parametrize("name", [*GRIDS, "plain, y and z", "plain, data"])
+def test_losses_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        found, wanted = rank[name]
+        assert not isinstance(found, str), found
+        assert found == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["its own loss", "ZeRO-3"])
+def test_a_model_of_transformers_is_known_to_shift_its_labels(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        found, wanted = rank[name]
+        assert not isinstance(found, str), found
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_has_no_labels_to_mask(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert SAID[name][1] in rank[name] and one_sentence(rank[name]), rank[name]

@@ -1,0 +1,81 @@
+"""The goldfish loss under the Trainer, which divides by the targets that are kept: a run on labels that were masked before."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from axonn_plugins.goldfish import goldfish_labels
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+from tests.huggingface.test_readers import Sentences, forget, gpt2, settings, transformers
+
+GOLDFISH: dict[str, Any] = {"k": 2, "h": 2}
+GRIDS: dict[str, tuple[dict[str, Any], int]] = {
+    "gx": ({"tensor_parallel": {"gx": 2, "plan": "auto"}}, 1),
+    "gz": ({"tensor_parallel": {"gz": 2, "plan": "auto"}}, 2),
+    "data": ({}, 2),
+}
+
+
+class Masked(Sentences):
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(at)
+        return sample | {"labels": goldfish_labels(sample["labels"][None], **GOLDFISH, shifts=True)[0]}
+
+
+def trained(config: dict[str, Any] | None, readers: int) -> tuple[list[float], list[float]]:
+    """Losses, and those of an evaluation, which leaves nothing out."""
+    forget()
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=2 // readers,
+        per_device_eval_batch_size=2 // readers,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=1e-2,
+        seed=5,
+        report_to=[],
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=3,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=config is None,
+        deepspeed=config,
+    )
+    data = (Masked if config is None else Sentences)(16)
+    trainer = transformers.Trainer(gpt2(), arguments, train_dataset=data, eval_dataset=Sentences(4))
+    trainer.train()
+    history = trainer.state.log_history
+    return [e["loss"] for e in history if "loss" in e], [e["eval_loss"] for e in history if "eval_loss" in e]
+
+
+def every_grid() -> dict[str, Any]:
+    return {
+        name: attempt(partial(trained, settings(None) | {"axonn": {"goldfish": GOLDFISH} | block}, readers))
+        for name, (block, readers) in GRIDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(every_grid, 2)
+
+
+@pytest.fixture(scope="module")
+def one() -> Any:
+    return run_ranks(trained, 1, None, 1)[0]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_losses_are_those_of_masked_labels(name: str, ranks: list[dict[str, Any]], one: Any) -> None:
+    for rank in ranks:
+        assert not isinstance(rank[name], str), rank[name]
+        for found, wanted in zip(rank[name], one, strict=True):
+            assert len(wanted) and torch.tensor(found) == pytest.approx(torch.tensor(wanted), rel=2e-5)
