@@ -77,7 +77,6 @@ _TARGETS = {
     "litgpt.pretrain": _patch_lightning,
     "litgpt.finetune.full": _patch_lightning,
     "litgpt.finetune.lora": _patch_lightning,
-    "litgpt.finetune.lora_legacy": _patch_lightning,
     "litgpt.finetune.adapter": _patch_lightning,
     "litgpt.finetune.adapter_v2": _patch_lightning,
 }

@@ -10,13 +10,15 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as TrainersDeepSpeedStrategy
+from torchmetrics import SumMetric
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.lightning import AxonnStrategy
+from axonn_plugins.hosts.lightning import AxonnStrategy, files
+from axonn_tp import Options
 from tests.distributed import run_ranks
 from tests.lightning.models import Language, groups, loader, loss_of
 
@@ -118,12 +120,23 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
     same(train("auto", resume=tmp_path / "4-1"), wanted, steps=2)
 
 
+def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    files.save_file(TorchCheckpointIO(), {"a": 1}, path)
+    with pytest.raises(Exception, match="lambda"):
+        files.save_file(TorchCheckpointIO(), {"a": lambda: 1}, path)
+    assert torch.load(path) == {"a": 1}
+
+
 def refusals() -> list[str]:
     """What is refused, and the rest that one start of ranks is enough for."""
     said: list[str] = []
     fabric = fabric_of(AxonnStrategy(gx=2), "32-true")
     assert (fabric.world_size, fabric.strategy.grid.world) == (1, 2) and isinstance(fabric.strategy, AxonnStrategy)
     model = fabric.setup(Language())
+    counted = SumMetric(process_group=fabric.strategy.mesh.group("batch"))
+    counted.update(3)
+    assert counted.compute() == 3
     for call in (
         lambda: model(torch.full((1, 3), dist.get_rank())),
         lambda: fabric.backward(model(torch.ones(1, 3, dtype=torch.int64)).sum() * (1 + dist.get_rank())),
@@ -170,6 +183,11 @@ def unfrozen() -> None:
     """A layer that is trained later, a sampler of the script's own, and the name "axonn"."""
     fabric = fabric_of("axonn")
     assert (fabric.strategy.grid.gz, fabric.world_size) == (2, 2)
+    counted = SumMetric(process_group=fabric.strategy.mesh.group("batch"))
+    counted.update(3)
+    assert counted.compute() == 6
+    dealt = fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.arange(4), shuffle=True)).sampler
+    assert isinstance(dealt, torch.utils.data.DistributedSampler) and dealt.shuffle and dealt.num_replicas == 2
     torch.manual_seed(2)
     model, whole = Language().double(), Language().double()
     whole.load_state_dict(model.state_dict())
@@ -223,6 +241,8 @@ def test_arguments(arguments: dict[str, Any], said: str) -> None:
 def test_sizes_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
         L.Fabric(accelerator="cpu", strategy=AxonnStrategy(gx=3), devices=2)
+    options = Options(layout="replicated")
+    assert AxonnStrategy(options=options).settings.options is options
     monkeypatch.setenv("AXONN_STRATEGY", '{"gx": 2}')
     assert L.Fabric(accelerator="cpu", strategy="axonn", devices=2).strategy.grid.gx == 2
     for text, said in (("[1]", "not a JSON object"), ('{"gw": 2}', "use one of gx, gy")):

@@ -13,7 +13,6 @@ from axonn_plugins.hosts.lightning.settings import from_environment, parse
 _THEIRS = ("FSDPStrategy", "ModelParallelStrategy")
 _DRAWS = (
     "litgpt.finetune.lora",
-    "litgpt.finetune.lora_legacy",
     "litgpt.finetune.adapter",
     "litgpt.finetune.adapter_v2",
 )

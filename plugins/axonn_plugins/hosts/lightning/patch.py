@@ -152,7 +152,6 @@ TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "litgpt.pretrain": _patch_script,
     "litgpt.finetune.full": _patch_script,
     "litgpt.finetune.lora": _patch_script,
-    "litgpt.finetune.lora_legacy": _patch_script,
     "litgpt.finetune.adapter": _patch_script,
     "litgpt.finetune.adapter_v2": _patch_script,
 }

@@ -172,7 +172,9 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         """Read a checkpoint of any grid or of one process; every rank calls it."""
         if not files.is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        optimizer = self._only_optimizer() if self.optimizers else None
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizer = self._only_optimizer() if fitting else None
         return {**load(checkpoint_path, self.lightning_module, self.mesh, optimizer), "axonn_loaded": True}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
