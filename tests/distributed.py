@@ -29,3 +29,12 @@ def meshes(grids: Iterable[Grid]) -> Iterator[Mesh]:
         mesh = Mesh(grid)
         yield mesh
         mesh.destroy()
+
+
+def same_on_all(value: Any) -> Any:
+    """Rank 0's; this rank's where there is no group."""
+    if not dist.is_initialized():
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]

@@ -59,6 +59,12 @@ def _patch_lightning(module: ModuleType) -> None:
     patch.TARGETS[module.__name__](module)
 
 
+def _patch_peft(module: ModuleType) -> None:
+    from axonn_plugins.hosts.transformers.peft_patch import patch
+
+    patch(module)
+
+
 _TARGETS = {
     "torch.distributed.distributed_c10d": _register_backend,
     "deepspeed.runtime.config": _patch_deepspeed,
@@ -79,25 +85,39 @@ _TARGETS = {
     "litgpt.finetune.lora": _patch_lightning,
     "litgpt.finetune.adapter": _patch_lightning,
     "litgpt.finetune.adapter_v2": _patch_lightning,
+    "peft.peft_model": _patch_peft,
 }
 
 
 class _Finder(MetaPathFinder):
-    """Waits for the modules that we add to, does so once each has run, and leaves."""
+    """Waits for the modules that we add to, does so once each has run, and leaves.
+
+    One that runs already, and in doing so imported torch, has run when something is imported later.
+    """
 
     def __init__(self, targets: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self.waiting = {name: add for name, add in targets.items() if name not in sys.modules}
+        self.running = {name: add for name, add in targets.items() if _runs(name)}
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        for name in [name for name in self.running if not _runs(name)]:
+            add = self.running.pop(name)
+            if name in sys.modules:
+                add(sys.modules[name])
         if fullname not in self.waiting:
             return None
         add = self.waiting.pop(fullname)
-        if not self.waiting:
+        if not self.waiting and not self.running:
             sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, add)
         return spec
+
+
+def _runs(name: str) -> bool:
+    """Whether a module is being imported now."""
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 class _MegatronOnCpu(MetaPathFinder):
@@ -129,9 +149,11 @@ def activate() -> None:
     if os.environ.get("AXONN_PLUGINS") == "0":
         return
     for name, add in _TARGETS.items():
-        if name in sys.modules:
+        if name in sys.modules and not _runs(name):
             add(sys.modules[name])
-    if any(name not in sys.modules for name in _TARGETS) and not any(isinstance(f, _Finder) for f in sys.meta_path):
+    if any(name not in sys.modules or _runs(name) for name in _TARGETS) and not any(
+        isinstance(f, _Finder) for f in sys.meta_path
+    ):
         sys.meta_path.insert(0, _Finder(_TARGETS))
     if os.environ.get("AXONN_MEGATRON_CPU") == "1" and not any(isinstance(f, _MegatronOnCpu) for f in sys.meta_path):
         sys.meta_path.insert(0, _MegatronOnCpu())
@@ -139,7 +161,7 @@ def activate() -> None:
 
 def on_import(name: str, add: Callable[[ModuleType], None]) -> None:
     """Add to a module once it is imported, or now if it has been."""
-    if name in sys.modules:
+    if name in sys.modules and not _runs(name):
         add(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder({name: add}))

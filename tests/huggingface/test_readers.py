@@ -210,7 +210,6 @@ def every_trainer(config: bool) -> dict[str, Any]:
     ]
     if config:
         found["prompts differ"] = attempt(generated, GRIDS["gx"], True)
-        found["sizes"] = refused(trained, settings({"gx": "auto", "gy": 2, "gz": 1}))
         found["world"] = refused(trained, settings({"gx": 3}))
         forget()
         PartialState()  # before it is known that DeepSpeed will be used
@@ -303,7 +302,6 @@ def test_the_inner_module_generates(one: dict[str, Any], ranks: list[dict[str, A
 @pytest.mark.parametrize(
     ("name", "said"),
     {
-        "sizes": ("axonn.tensor_parallel.gx", '"auto"', "as numbers"),
         "world": ("gx*gy*gz = 3*1*1 = 3", "2 ranks"),
         "late": ("Accelerate counts 1 of the 2 ranks",),
     }.items(),

@@ -103,6 +103,21 @@ def check_shapes(model: nn.Module) -> None:
             raise ValueError(f"parameter {name} has no shape yet; run the model once before deepspeed.initialize")
 
 
+def refuse_quantized(model: nn.Module) -> None:
+    """Refuse base layers of QLoRA and the like.
+
+    Raises:
+        ValueError: a layer's weight is not of floating-point numbers.
+    """
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and not weight.dtype.is_floating_point:
+            raise ValueError(
+                f"layer {name} keeps its weight quantized, in {weight.dtype}, as QLoRA does, and what is packed in blocks cannot be cut along its "
+                "features; load the base model in bfloat16 and train it with LoRA"
+            )
+
+
 def refuse_experts(model: nn.Module) -> None:
     """Refuse DeepSpeed's mixtures of experts.
 

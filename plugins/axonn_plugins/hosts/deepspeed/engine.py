@@ -6,6 +6,7 @@ summed by parameters' layouts: by the optimizer where states are ours (`states_c
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -22,7 +23,14 @@ from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed import replicas
-from axonn_plugins.hosts.deepspeed.agreement import agree, check_optimizer, check_shapes, facts_of, refuse_experts
+from axonn_plugins.hosts.deepspeed.agreement import (
+    agree,
+    check_optimizer,
+    check_shapes,
+    facts_of,
+    refuse_experts,
+    refuse_quantized,
+)
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
@@ -166,6 +174,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         """
         try:
             refuse_experts(model)
+            refuse_quantized(model)
             return self._dense_split(model) if self._splits else Split({})
         except ValueError as error:
             raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None
@@ -174,6 +183,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None
         if self._axonn.plan == "auto":
             plan, report = auto_plan(model, grid)
+            # A graph that the search left behind in a cycle would know the weights by their serial shapes.
+            gc.collect()
         return Split(plan, place(model, grid, plan, options(self._axonn)), report)
 
     def _apply_split(self, model: nn.Module, split: Split) -> None:

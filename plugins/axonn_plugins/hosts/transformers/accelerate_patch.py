@@ -9,13 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers.readers import Readers, replicas
+from axonn_plugins.hosts.transformers.sizes import open_sizes, read_by, settle
+
+_MICRO = "train_micro_batch_size_per_gpu"
 
 
 def patch(module: ModuleType) -> None:
@@ -35,6 +42,9 @@ def patch(module: ModuleType) -> None:
     accelerator.gather = _gather(accelerator.gather)
     accelerator.reduce = _reduce(accelerator.reduce)
     accelerator.split_between_processes = _split_between_processes
+    accelerator.backward = _backward(accelerator.backward)
+    accelerator._prepare_deepspeed = _preparing(accelerator._prepare_deepspeed)
+    accelerator.prepare_data_loader = _with_sizes(accelerator.prepare_data_loader)
     module.gather_object = _gather_object(module.gather_object)  # type: ignore[attr-defined]
     dispatcher = data_loader.DataLoaderDispatcher
     dispatcher.__init__ = _dispatching(dispatcher.__init__)
@@ -73,6 +83,12 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _launched_with_block() -> bool:
+    """Whether accelerate launch was given a configuration that holds the block."""
+    raw = read(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    return isinstance(raw, Mapping) and "axonn" in raw
+
+
 def _on_cpu(original: Callable[..., tuple]) -> Callable[..., tuple]:
     """Accelerate knows no backend for DeepSpeed on CPUs, where every rank would take itself to be alone: gloo is it."""
 
@@ -81,12 +97,13 @@ def _on_cpu(original: Callable[..., tuple]) -> Callable[..., tuple]:
         backend, kind = original(self, cpu, *rest, **keywords)
         distributed = not cpu and int(os.environ.get("LOCAL_RANK", -1)) != -1
         asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        return ("gloo" if backend is None and _noticed and distributed and asked else backend), kind
+        block = _noticed or _launched_with_block()
+        return ("gloo" if backend is None and block and distributed and asked else backend), kind
 
     return prepare
 
 
-def _replica() -> bool:
+def replica() -> bool:
     """Whether another rank before this one reads the same."""
     found = same()
     return found > 1 and dist.get_rank() % found > 0
@@ -114,10 +131,20 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
+def _backward(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def backward(self: Any, loss: Any, **keywords: Any) -> None:
+        from axonn_plugins.hosts.transformers.last_batch import weighed
+
+        original(self, weighed(loss), **keywords)
+
+    return backward
+
+
 def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def gather_object(objects: Any) -> Any:
-        return original([] if _replica() else objects)
+        return original([] if replica() else objects)
 
     return gather_object
 
@@ -128,7 +155,7 @@ def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         """A sum has every reader once."""
         from accelerate.utils.operations import recursively_apply
 
-        if reduction == "sum" and _replica():
+        if reduction == "sum" and replica():
             tensor = recursively_apply(torch.zeros_like, tensor)
         return original(self, tensor, reduction, scale)
 
@@ -173,12 +200,58 @@ def _slice_of_reader(original: Callable[..., Any], each: int) -> Callable[..., A
 
 
 def _counting(original: Any) -> Callable[..., Any]:
-    """The state that a scheduler asks how many steps of one process a step of all is."""
+    """The state that a scheduler asks how many steps of one process a step of all is: as many as it has batches of the script's."""
 
     def state() -> Any:
-        return Readers(original(), same())
+        counted = original()
+        read = getattr(counted.deepspeed_plugin, "axonn_batches", None)
+        return Readers(counted, same()) if read is None else SimpleNamespace(num_processes=read)
 
     return state
+
+
+def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
+    @wraps(original)
+    def prepare(self: Any, *given: Any) -> tuple:
+        """Accelerate's, after the sizes that are "auto" were chosen for the model among what is prepared."""
+        plugin = self.deepspeed_plugin
+        raw = plugin.deepspeed_config
+        models = [one for one in given if isinstance(one, nn.Module)]
+        loaders = [one for one in given if isinstance(one, DataLoader)]
+        if models and open_sizes(raw):
+            steps = raw.get("gradient_accumulation_steps")
+            steps = steps if isinstance(steps, int) else self.gradient_accumulation_steps
+            micro = min((one.batch_size for one in loaders if one.batch_size), default=raw.get(_MICRO))
+            if not isinstance(micro, int):
+                raise ConfigError(
+                    'axonn.tensor_parallel has sizes that are "auto", and accelerator.prepare was given a model without a DataLoader that has a '
+                    "batch_size; give it both in one call, or write train_micro_batch_size_per_gpu as a number"
+                )
+            of_reader = settle(raw, models[0], micro, steps, 1 if self.split_batches else self.state.num_processes)
+            plugin.axonn_batches = max(raw["train_batch_size"] // (micro * steps), 1)
+            if not self.split_batches:
+                given = tuple(
+                    read_by(one, max(one.batch_size * of_reader // micro, 1) if one.batch_size else of_reader)
+                    if isinstance(one, DataLoader)
+                    else one
+                    for one in given
+                )
+        return original(self, *given)
+
+    return prepare
+
+
+def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def prepare_data_loader(self: Any, *given: Any, **keywords: Any) -> Any:
+        if self.deepspeed_plugin is not None and open_sizes(self.deepspeed_plugin.deepspeed_config):
+            raise ConfigError(
+                'axonn.tensor_parallel has sizes that are "auto", and accelerator.prepare was given a DataLoader before the model that they are chosen '
+                "for; give it both in one call, or write gx, gy and gz as numbers"
+            )
+        return original(self, *given, **keywords)
+
+    return prepare_data_loader
 
 
 def _leaving_ours(original: Callable[..., None]) -> Callable[..., None]:

@@ -16,14 +16,14 @@ from axonn_plugins.config import ConfigError
 
 
 def replicas(raw: Any, processes: int) -> int:
-    """How many ranks in a row read the same data under a DeepSpeed configuration; 1 without the block.
+    """How many ranks in a row read the same data under a DeepSpeed configuration; 1 without the block, and until its sizes are chosen.
 
     Args:
         raw: the configuration.
         processes: how many Accelerate counts.
 
     Raises:
-        ConfigError: the block is wrong, or leaves its sizes to the planner, or Accelerate does not see all ranks.
+        ConfigError: the block is wrong, or Accelerate does not see all ranks.
     """
     if not isinstance(raw, Mapping) or "axonn" not in raw:
         return 1
@@ -45,12 +45,8 @@ def _replicas(block: str, processes: int) -> int:
     settings = parsed.tensor_parallel
     if settings is None:
         return 1 if parsed.ted is None else parsed.ted.tensor
-    for axis in ("gx", "gy", "gz"):
-        if axis not in settings.given:
-            raise ConfigError(
-                f'axonn.tensor_parallel.{axis} = "auto", but HF Trainer and Accelerate deal out the data before the planner can choose; '
-                "write gx, gy and gz as numbers, such as those that axonn plan gives"
-            )
+    if len(settings.given) < 3:
+        return 1
     grid = grid_for(settings, world_size())
     return grid.gx * grid.gy
 

@@ -10,9 +10,12 @@ from types import ModuleType
 from typing import Any
 
 from axonn_plugins.hosts.deepspeed.patch import read
+from axonn_plugins.hosts.transformers import evaluating_first, trainer_sums
 from axonn_plugins.hosts.transformers.accelerate_patch import notice, same
 from axonn_plugins.hosts.transformers.readers import Readers, replicas
+from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
 
+_MICRO = "train_micro_batch_size_per_gpu"
 _SIZE, _BOTH = ("world_size",), ("world_size", "process_index")
 # The Trainer's methods, and what of its arguments counts readers while they run. Elsewhere they count ranks, each of
 # which writes a file of its own.
@@ -34,8 +37,12 @@ def patch_configuration(module: ModuleType) -> None:
         return
 
     @wraps(original)
-    def trainer_config_process(self: Any, args: Any, *rest: Any, **keywords: Any) -> None:
-        original(self, Readers(args, replicas(self.config, args.world_size)), *rest, **keywords)
+    def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
+        """The Trainer's; while sizes are "auto", so are a rank's samples, and those of a step need not be what it counts."""
+        unsettled, micro = open_sizes(self.config), self.config.get(_MICRO)
+        original(self, Readers(args, replicas(self.config, args.world_size)), auto_find_batch_size or unsettled)
+        if unsettled and micro == "auto":
+            self.config[_MICRO] = micro
 
     trainer_config_process.axonn = True  # type: ignore[attr-defined]
     kind.trainer_config_process = trainer_config_process
@@ -69,6 +76,26 @@ def patch_trainer(module: ModuleType) -> None:
     for name, what in _METHODS.items():
         setattr(trainer, name, _within(getattr(trainer, name), what))
     trainer._get_num_items_in_batch = _of_kept_targets(trainer._get_num_items_in_batch)
+    trainer.__init__ = _choosing(trainer.__init__)
+    trainer_sums.patch(module)
+    evaluating_first.patch(module)
+
+
+def _choosing(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
+        plugin, args = getattr(self.accelerator.state, "deepspeed_plugin", None), self.args
+        if plugin is None or not open_sizes(plugin.deepspeed_config):
+            return
+        micro = args.per_device_train_batch_size
+        steps, ranks = args.gradient_accumulation_steps, self.accelerator.state.num_processes
+        of_reader = settle(plugin.deepspeed_config, self.model, micro, steps, ranks)
+        args.per_device_train_batch_size = of_reader
+        args.per_device_eval_batch_size = max(args.per_device_eval_batch_size * of_reader // micro, 1)
+        self._train_batch_size = args.train_batch_size
+
+    return __init__
 
 
 def _of_kept_targets(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,10 +43,11 @@ class PortableCheckpoints(CheckedCheckpoints):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str, dict]:
-        if not load_module_strict or custom_load_fn is not None:
+        # Not strict is for checkpoints without some weights; these have all.
+        if custom_load_fn is not None:
             raise ConfigError(
-                "load_module_strict=False and custom_load_fn are for DeepSpeed's own files, which hold shards where weights are split; leave "
-                "them out, and give whole tensors to engine.module.load_state_dict, which keeps this rank's shards of them"
+                "custom_load_fn is for DeepSpeed's own files, which hold shards where weights are split; leave it out, and give whole tensors to "
+                "engine.module.load_state_dict, which keeps this rank's shards of them"
             )
         if not self._readable(folder):
             raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")

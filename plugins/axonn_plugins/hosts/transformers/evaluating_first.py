@@ -1,0 +1,78 @@
+"""The Trainer's ``evaluate`` and ``predict`` before it has trained, which under DeepSpeed it refuses but for ZeRO-3.
+
+The model is split by an engine without an optimizer; training makes another of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+# Of the configuration: what says how the model is split, and its type.
+_KEPT = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "torch_autocast",
+)
+_SPLITS = ("requires", "tensor_parallel", "ted", "pccl")
+
+
+def patch(module: ModuleType) -> None:
+    """Add to ``transformers.trainer``."""
+    trainer = module.Trainer  # type: ignore[attr-defined]
+    trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
+    trainer._inner_training_loop = _training(trainer._inner_training_loop)
+    module.deepspeed_init = _init(module.deepspeed_init)  # type: ignore[attr-defined]
+
+
+def _block(trainer: Any) -> bool:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and isinstance(plugin.deepspeed_config.get("axonn"), Mapping)
+
+
+def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
+    @wraps(original)
+    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> tuple:
+        return (None, None) if inference and _block(trainer) else original(trainer, num_training_steps, inference)
+
+    return deepspeed_init
+
+
+def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def evaluation_loop(self: Any, *given: Any, **keywords: Any) -> Any:
+        if not _block(self) or self.deepspeed is not None:
+            return original(self, *given, **keywords)
+        with _without_training(self.accelerator.state.deepspeed_plugin):
+            return original(self, *given, **keywords)
+
+    return evaluation_loop
+
+
+@contextmanager
+def _without_training(plugin: Any) -> Iterator[None]:
+    whole = plugin.deepspeed_config
+    reduced = {key: whole[key] for key in _KEPT if key in whole}
+    reduced["axonn"] = {key: value for key, value in whole["axonn"].items() if key in _SPLITS}
+    plugin.deepspeed_config = plugin.hf_ds_config.config = reduced | {"zero_optimization": {"stage": 0}}
+    try:
+        yield
+    finally:
+        plugin.deepspeed_config = plugin.hf_ds_config.config = whole
+
+
+def _training(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def loop(self: Any, *given: Any, **keywords: Any) -> Any:
+        """The Trainer's, with a new engine where there was one: it ends that."""
+        if self.deepspeed is not None and _block(self):
+            self.model_wrapped, self.deepspeed = self.model, None
+        return original(self, *given, **keywords)
+
+    return loop

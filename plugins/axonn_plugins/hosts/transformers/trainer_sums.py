@@ -1,0 +1,137 @@
+"""What the Trainer sums over samples, ranks and parameters, as in one process; without the block nothing is different."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
+from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, last, weighing
+
+
+def patch(module: ModuleType) -> None:
+    """Add to ``transformers.trainer``."""
+    trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
+    trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
+    trainer.training_step = _training_step(trainer.training_step)
+    trainer.prediction_step = _prediction_step(trainer.prediction_step)
+    trainer._finalize_training = _finalize(trainer._finalize_training)
+    trainer.store_flos = _store_flos(trainer.store_flos)
+    for name in ("floating_point_ops", "_track_num_input_tokens"):
+        setattr(trainer, name, _without_fillers(getattr(trainer, name)))
+    model.num_parameters = _num_parameters(model.num_parameters)
+    module.get_model_param_count = _param_count(module.get_model_param_count)  # type: ignore[attr-defined]
+
+
+def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def count(self: Any, batches: list[Any], *rest: Any, **keywords: Any) -> Any:
+        """Of samples that are not filled in; those are left out of `batches` as well."""
+        found = last(batches[-1]) if batches else None
+        if found is not None:
+            batches[-1] = found.part_of(batches[-1])
+        own = [batch.counted() if isinstance(batch, Nothing) else batch for batch in batches]
+        items = original(self, own, *rest, **keywords)
+        self._axonn_counted = items is not None and self.args.average_tokens_across_devices
+        return items
+
+    return count
+
+
+def _weight(self: Any, part: Part) -> float:
+    """Of a reader's loss: where it is a sum over all readers' items, that of a row that is filled in is nothing."""
+    return float(not isinstance(part, Nothing)) if self._axonn_counted else part.share
+
+
+def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def step(self: Any, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Any:
+        if not isinstance(inputs, Part):
+            return original(self, model, inputs, *rest, **keywords)
+        weight = _weight(self, inputs)
+        with weighing(weight):
+            return original(self, model, inputs, *rest, **keywords) * weight
+
+    return step
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def step(self: Any, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Any:
+        found = last(inputs)
+        if found is None:
+            return original(self, model, inputs, *rest, **keywords)
+        self._axonn_counted, part = False, found.part_of(inputs)
+        loss, *of_rows = original(self, model, part, *rest, **keywords)
+        if loss is not None:
+            loss = self.accelerator.reduce(loss * _weight(self, part), "mean")
+        return loss, *(found.filled(one) for one in of_rows)
+
+    return step
+
+
+def _finalize(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def finalize(self: Any, *rest: Any, **keywords: Any) -> Any:
+        """The loss of steps after the last that was logged is that of all readers."""
+        if same() > 1 or _block(self):
+            self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return original(self, *rest, **keywords)
+
+    return finalize
+
+
+def _block(self: Any) -> bool:
+    plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and "axonn" in plugin.deepspeed_config
+
+
+def _store_flos(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def store(self: Any) -> None:
+        """Of every reader once."""
+        if replica():
+            self.current_flos *= 0  # of the type that it has on the others
+        original(self)
+
+    return store
+
+
+def _without_fillers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def counted(self: Any, inputs: Any) -> Any:
+        return original(self, inputs.counted() if isinstance(inputs, Nothing) else inputs)
+
+    return counted
+
+
+def _absent(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of the serial parameters that this rank does not have."""
+    layouts = [(parameter, getattr(parameter, "axonn_layout", None)) for parameter in parameters]
+    return sum(math.prod(layout.serial_shape) - p.numel() for p, layout in layouts if layout is not None)
+
+
+def _num_parameters(original: Callable[..., int]) -> Callable[..., int]:
+    @wraps(original)
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        embeddings = [m.weight for m in self.modules() if exclude_embeddings and isinstance(m, nn.Embedding)]
+        left_out = {id(weight) for weight in embeddings}
+        counted = (p for p in self.parameters() if (p.requires_grad or not only_trainable) and id(p) not in left_out)
+        return original(self, only_trainable, exclude_embeddings) + _absent(counted)
+
+    return num_parameters
+
+
+def _param_count(original: Callable[..., int]) -> Callable[..., int]:
+    @wraps(original)
+    def count(model: Any, trainable_only: bool = False) -> int:
+        return original(model, trainable_only) + _absent(
+            p for p in model.parameters() if p.requires_grad or not trainable_only
+        )
+
+    return count

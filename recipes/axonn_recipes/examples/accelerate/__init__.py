@@ -1,0 +1,1 @@
+"""HF Accelerate with the block in its DeepSpeed configuration."""

@@ -1,0 +1,1 @@
+"""LoRA by PEFT with the block in the DeepSpeed configuration."""

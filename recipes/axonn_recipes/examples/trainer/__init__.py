@@ -1,0 +1,1 @@
+"""The HF Trainer with the block in its DeepSpeed configuration."""

@@ -1,0 +1,99 @@
+"""LoRA by PEFT over split layers: losses, and adapters that one process loads; quantized base layers are refused."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor, nn
+
+import axonn_plugins
+from tests.deepspeed.scripts import one_sentence
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+peft = pytest.importorskip("peft")
+from tests.huggingface.trainer_runs import Case, gpt2, history, llama, trainer  # noqa: E402
+
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (llama, {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "use_rslora": True}),
+    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+}
+
+
+def adapted(name: str) -> nn.Module:
+    build, settings = MODELS[name]
+    model = build()
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    )
+
+
+def tuned(name: str, grid: dict[str, Any] | None, readers: int, stage: int) -> dict[str, Any]:
+    """Train, load the adapter into a model that is whole, and go on from a checkpoint."""
+    arguments = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2}
+    config = {"zero_optimization": {"stage": stage}}
+    case = Case(model=partial(adapted, name), batch=8, arguments=arguments, config=config)
+    block = None if grid is None else {"tensor_parallel": grid}
+    used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
+    used.train()
+    folder = used.args.output_dir
+    used.save_model(f"{folder}/saved")
+    used.accelerator.wait_for_everyone()
+    whole, ids = peft.PeftModel.from_pretrained(MODELS[name][0](), f"{folder}/saved"), torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        logits, own = whole.eval()(ids).logits, used.model.eval()(ids).logits
+    again = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return {"history": history(used), "resumed": history(again), "logits": logits.tolist(), "own": own.tolist()}
+
+
+class Packed(nn.Linear):
+    """A layer as bitsandbytes has them."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.weight = nn.Parameter(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def refused() -> str:
+    try:
+        deepspeed.initialize(
+            model=nn.Sequential(nn.Linear(8, 8), Packed()),
+            config={"train_batch_size": 4, "axonn": {"tensor_parallel": {"gx": 2}}},
+        )
+    except axonn_plugins.config.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def every(grid: dict[str, Any] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: attempt(partial(tuned, name, grid, 1 if grid is None else 2, int(name == "llama"))) for name in MODELS
+    }
+    return found if grid is None else found | {"refused": refused()}
+
+
+def test_adapters_are_those_of_one_process() -> None:
+    wanted = run_ranks(every, 1, None)[0]
+    for found in run_ranks(every, 4, {"gx": 2, "gz": 2, "plan": "auto"}):
+        assert "keeps its weight quantized" in found["refused"] and one_sentence(found["refused"])
+        for name in MODELS:
+            tried, expected = found[name], wanted[name]
+            assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)
+            for key in ("history", "resumed"):
+                assert len(tried[key]) == len(expected[key])
+                for entry, other in zip(tried[key], expected[key], strict=True):
+                    assert entry == pytest.approx(other, rel=2e-4), (name, key)
+            logits = torch.tensor(tried["logits"])
+            for other in (expected["logits"], tried["own"]):
+                torch.testing.assert_close(logits, torch.tensor(other), rtol=0, atol=1e-5)

@@ -1,0 +1,72 @@
+"""TRL's SFTTrainer, whose fused head reads the weight of a layer that is split."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+import axonn_plugins
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+from tests.huggingface.trainer_runs import WORDS, Case, forget, history, llama, settings  # noqa: E402
+
+PACKED = {"packing": True, "packing_strategy": "wrapped"}
+
+
+def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[str, float]]:
+    forget()
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 12, (30,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(3, 59, (length,), generator=generator).tolist()} for length in lengths]
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
+    tokens = {"pad_token": "60", "eos_token": "59", "unk_token": "0"}
+    arguments = trl.SFTConfig(
+        output_dir=same_on_all(tempfile.mkdtemp()),
+        per_device_train_batch_size=8 // readers,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        max_length=12,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=grid is None,
+        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid}),
+        **more,
+    )
+    used = trl.SFTTrainer(
+        model=llama(),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, **tokens),
+    )
+    used.train()
+    return history(used)
+
+
+def every(grids: list[tuple[dict[str, Any] | None, int]]) -> list[Any]:
+    return [attempt(partial(tuned, grid, readers, **more)) for more in ({}, PACKED) for grid, readers in grids]
+
+
+def test_losses_are_those_of_one_process() -> None:
+    wanted = run_ranks(every, 1, [(None, 1)])[0]
+    found = run_ranks(every, 2, [({"gx": 2, "plan": "auto"}, 1), ({"gz": 2, "plan": "auto"}, 2)])[0]
+    for tried, expected in zip(found, [wanted[0], wanted[0], wanted[1], wanted[1]], strict=True):
+        assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)
+        assert len(tried) == len(expected)
+        for key in ("loss", "grad_norm", "learning_rate", "epoch"):
+            assert [e[key] for e in tried if key in e] == pytest.approx(
+                [e[key] for e in expected if key in e], rel=2e-4
+            )

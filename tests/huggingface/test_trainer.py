@@ -1,0 +1,190 @@
+"""What the HF Trainer offers, under the block and in one process: losses, steps, evaluations, files; and sizes that are "auto"."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import axonn_plugins
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+pytest.importorskip("accelerate")
+from tests.huggingface.trainer_runs import (  # noqa: E402
+    Case,
+    Scarce,
+    gpt2,
+    history,
+    llama,
+    packed,
+    reported,
+    trained,
+    trainer,
+)
+
+AUTO = {"gx": "auto", "gy": "auto", "gz": "auto", "plan": "auto"}
+# Ranks: grids, and how many read different data; of "auto" the Trainer is told as if all did.
+GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
+    2: {
+        "gx": ({"gx": 2, "plan": "auto"}, 1),
+        "gy": ({"gy": 2}, 1),
+        "gz": ({"gz": 2, "plan": "auto"}, 2),
+        "auto": (AUTO, 2),
+    },
+    4: {"xz": ({"gx": 2, "gz": 2, "plan": "auto"}, 2), "y and data": ({"gy": 2}, 2), "auto": (AUTO | {"gx": 2}, 4)},
+}
+# 30 samples are not a multiple of 8, nor are 10 of 4.
+EVERYTHING = Case(
+    batch=8,
+    arguments={
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "label_smoothing_factor": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "eval_on_start": True,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "right",
+        "greater_is_better": True,
+        "save_total_limit": 2,
+        "logging_first_step": True,
+        "logging_steps": 3,
+        "include_num_input_tokens_seen": "all",
+    },
+)
+RESUMED = Case(
+    model=llama,
+    config={"zero_optimization": {"stage": 1}},
+    arguments={"num_train_epochs": 1.5, "max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 5},
+)
+PACKED = Case(
+    model=llama,
+    collate=packed,
+    arguments={"num_train_epochs": 1, "train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+)
+PLAIN = Case(batch=8, arguments={"num_train_epochs": 1, "eval_strategy": "epoch"})
+
+
+def scarce(readers: int) -> Any:
+    """A model that has memory for 4 rows of all readers."""
+    Scarce.rows = 4 // readers
+    return gpt2(Scarce)
+
+
+def evaluated_first(block: dict[str, Any] | None, readers: int) -> dict[str, Any]:
+    used = trainer(PLAIN, block, readers, same_on_all(tempfile.mkdtemp()))
+    before = reported(used.evaluate())
+    used.train()
+    return {"history": history(used), "metrics": before, "parameters": used.model.num_parameters()}
+
+
+def every(grids: dict[str, tuple[dict[str, Any], int]] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (grid, readers) in (grids or {"one": ({}, 1)}).items():
+        block = {"tensor_parallel": grid} if grids else None
+        if name == "auto":
+            found[f"plain: {name}"] = attempt(partial(trained, PLAIN, block, readers))
+            continue
+        found[f"everything: {name}"] = attempt(partial(trained, EVERYTHING, block, readers))
+        if name not in ("one", "gz", "gx"):
+            continue
+        found[f"first: {name}"] = attempt(partial(evaluated_first, block, readers))
+        found[f"resumed: {name}"] = attempt(partial(trained, RESUMED, block, readers))
+        if name == "gx":
+            continue
+        found[f"plain: {name}"] = attempt(partial(trained, PLAIN, block, readers))
+        arguments = {"num_train_epochs": 1, "auto_find_batch_size": True}
+        case = Case(model=partial(scarce, readers), batch=8, arguments=arguments)
+        found[f"found: {name}"] = attempt(partial(trained, case, block, readers))
+        found[f"packed: {name}"] = attempt(partial(trained, PACKED, block, readers))
+    if grids and "gz" in grids:
+        for source, target in (("gz", "gz"), ("gx", "gz"), ("gz", "gx")):
+            grid, readers = grids[target]
+            stopped = f"{found[f'resumed: {source}']['folder']}/checkpoint-5"
+            found[f"resumed: {source} {target}"] = attempt(
+                partial(trained, RESUMED, {"tensor_parallel": grid}, readers, resume=stopped)
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    return run_ranks(every, 1, None)[0]
+
+
+@pytest.fixture(scope="module", params=GRIDS)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(every, request.param, GRIDS[request.param])
+
+
+def close(found: Any, expected: Any, name: str) -> None:
+    assert len(found) == len(expected), name
+    for entry, other in zip(found, expected, strict=True):
+        left_out = {"train_loss"} if name.count(" ") > 1 else set()  # of the steps since it resumed
+        assert {k: v for k, v in entry.items() if k not in left_out} == pytest.approx(
+            {k: v for k, v in other.items() if k not in left_out}, rel=2e-4, abs=1e-6
+        ), name
+
+
+def test_as_in_one_process(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, found in rank.items():
+            expected = one[f"{name.partition(':')[0]}: one"]
+            assert not isinstance(found, str) and not isinstance(expected, str), (name, found, expected)
+            close(found["history"], expected["history"], name)
+            assert found["metrics"] == pytest.approx(expected["metrics"], rel=2e-4)
+            for key in ("steps", "checkpoints", "predicted", "parameters"):
+                if key in found and not name.startswith("resumed") and found[key] != expected[key]:
+                    raise AssertionError(f"{name}: {key} {found[key]} {expected[key]}")
+            if "logits" in found:
+                torch.testing.assert_close(
+                    torch.tensor(found["logits"]), torch.tensor(expected["logits"]), rtol=0, atol=5e-5
+                )
+
+
+def test_a_step_is_that_of_all_ranks_whatever_is_chosen() -> None:
+    """In a loop on Accelerate: batches, the steps of its scheduler, and what is said where it cannot be."""
+    from tests.huggingface import test_readers as loops
+
+    def each(config: bool, counted: int) -> dict[str, Any]:
+        loops.forget()
+        raw = loops.settings(AUTO) if config else None
+        return attempt(partial(loops.looped, raw, counted) if config else partial(loops.looped, raw, 1, steps=counted))
+
+    wanted = run_ranks(each, 1, False, 2)[0]
+    for found in run_ranks(each, 2, True, 2):
+        for key in ("losses", "rates"):
+            assert torch.tensor(found[key]) == pytest.approx(torch.tensor(wanted[key]), rel=2e-5)
+
+
+def test_a_loader_before_the_model() -> None:
+    for said in run_ranks(too_early, 2):
+        assert "was given a DataLoader before the model" in said
+
+
+def too_early() -> str:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    from tests.huggingface import test_readers as loops
+
+    assert dist.is_initialized()
+    loops.forget()
+    plugin = DeepSpeedPlugin(hf_ds_config=loops.settings(AUTO))
+    try:
+        Accelerator(deepspeed_plugin=plugin).prepare(DataLoader([1, 2, 3]))
+    except axonn_plugins.config.ConfigError as error:
+        return str(error)
+    return "no error"
