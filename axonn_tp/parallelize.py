@@ -5,7 +5,6 @@ So that of a model on the meta device no rank holds more than one full layer.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -73,7 +72,6 @@ def parallelize(
         from axonn_tp.plan.search.auto import auto_plan
 
         plan, report = auto_plan(model, mesh.grid, example_inputs, options)
-        gc.collect()  # graphs that the search left behind in cycles: they would know the weights by their serial shapes
         if dist.get_rank() == 0:
             print(report, flush=True)
     elif isinstance(plan, str):

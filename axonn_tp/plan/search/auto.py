@@ -10,6 +10,7 @@ its authors publish (HF transformers' ``_tp_plan``) are taken at their word. All
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
@@ -52,6 +53,15 @@ def auto_plan(
     Returns:
         The plan by layer name, and a report; `print` it.
     """
+    try:
+        return _search(model, grid, example_inputs, options, reuse)
+    finally:
+        gc.collect()  # graphs that the search left behind in cycles: they would know the weights by their serial shapes
+
+
+def _search(
+    model: nn.Module, grid: Grid, example_inputs: Any, options: Options | None, reuse: bool
+) -> tuple[dict[str, LayerPlan], Report]:
     finder = _Finder(model, grid, example_inputs, reuse)
     plan: dict[str, LayerPlan] = {}
     for group in finder.accepted():

@@ -30,7 +30,7 @@ class Access:
         Returns:
             Of the parameter's shape, in float32 at least; None where none has come.
         """
-        entry, bucket, store = self._found()
+        entry, _, store = self._found()
         self._optimizer.reducer.finish()
         if not entry.arrived:
             return None
@@ -58,7 +58,7 @@ class Access:
     def set_weights(self, value: Tensor) -> None:
         """Train on from these weights."""
         entry, _, store = self._found()
-        entry.write(entry.read(value.detach().to(store.dtype).reshape(-1), 0, entry.kept), 0)
+        entry.write(entry.read(value.detach().to(self._parameter).reshape(-1), 0, entry.kept), 0)
         if store.master is not None:
             for segment in self._segments():
                 segment.weights.copy_(self._part(value, segment))

@@ -98,11 +98,11 @@ class Composition:
         """The square of the whole model's norm, in which each parameter counts once."""
         named = {entry.name: entry.parameter for entry in self.optimizer.entries}
         device = self.host.mesh.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for name, square in squares.items():
-            # What is not finite counts on every rank: only one replica may have it.
-            if self.host.counts(named[name]) or not square.isfinite():
-                total += square.to(device)
+        every = [square.to(device, torch.float64) for square in squares.values()]
+        counted = torch.tensor([self.host.counts(named[name]) for name in squares], device=device)
+        held = torch.stack(every) if every else torch.zeros(0, dtype=torch.float64, device=device)
+        # What is not finite counts on every rank: only one replica may have it.
+        total = torch.where(counted.bool() | ~held.isfinite(), held, 0).sum()
         dist.all_reduce(total)
         return total
 

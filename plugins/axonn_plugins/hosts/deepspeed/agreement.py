@@ -14,7 +14,6 @@ from axonn_plugins.hosts.common import fingerprint
 from axonn_plugins.hosts.common.agreement import digest, first_difference, gather, on_ranks
 from axonn_plugins.hosts.common.fingerprint import MODEL, Facts
 from axonn_plugins.hosts.deepspeed.roll import wait_for_all
-from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
 
 
 def agree(problem: str | None, facts: Facts, offer: Any = None, stage: int = 0) -> Any:
@@ -131,15 +130,3 @@ def refuse_experts(model: nn.Module) -> None:
             raise ValueError(
                 f"layer {name} is a DeepSpeed MoE, whose experts differ between ranks; give axonn the key ted, which knows them"
             )
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse optimizers that are not element-wise.
-
-    Raises:
-        ValueError: names it.
-    """
-    if optimizer is not None and needs_whole_matrices(type(optimizer).__name__):
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
-        )

@@ -6,7 +6,6 @@ summed by parameters' layouts: by the optimizer where states are ours (`states_c
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections import Counter
@@ -21,11 +20,11 @@ from torch import nn
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
+from axonn_plugins.hosts.common import replicas
+from axonn_plugins.hosts.common.elementwise import check_optimizer
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
-from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import (
     agree,
-    check_optimizer,
     check_shapes,
     facts_of,
     refuse_experts,
@@ -183,8 +182,6 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None
         if self._axonn.plan == "auto":
             plan, report = auto_plan(model, grid)
-            # A graph that the search left behind in a cycle would know the weights by their serial shapes.
-            gc.collect()
         return Split(plan, place(model, grid, plan, options(self._axonn)), report)
 
     def _apply_split(self, model: nn.Module, split: Split) -> None:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.common import digests
+from axonn_plugins.hosts.common import digests, replicas
 from axonn_plugins.hosts.common.agreement import on_ranks
 from axonn_plugins.hosts.common.digests import GENERATORS, Sketch
-from axonn_plugins.hosts.deepspeed import replicas
 from axonn_tp import Grid, Mesh, layout_of
 
 _AXES = ("x", "y", "z", "data")

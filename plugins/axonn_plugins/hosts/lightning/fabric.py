@@ -13,9 +13,10 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from axonn_plugins.hosts.common.elementwise import check_optimizer
 from axonn_plugins.hosts.lightning import files
 from axonn_plugins.hosts.lightning.gradients import Gradients
-from axonn_plugins.hosts.lightning.states import check_optimizer, own_state, whole_state
+from axonn_plugins.hosts.lightning.states import own_state, whole_state
 from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
 from axonn_tp import full_state_dict
 

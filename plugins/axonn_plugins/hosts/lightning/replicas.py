@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import digests
-from axonn_plugins.hosts.deepspeed.replicas import align_random_state
+from axonn_plugins.hosts.common.replicas import align_random_state
 from axonn_tp import Mesh
 
 _LOSS = 1e-3
@@ -101,7 +101,7 @@ _made: list[Mesh] = []
 
 def own_samplers(mesh: Mesh) -> None:
     """Have samplers of a script's own that count ranks, or readers and this rank's number, deal out to readers."""
-    from axonn_plugins.hosts.deepspeed.replicas import share_samplers
+    from axonn_plugins.hosts.common.replicas import share_samplers
 
     share_samplers(mesh)
     _made[:] = [mesh]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.common.elementwise import needs_whole_matrices
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.whole import assemble
 
@@ -90,15 +89,3 @@ def split_states(optimizer: Optimizer, mesh: Mesh) -> None:
     for parameter in parameters_of(optimizer):
         held = optimizer.state.get(parameter, {})
         held.update({key: _own(value, parameter, mesh) for key, value in held.items()})
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are not element-wise.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if needs_whole_matrices(type(optimizer).__name__):
-        raise ConfigError(
-            f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
-        )

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.hosts.common import replicas
+from axonn_plugins.hosts.common.elementwise import check_optimizer
 from axonn_plugins.hosts.common.tensor_parallel import options
-from axonn_plugins.hosts.deepspeed import replicas
-from axonn_plugins.hosts.deepspeed.agreement import check_optimizer, compare, refuse_experts
+from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
 from axonn_plugins.hosts.deepspeed.engine import choose_sizes
 from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches

@@ -16,8 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
+from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
-from axonn_plugins.hosts.deepspeed import replicas
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
 from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
