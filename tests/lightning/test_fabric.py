@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DeepSpeedStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import DeepSpeedStrategy as TrainersDeepSpeedStrategy
 from torchmetrics import SumMetric
 
@@ -253,6 +254,7 @@ def test_sizes_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_deepspeed_strategy_deals_out_to_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # environments set it for the whole process
     block = {"axonn": {"tensor_parallel": {"gx": 2}}}
     for config, rank, dealt in (
         (None, 3, (4, 3)),
