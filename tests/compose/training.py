@@ -191,11 +191,13 @@ def _serial_run(case: Case, readers: int) -> tuple[list[float], list[float]]:
             for name, mask in masks.items():
                 parameters[name].mul_(mask)
         total = 0.0
-        for ids in step.flatten(0, 1):
-            labels = goldfish_labels(ids[:, 1:], **goldfish) if goldfish else ids[:, 1:]
-            loss = model(ids[:, :-1], labels) / (readers * ACCUMULATION)
-            loss.backward()
-            total += loss.item()
+        for parts in step:
+            labels = [goldfish_labels(ids[:, 1:], **goldfish) if goldfish else ids[:, 1:] for ids in parts]
+            kept = torch.tensor([targets.ne(-100).sum() for targets in labels]).double()
+            for ids, targets, share in zip(parts, labels, kept / kept.sum() / ACCUMULATION, strict=True):
+                loss = model(ids[:, :-1], targets) * share
+                loss.backward()
+                total += loss.item()
         if "gradient_noise" in case.block:
             _add_noise(case, parameters, number)
         for name, mask in masks.items():

@@ -27,7 +27,7 @@ from axonn_plugins.config import compose as pairs
 from axonn_plugins.hosts.common.agreement import meet
 from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
-from axonn_plugins.hosts.common.goldfish import LabelMask
+from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
@@ -123,7 +123,8 @@ def compose(
         world.take(found.pccl.options())
     mesh = _split(model, found)
     run = Run(model, mesh)
-    _mask_labels(model, mask)
+    if mask is not None:
+        _mask_labels(model, mask, mesh)
     run._composition = Composition(found, stage, run)
     names = run.serial_names()
     settings = run._composition.settings(set(trained), names)
@@ -136,13 +137,20 @@ def compose(
     return run
 
 
-def _mask_labels(model: nn.Module, mask: LabelMask | None) -> None:
-    if mask is not None:
+def _mask_labels(model: nn.Module, mask: LabelMask, mesh: Mesh) -> None:
+    weights: list[Weight | None] = []
 
-        def masked(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return mask.arguments(inputs, keywords, model.training)
+    def masked(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        inputs, keywords = mask.arguments(inputs, keywords, model.training)
+        weights.append(mask.weight(inputs, keywords, model.training, mesh.group("batch"), mesh.device))
+        return inputs, keywords
 
-        model.register_forward_pre_hook(masked, with_kwargs=True)
+    def weighed(model: nn.Module, inputs: tuple, output: Any) -> Any:
+        weight = weights.pop()
+        return output if weight is None else weight.of(output)
+
+    model.register_forward_pre_hook(masked, with_kwargs=True)
+    model.register_forward_hook(weighed)
 
 
 def _refuse(block: Axonn) -> None:

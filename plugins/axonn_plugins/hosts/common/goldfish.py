@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.config.goldfish import Goldfish
-from axonn_plugins.goldfish import goldfish_labels
+from axonn_plugins.goldfish import IGNORED, goldfish_labels
 
 _KEY = "axonn.goldfish.labels"
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -64,23 +66,61 @@ class LabelMask:
         """
         if not self.active(training):
             return inputs, keywords
+        place = self._place(inputs, keywords)
+        if place is None:
+            if training and torch.is_grad_enabled():
+                raise ConfigError(
+                    f"{_KEY} = {self.block.labels!r}, and the model was called without that argument while it trains, so that nothing could be "
+                    "left out of the loss; pass the labels to the model, or leave axonn.goldfish out and mask them by "
+                    "axonn_plugins.goldfish.goldfish_labels"
+                )
+            return inputs, keywords
+        if isinstance(place, int):
+            return (*inputs[:place], self.labels(inputs[place]), *inputs[place + 1 :]), keywords
+        if place != "shift_labels" and keywords.get("shift_labels") is not None:
+            raise ConfigError(
+                f"{_KEY} = {place!r}, and the model was given shift_labels, of which it computes the loss; name those"
+            )
+        return inputs, {**keywords, place: self.labels(keywords[place])}
+
+    def _place(self, inputs: tuple, keywords: dict[str, Any]) -> int | str | None:
+        """Where the labels are in a call."""
         wanted = self.block.labels
         name = self._names[wanted] if isinstance(wanted, int) and wanted < len(self._names) else wanted
-        place = self._names.index(name) if name in self._names else wanted
         if isinstance(name, str) and keywords.get(name) is not None:
-            if name != "shift_labels" and keywords.get("shift_labels") is not None:
-                raise ConfigError(
-                    f"{_KEY} = {wanted!r}, and the model was given shift_labels, of which it computes the loss; name those"
-                )
-            return inputs, {**keywords, name: self.labels(keywords[name])}
-        if isinstance(place, int) and place < len(inputs) and inputs[place] is not None:
-            return (*inputs[:place], self.labels(inputs[place]), *inputs[place + 1 :]), keywords
-        if training and torch.is_grad_enabled():
-            raise ConfigError(
-                f"{_KEY} = {wanted!r}, and the model was called without that argument while it trains, so that nothing could be left out of "
-                "the loss; pass the labels to the model, or leave axonn.goldfish out and mask them by axonn_plugins.goldfish.goldfish_labels"
-            )
-        return inputs, keywords
+            return name
+        place = self._names.index(name) if name in self._names else wanted
+        return place if isinstance(place, int) and place < len(inputs) and inputs[place] is not None else None
+
+    def weight(
+        self,
+        inputs: tuple,
+        keywords: dict[str, Any],
+        training: bool,
+        readers: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> Weight | None:
+        """What makes the mean of the readers' losses the mean over all kept targets, as one process computes it.
+
+        Args:
+            inputs: what `arguments` returned: given by place,
+            keywords: and by name.
+            training: whether the model is in training mode.
+            readers: ranks that read different rows, all of which call it; None: all ranks.
+            device: of their collectives.
+
+        Returns:
+            None where nothing was masked, or the script itself says how many targets to divide by.
+        """
+        place = self._place(inputs, keywords) if self.active(training) else None
+        if place is None or dist.get_world_size(readers) == 1 or keywords.get("num_items_in_batch") is not None:
+            return None
+        labels = inputs[place] if isinstance(place, int) else keywords[place]
+        return Weight(self.kept(labels).to(device), readers)
+
+    def kept(self, labels: Tensor) -> Tensor:
+        """How many targets masked labels have."""
+        return (labels[..., 1:] if self._shifts else labels).ne(IGNORED).sum()
 
     def labels(self, labels: Any) -> Tensor:
         """Labels of whole rows, masked.
@@ -120,6 +160,36 @@ class LabelMask:
                 f"{_KEY} = {place!r}, and the labels of the PipelineModule are {size}; give the place of the one that has token ids, from 0"
             )
         return (*labels[:place], self.labels(labels[place]), *labels[place + 1 :])
+
+
+class Weight:
+    """The share of the kept targets that this rank has, as a factor of its loss.
+
+    Args:
+        kept: number of targets of this rank's rows.
+        readers: ranks that read different rows.
+    """
+
+    def __init__(self, kept: Tensor, readers: dist.ProcessGroup | None) -> None:
+        self._kept, self._all, self._ranks = kept, kept.clone(), dist.get_world_size(readers)
+        self._work: Any = dist.all_reduce(self._all, group=readers, async_op=True)
+
+    def of(self, output: Any) -> Any:
+        """What a model returned, with its loss weighed: a scalar, the first of a tuple, or `loss` of a mapping."""
+        self._work.wait()
+        if isinstance(output, MutableMapping) and isinstance(output.get("loss"), Tensor):
+            output["loss"] = self._weigh(output["loss"])
+            return output
+        if type(output) is tuple and output and isinstance(output[0], Tensor):
+            return (self._weigh(output[0]), *output[1:])
+        return self._weigh(output) if isinstance(output, Tensor) else output
+
+    def _weigh(self, loss: Tensor) -> Tensor:
+        if loss.dim():
+            return loss
+        factor = self._kept.double() * self._ranks / self._all
+        # The mean over no targets is not a number.
+        return torch.where(self._kept > 0, loss * factor.to(loss.dtype), torch.zeros_like(loss))
 
 
 def _is_causal_of_transformers(model: nn.Module) -> bool:

@@ -75,6 +75,10 @@ class MaskedLabels(DeepSpeedEngine):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward, with labels in which targets are left out."""
-        if self.label_mask is not None:
-            inputs, keywords = self.label_mask.arguments(inputs, keywords, self.module.training)
-        return super().forward(*inputs, **keywords)
+        mask, training = self.label_mask, self.module.training
+        if mask is None:
+            return super().forward(*inputs, **keywords)
+        inputs, keywords = mask.arguments(inputs, keywords, training)
+        weight = mask.weight(inputs, keywords, training, self.data_parallel_group, self.device)
+        output = super().forward(*inputs, **keywords)
+        return output if weight is None else weight.of(output)

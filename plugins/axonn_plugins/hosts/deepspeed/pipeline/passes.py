@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from axonn_plugins.hosts.common.goldfish import LabelMask
+from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.deepspeed.optim.wrapped import EngineOptimizer
 from axonn_plugins.pipeline.packing import Message
 
@@ -95,7 +96,7 @@ class StagePasses(PipelineEngine):
         loss: Any = None
         differentiable: tuple[Tensor, ...] = ()
         if self.is_last_stage():
-            loss = self._loss_of(outputs, self._masked(batch))
+            loss = self._loss_of(outputs, *self._masked(batch))
         else:
             tensors = _as_tuple(outputs, "the output")
             flags = tuple(tensor.requires_grad for tensor in tensors)
@@ -109,11 +110,16 @@ class StagePasses(PipelineEngine):
     def _agreed_batch(self) -> Any:
         return self._next_batch()
 
-    def _masked(self, batch: Any) -> Any:
-        """A batch with labels in which the goldfish loss leaves targets out."""
-        if self._label_mask is None or not self._label_mask.active(self.module.training):
-            return batch
-        return batch[0], self._label_mask.several(batch[1])
+    def _masked(self, batch: Any) -> tuple[Any, Weight | None]:
+        """A batch with labels in which the goldfish loss leaves targets out, and what its loss is multiplied by."""
+        mask = self._label_mask
+        if mask is None or not mask.active(self.module.training):
+            return batch, None
+        labels = mask.several(batch[1])
+        rows = labels if isinstance(labels, Tensor) else labels[mask.block.labels]
+        readers = self.grid.get_data_parallel_group()
+        weight = Weight(mask.kept(rows).to(self.device), readers) if dist.get_world_size(readers) > 1 else None
+        return (batch[0], labels), weight
 
     def _outputs(self, inputs: Values) -> Any:
         # Not through PipelineEngine, which has no forward.
@@ -194,12 +200,14 @@ class StagePasses(PipelineEngine):
             return tuple(label.to(self.device).detach() for label in given)
         return given
 
-    def _loss_of(self, outputs: Any, batch: Any) -> Any:
+    def _loss_of(self, outputs: Any, batch: Any, weight: Weight | None) -> Any:
         if self._compute_loss and self.module.loss_fn is not None:
             self.loss = self.module.loss_fn(outputs, self._labels(batch[1]))
         else:
             # Some models return the loss themselves.
             self.loss = outputs
+        if weight is not None:
+            self.loss = weight.of(self.loss)
         if self.eval_return_logits:
             self.outputs = outputs
         single = isinstance(self.loss, Tensor)
