@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 Times = dict[str, dict[str, float]]
 
+_LOCK_SECONDS = 10.0
 _NAME = re.compile(r"\d+x\d+x\d+ \w+ ([NT][NT])")
 
 
@@ -103,15 +105,17 @@ def _ignore(path: Path, reason: str) -> Times:
 def write_times(folder: Path, machine: Machine, times: Mapping[str, Mapping[str, float]]) -> None:
     """Add to what is on disk; a reader finds the old file or the new one. A folder that cannot be written to is warned of."""
     path = machine.file(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        products = {**read_times(folder, machine), **times}
     partial = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as partial:
-            json.dump({"machine": asdict(machine), "products": products}, partial, indent=1)
-        os.replace(partial.name, path)
+        # Stages of a pipeline measure apart, and each adds its own.
+        with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                products = {**read_times(folder, machine), **times}
+            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as partial:
+                json.dump({"machine": asdict(machine), "products": products}, partial, indent=1)
+            os.replace(partial.name, path)
     except OSError as error:
         if partial is not None:
             Path(partial.name).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,16 @@ def test_the_cache_spares_the_next_run_its_measurements(tmp_path: Path) -> None:
     second = Tuner(CPU, tmp_path, clock)
     second.matmul(*operands())
     assert clock.asked == 0 and second.times == first.times and second.choice(PRODUCT) == "NN"
-    write_times(tmp_path, Machine.of(CPU), {"1x2x3 float32 NN": {"NN": 1.0, "NT": 1.0, "TN": 1.0}})
+    write_times(tmp_path, Machine.of(CPU), {"1x2x3 float32 NN": GOOD})
     assert set(read_times(tmp_path, Machine.of(CPU))) == {NAME, "1x2x3 float32 NN"}
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".lock"}
+
+
+def test_what_stages_measure_apart_is_kept(tmp_path: Path) -> None:
+    names = [f"{size}x2x3 float32 NN" for size in range(1, 33)]
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda name: write_times(tmp_path, Machine.of(CPU), {name: GOOD}), names))
+    assert set(read_times(tmp_path, Machine.of(CPU))) == set(names)
 
 
 def test_another_library_has_times_of_its_own(tmp_path: Path) -> None:

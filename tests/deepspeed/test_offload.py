@@ -58,6 +58,7 @@ def engine_of(name: str) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"reduce_bucket_size": 100},
         "axonn": BLOCK,
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
         **CASES[name],
@@ -91,6 +92,7 @@ def _train(folder: str) -> dict[str, Any]:
             losses.append(loss.item())
             skipped.append(bool(engine.optimizer.overflow))
         optimizer = engine.optimizer
+        assert optimizer.bucket_bytes == 2048 * dtype.itemsize  # by coarsening, and not DeepSpeed's key
         away = host_bytes(optimizer.stores)
         counted = (optimizer.nbytes - away, step_bytes(optimizer.stores, optimizer.tile_size), away)
         found[name] = losses, skipped, bits(engine.module), engine.get_global_grad_norm(), counted

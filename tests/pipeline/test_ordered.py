@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from axonn_plugins.pipeline.links import Arrival, StageLost
 from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.schedule import POLICIES, Policy, Stage, automatic_limit
-from axonn_plugins.pipeline.transport import Arrival, StageLost, Transport
+from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.wires import CHANNELS, TorchWire
 from tests.pipeline.ordered import World
 

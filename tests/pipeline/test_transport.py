@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.pipeline.clock import Clock
+from axonn_plugins.pipeline.links import AHEAD, StageLost
 from axonn_plugins.pipeline.packing import DTYPES, UNKNOWN, Message, pack, sizes, unpack
-from axonn_plugins.pipeline.transport import AHEAD, StageLost, Transport
+from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.watch import Watch
 from axonn_plugins.pipeline.wires import TorchWire, mpi_found
 from tests.distributed import run_ranks

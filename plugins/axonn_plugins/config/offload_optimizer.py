@@ -20,7 +20,8 @@ class OffloadOptimizer(Block):
     )
     coarsening: Size = Field(
         4,
-        description="Buckets whose gradients are averaged in one all-reduce, while backward goes on.",
+        description="Buckets whose gradients are averaged in one all-reduce, while backward goes on; where given, in the place "
+        "of zero_optimization.reduce_bucket_size.",
     )
 
     @field_validator("bucket_size", mode="before")

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from axonn_plugins.pipeline.transport import StageLost, in_vain
+from axonn_plugins.pipeline.links import StageLost, in_vain
 
 _LISTEN_SECONDS, _YIELD_SECONDS, _ANSWER_SECONDS = 1.0, 3.0, 10.0
 # Gloo's errors are plain RuntimeErrors.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
 from axonn_plugins.hosts.deepspeed.optim.wrapped import basic_optimizer, loss_scaler
 from axonn_plugins.hosts.deepspeed.sections import on, section
@@ -125,19 +126,20 @@ class OwnStates(CheckedCheckpoints):
             loss_scaler(self),
             self.gradient_clipping(),
             self._reduces,
-            **self.composition.settings(trained, names) | self._configured(trained),
+            **self.composition.settings(trained, names) | self._configured(trained, self._own_block.offload_optimizer),
         )
         self.composition.attach(self.optimizer)
         self.basic_optimizer = self.optimizer
         # The optimizer sums gradients while backward runs, and what is left when it steps.
         self.enable_backward_allreduce = False
 
-    def _configured(self, trained: set[nn.Parameter]) -> dict[str, Any]:
+    def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
         """What DeepSpeed's sections say of the optimizer."""
         raw = self._config.axonn_raw
         zero, made = section(raw, "zero_optimization"), dict[str, Any]()
         elements = zero.get("reduce_bucket_size")
-        if isinstance(elements, int | float) and trained:
+        coarsened = offload is not None and "coarsening" in offload.model_fields_set
+        if isinstance(elements, int | float) and trained and not coarsened:
             made["bucket_bytes"] = int(elements) * max(parameter.element_size() for parameter in trained)
         if section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
             made["gradient_dtype"] = torch.float32

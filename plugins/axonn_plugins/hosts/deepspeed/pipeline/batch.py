@@ -26,9 +26,10 @@ from axonn_plugins.hosts.deepspeed.pipeline.passes import StagePasses, checkpoin
 from axonn_plugins.hosts.deepspeed.pipeline.ties import sum_gradients
 from axonn_plugins.pipeline.events import Event, Kind, Recorder
 from axonn_plugins.pipeline.lead import Lead
+from axonn_plugins.pipeline.links import Arrival, StageLost
 from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.schedule import Action, Stage, automatic_limit
-from axonn_plugins.pipeline.transport import Arrival, StageLost, Transport
+from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.watch import Watch
 from axonn_plugins.pipeline.wires import TorchWire
 
