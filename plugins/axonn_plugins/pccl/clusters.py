@@ -10,8 +10,8 @@ costs its sender 1 us, which is assumed, as is the node's 205 GB/s of DDR4 that 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from axonn_plugins.pccl.published import Published, published
 from axonn_plugins.pccl.simulate import Machine
 
 MB = 1_000_000
@@ -19,27 +19,6 @@ PROCESSES = (32, 64, 128, 256, 512, 1024, 2048)
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY = 0.7
 DDR4 = 205e9
-
-
-@dataclass(frozen=True)
-class Published:
-    """A speedup of the published PCCL, read from the text of section 6.3.1.
-
-    Attributes:
-        collective: which.
-        against: the library that was slower.
-        processes: how many, from and to.
-        sizes: MB, from and to.
-        low: the least speedup that the text gives.
-        high: the greatest; None where the text says "more than".
-    """
-
-    collective: str
-    against: str
-    processes: tuple[int, int]
-    sizes: tuple[int, int]
-    low: float
-    high: float | None
 
 
 @dataclass(frozen=True)
@@ -73,25 +52,13 @@ class Cluster:
         return replace(self.machine, nics=1, reduce_bandwidth=DDR4 / 3 / self.ranks, **latencies)
 
 
-def _both(*rest: Any) -> tuple[Published, Published]:
-    return Published("all_gather", *rest), Published("reduce_scatter", *rest)
-
-
 FRONTIER = Cluster(
     "Frontier",
     "RCCL",
     8,
     Machine(4, EFFICIENCY * 25e9, 5e-6, EFFICIENCY * 100e9, 2.5e-6, 1e-6, 1.6e12 / 3),
     (64, 30.0),
-    (
-        *_both("RCCL", (2048, 2048), (16, 64), 30.0, None),
-        *_both("RCCL", (2048, 2048), (512, 512), 11.4, 11.4),
-        Published("all_gather", "RCCL", (2048, 2048), (1024, 1024), 7.0, 7.0),
-        Published("reduce_scatter", "RCCL", (2048, 2048), (1024, 1024), 6.2, 6.2),
-        Published("all_gather", "RCCL", (32, 32), (1024, 1024), 0.52, 0.52),
-        Published("reduce_scatter", "RCCL", (32, 32), (1024, 1024), 0.55, 0.55),
-        Published("all_gather", "Cray MPICH", (2048, 2048), (64, 512), 27.0, 82.0),
-    ),
+    published("Frontier"),
 )
 
 PERLMUTTER = Cluster(
@@ -100,13 +67,7 @@ PERLMUTTER = Cluster(
     4,
     Machine(4, EFFICIENCY * 25e9, 5e-6, EFFICIENCY * 300e9, 2.5e-6, 1e-6, 1.555e12 / 3),
     (32, 4.0),
-    (
-        *_both("NCCL", (1024, 2048), (16, 32), 3.0, 5.0),
-        *_both("NCCL", (2048, 2048), (128, 512), 2.0, 3.0),
-        *_both("NCCL", (32, 32), (1024, 1024), 0.67, 0.67),
-        *_both("NCCL", (1024, 2048), (64, 128), 1.3, 4.6),
-        *_both("Cray MPICH", (1024, 2048), (64, 128), 8.8, 15.0),
-    ),
+    published("Perlmutter"),
 )
 
 CLUSTERS = {"frontier": FRONTIER, "perlmutter": PERLMUTTER}

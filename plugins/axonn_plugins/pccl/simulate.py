@@ -12,6 +12,7 @@ A program is built once and timed for many sizes. Where all nodes are alike, one
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Machine:
         near_latency: of a message within a node.
         overhead: time for which a message occupies its sender's port besides its bytes.
         reduce_bandwidth: bytes of a message that a rank combines with its own in a second.
+        copy_bandwidth: bytes of a message from another node that are copied on in a second once they are there, which keeps
+            no port busy.
     """
 
     nics: int
@@ -41,6 +44,7 @@ class Machine:
     near_latency: float
     overhead: float
     reduce_bandwidth: float
+    copy_bandwidth: float = math.inf
 
 
 class Timed:
@@ -115,7 +119,7 @@ class Timed:
                 size = sizes.of(op, op.src)
                 bandwidth = machine.nic_bandwidth if far else machine.near_bandwidth
                 gone = occupy(self._port(rank, far, machine, 1), time, machine.overhead + size / bandwidth)
-                latency = machine.far_latency if far else machine.near_latency
+                latency = machine.far_latency + size / machine.copy_bandwidth if far else machine.near_latency
                 push(gone - size / bandwidth + latency, False, (rank, index))
                 done(rank, index, gone)
             elif op.kind is Kind.REDUCE:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from axonn_plugins.pccl.algorithms import algorithms
-from axonn_plugins.pccl.clusters import MB, PROCESSES, SIZES, Cluster, Published
+from axonn_plugins.pccl.clusters import MB, PROCESSES, SIZES, Cluster
+from axonn_plugins.pccl.published import Published
 from axonn_plugins.pccl.simulate import Machine, Timer, timer
 
 COLLECTIVES = ("all_gather", "reduce_scatter")
@@ -38,13 +39,19 @@ class Sweep:
 
     def range(self, system: str, point: Published) -> tuple[float, float]:
         """The least and the greatest speedup over the cells that a published number speaks of."""
-        found = [
-            self.speedup(system, point.against, point.collective, processes, size)
-            for processes in PROCESSES
-            for size in SIZES
-            if point.processes[0] <= processes <= point.processes[1] and point.sizes[0] <= size <= point.sizes[1]
-        ]
+        found = [self.speedup(system, point.over, *cell) for cell in cells(point)]
         return min(found), max(found)
+
+
+def cells(point: Published) -> list[tuple[str, int, int]]:
+    """(collective, processes, MB) that a published number speaks of."""
+    return [
+        (collective, processes, size)
+        for collective in point.collectives
+        for processes in PROCESSES
+        for size in SIZES
+        if point.processes[0] <= processes <= point.processes[1] and point.megabytes[0] <= size <= point.megabytes[1]
+    ]
 
 
 class Timers:
@@ -112,11 +119,12 @@ def comparison(specified: Sweep, fitted: Sweep) -> str:
         f"{'specified':<14}{'fitted':<14}{'ours, fitted':<14}",
     ]
     for point in cluster.published:
-        published = f"> {point.low:g}" if point.high is None else _span(point.low, point.high)
+        if point.system != "PCCL":
+            continue
         lines.append(
-            f"{point.collective:<16}{point.against:<12}{_span(*point.processes):<12}{_span(*point.sizes):<10}"
-            f"{published:<12}{_span(*specified.range('PCCL', point)):<14}{_span(*fitted.range('PCCL', point)):<14}"
-            f"{_span(*fitted.range('ours', point)):<14}"
+            f"{collectives(point):<16}{point.over:<12}{span(*point.processes):<12}{span(*point.megabytes):<10}"
+            f"{numbers(point):<12}{span(*specified.range('PCCL', point)):<14}{span(*fitted.range('PCCL', point)):<14}"
+            f"{span(*fitted.range('ours', point)):<14}"
         )
     return "\n".join(lines)
 
@@ -134,6 +142,17 @@ def heat_table(found: Sweep, collective: str, system: str) -> str:
     return "\n".join(lines)
 
 
-def _span(low: float, high: float) -> str:
+def collectives(point: Published) -> str:
+    """Of which a number is."""
+    return point.collectives[0] if len(point.collectives) == 1 else "both"
+
+
+def numbers(point: Published) -> str:
+    """What was published."""
+    return f"> {point.low:g}" if point.more_than else span(point.low, point.high)
+
+
+def span(low: float, high: float) -> str:
+    """A range, in two digits."""
     first, last = (f"{value:.0f}" if value >= 15 else f"{value:.2g}" for value in (low, high))
     return first if first == last else f"{first} - {last}"

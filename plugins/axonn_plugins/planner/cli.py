@@ -14,7 +14,7 @@ from tyro import conf
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.planner import files, machine, model, report
+from axonn_plugins.planner import files, machine, model, report, validate
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.step import Setting
 from axonn_plugins.planner.transformer import STRATEGIES, Mode
@@ -53,6 +53,7 @@ class Options:
         explain: why the best wins, what does not fit, what would change it.
         json: a file for the answer; - is standard output, which then has nothing else.
         plot: a file for a picture of configurations, memory and shares of time, as Figures 1 to 4 of the paper.
+        validate: published measurements beside what the model says of the same; needs no other option, and takes none.
     """
 
     model: Annotated[
@@ -93,10 +94,13 @@ class Options:
     explain: bool = False
     json: str | None = None
     plot: str | None = None
+    validate: bool = False
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
+    if "--validate" in arguments:
+        return validate.main(arguments)
     parsed = read(Options, arguments, "axonn plan")
     if parsed.plot == "-":
         raise ConfigError(

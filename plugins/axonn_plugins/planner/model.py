@@ -29,6 +29,7 @@ class Transformer:
         kv_heads: heads of keys and values; 0 for as many as `heads`.
         head_width: features of a head; 0 for e/h.
         vocabulary: tokens; 0 where unknown.
+        untied: whether the output layer has a table of tokens of its own.
         source: where the sizes come from.
 
     Raises:
@@ -44,6 +45,7 @@ class Transformer:
     kv_heads: int = 0
     head_width: int = 0
     vocabulary: int = 0
+    untied: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -73,10 +75,10 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Of the layers, and of a tied table of tokens where the vocabulary is known."""
+        """Of the layers, and of the tables of tokens where the vocabulary is known."""
         attention = self.hidden * self.q * (2 * self.heads + 2 * self.kv) + self.hidden
         mlp = 2 * self.hidden * self.f + self.f + self.hidden
-        return self.layers * (attention + mlp + 4 * self.hidden) + self.vocabulary * self.hidden
+        return self.layers * (attention + mlp + 4 * self.hidden) + (1 + self.untied) * self.vocabulary * self.hidden
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -109,8 +111,8 @@ class Transformer:
 
 Model = Transformer | UNet
 _REQUIRED = ("layers", "hidden", "heads")
-_NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("name", "source")]
-_OPTIONAL = ("name", "source", *(key for key in _NUMBERS if key not in _REQUIRED))
+_NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("name", "source", "untied")]
+_OPTIONAL = ("name", "source", "untied", *(key for key in _NUMBERS if key not in _REQUIRED))
 _UNET = ("image", "blocks", "heads", "in_channels")
 _UNET_LISTS = {"multipliers": 1, "attention_levels": 0}
 _PAIR = re.compile(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*")
@@ -168,7 +170,10 @@ def parse(where: str, table: dict[str, Any], name: str, source: str = "") -> Mod
     files.keys(where, table, _REQUIRED, _OPTIONAL)
     least = {"vocabulary": 0, "feed_forward": 0, "kv_heads": 0, "head_width": 0}
     sizes = {key: files.whole(f"{where}: {key}", table[key], least.get(key, 1)) for key in _NUMBERS if key in table}
-    return Transformer(name=name, source=source, **sizes)
+    untied = table.get("untied", False)
+    if not isinstance(untied, bool):
+        raise ConfigError(f"{where}: untied = {untied!r} is not true or false; write one of the two")
+    return Transformer(name=name, source=source, untied=untied, **sizes)
 
 
 def _unet(where: str, table: dict[str, Any]) -> dict[str, Any]:
