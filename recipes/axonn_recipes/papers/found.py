@@ -53,5 +53,5 @@ class Experiment:
         return self.seconds <= QUICK
 
 
-QUICK = 20.0
+QUICK = 30.0
 """Seconds of the longest experiment of the quick set."""

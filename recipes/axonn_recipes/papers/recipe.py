@@ -27,7 +27,7 @@ class Options(Run):
 
     Attributes:
         only: seeds, chapters, tables or figures, with commas between, such as "000 fig 4.6, 003 table III, 000 chapter 6".
-        all: also what takes long; by itself only what is named is run if it takes more than 20 seconds.
+        all: also what takes long; by itself only what is named is run if it takes more than 30 seconds.
         list: print the rows, how each is reproduced and what that takes.
         coverage: write the table of coverage to this file, and run nothing.
     """

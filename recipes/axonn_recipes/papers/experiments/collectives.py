@@ -217,10 +217,10 @@ def point_to_points(folder: Path) -> Found:
 
 _MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "collectives_libraries": Experiment(libraries, _MODEL, 10),
-    "collectives_frontier": Experiment(frontier, _MODEL, 10),
-    "collectives_perlmutter": Experiment(perlmutter, _MODEL, 10),
-    "collectives_zero_3": Experiment(zero_3, _MODEL, 20),
+    "collectives_libraries": Experiment(libraries, _MODEL, 25),
+    "collectives_frontier": Experiment(frontier, _MODEL, 25),
+    "collectives_perlmutter": Experiment(perlmutter, _MODEL, 15),
+    "collectives_zero_3": Experiment(zero_3, _MODEL, 30),
     "collectives_messages": Experiment(messages, "counted", 1),
     "collectives_point_to_point": Experiment(point_to_points, _MODEL, 1),
 }

@@ -137,8 +137,9 @@ def overlap(folder: Path) -> Found:
 
 
 def running_example(folder: Path) -> Found:
-    """003's Figure 3: 20B, 16 samples of 2048 positions, on 16 GPUs of Perlmutter, on the fastest grid without overlap."""
-    plan = best("perlmutter", "gpt-20b", 16, 16, EXPOSED)
+    """003's Figure 3: 20B, 16 samples of 2048 positions, on 16 GPUs of Perlmutter, on the fastest grid without overlap that splits over x and z."""
+    axes = [{"gx": gx, "gz": gz} for gx in (2, 4, 8) for gz in (2, 4, 8) if gx * gz <= 16]
+    plan = min((best("perlmutter", "gpt-20b", 16, 16, EXPOSED, fixed) for fixed in axes), key=lambda one: one.seconds)
     times = _stages("perlmutter", "gpt-20b", 16, 16, plan)
     steps = list(times.values())
     names = ("all-reduces", "reduce-scatters", "all-gathers", "kept weights")

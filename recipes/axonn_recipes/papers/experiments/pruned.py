@@ -7,7 +7,6 @@ powers of two: domains of two are taken. What compressing gradients costs is not
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.collectives import Kind, seconds
-from axonn_plugins.planner.search import Constraints, Plan, search
 from axonn_plugins.planner.step import Setting
 from axonn_plugins.samo.memory_cli import picture
 from axonn_recipes.models.vgg import VGG, VGGConfig
 from axonn_recipes.models.wide_resnet import WideResNet, WideResNetConfig
+from axonn_recipes.papers.configured import Run, every, runs
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import less
 from axonn_recipes.papers.found import Experiment, Found
@@ -41,25 +40,22 @@ SYSTEMS = ("AxoNN", "AxoNN+SAMO", "DeepSpeed-3D")
 IMAGES = 128
 
 
-def _fits(system: str, plan: Plan) -> bool:
-    weights = plan.holds["weights"] / 2
-    if system == "DeepSpeed-3D":  # ZeRO-1, and tensor parallelism within a node
-        return plan.bytes <= SUMMIT.memory and plan.n1 <= 6
+def _fits(system: str, run: Run) -> bool:
+    if system == "DeepSpeed-3D":  # ZeRO-1
+        return sum(run.holds.values()) <= SUMMIT.memory
     state = memory.dense_bytes(1) if system == "AxoNN" else memory.paper_bytes(1, SPARSITY)
-    return state * weights + plan.holds["activations"] <= SUMMIT.memory
+    return state * run.parameters + run.holds["activations"] <= SUMMIT.memory
 
 
 @cache
-def fastest(system: str, name: str, gpus: int) -> Plan:
-    """The fastest configuration of a system that fits."""
+def fastest(system: str, name: str, gpus: int) -> Run:
+    """The fastest configuration of a system that fits; DeepSpeed-3D splits tensors within a node, too."""
     trained, batch, _ = STUDY[name]
     of = model.load(trained)
     assert isinstance(of, model.Transformer)
     setting = Setting(recompute=True, sparsity=SPARSITY if system == "AxoNN+SAMO" else 0.0)
-    fixed = {} if system == "DeepSpeed-3D" else {"n1": 1}
-    room = replace(SUMMIT, memory=float("inf"))
-    found = search(room, of, "1d", gpus, batch, "default", 10**6, Constraints(fixed), setting).best
-    return next(plan for plan in found if isinstance(plan, Plan) and _fits(system, plan))
+    configurations = every(of, gpus, batch, 6 if system == "DeepSpeed-3D" else 1, even=False)
+    return next(run for run in runs(SUMMIT, of, batch, configurations, setting) if _fits(system, run))
 
 
 def _gpus(name: str) -> list[int]:

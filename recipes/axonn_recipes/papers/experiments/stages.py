@@ -6,8 +6,7 @@ Table 3.1 divides, and 16,384 samples of 512 positions, with which the pipelines
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 from axonn_plugins.pipeline.simulate import simulate
@@ -15,8 +14,8 @@ from axonn_plugins.planner import machine
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.report import DAY, GB
-from axonn_plugins.planner.search import Constraints, Plan, search
 from axonn_plugins.planner.step import Setting
+from axonn_recipes.papers.configured import Run, Sizes, every, runs
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.found import Experiment, Found
 from axonn_recipes.planner.outcome import lines
@@ -33,8 +32,10 @@ BATCH, TOKENS = 16384, 300e9
 BUCKET = 16e6
 """Parameters of a bucket of the offloaded optimizer (section 3.3.2)."""
 SUMMIT = machine.load("summit")
+CHECKPOINTED = Setting(recompute=True)
 
-Bytes = Callable[[Plan], float]
+
+Bytes = Callable[[Run], float]
 
 
 def of(name: str) -> Transformer:
@@ -43,35 +44,24 @@ def of(name: str) -> Transformer:
     return Transformer(name, layers, hidden, heads, sequence=512, vocabulary=51200)
 
 
-def plans(
-    name: str,
-    batch: int,
-    fixed: Mapping[str, int] | None = None,
-    gpus: int | None = None,
-    setting: Setting | None = None,
-) -> list[Plan]:
-    """All configurations on Summit, the fastest first; memory is no limit: what frameworks keep differs."""
-    setting = setting or Setting(recompute=True)
-    room = replace(SUMMIT, memory=float("inf"))
-    found = search(
-        room, of(name), "1d", gpus or SIZES[name][3], batch, "default", 10**6, Constraints(fixed or {}), setting
-    )
-    return [plan for plan in found.best if isinstance(plan, Plan)]
+def run_of(name: str, batch: int, sizes: Sizes) -> Run:
+    """A configuration on Summit."""
+    return runs(SUMMIT, of(name), batch, [sizes], CHECKPOINTED)[0]
 
 
-def offloaded(plan: Plan) -> float:
+def offloaded(run: Run) -> float:
     """Bytes of a GPU with AxoNN's bucketed optimizer: 4 bytes a parameter and a bucket's 16 (section 3.3.2), and activations."""
-    return plan.holds["weights"] + plan.holds["gradients"] + 16 * BUCKET + plan.holds["activations"]
+    return run.holds["weights"] + run.holds["gradients"] + 16 * BUCKET + run.holds["activations"]
 
 
-def whole(plan: Plan) -> float:
+def whole(run: Run) -> float:
     """Bytes of a GPU with all states on it: 20 a parameter (section 3.3.2), and activations."""
-    return 10 * plan.holds["weights"] + plan.holds["activations"]
+    return 20 * run.parameters + run.holds["activations"]
 
 
-def sharded(plan: Plan) -> float:
+def sharded(run: Run) -> float:
     """Bytes of a GPU with ZeRO-1."""
-    return plan.bytes
+    return sum(run.holds.values())
 
 
 KEEPS: dict[str, Bytes] = {"AxoNN": offloaded, "DeepSpeed": sharded, "Megatron-LM": whole}
@@ -83,9 +73,9 @@ def weak_scaling(folder: Path) -> Found:
     peak: dict[str, list[float]] = {}
     for framework, rows in TABLE_3_1.items():
         for name, row in rows.items():
-            plan = plans(name, BATCH, dict(zip(("bm", "n1", "np", "nd"), row, strict=True)))[0]
-            rate = model_flops(of(name), BATCH) / plan.seconds / SIZES[name][3]
-            days.setdefault(framework, []).append(TOKENS / (BATCH * 512) * plan.seconds / DAY)
+            seconds = run_of(name, BATCH, row).seconds
+            rate = model_flops(of(name), BATCH) / seconds / SIZES[name][3]
+            days.setdefault(framework, []).append(TOKENS / (BATCH * 512) * seconds / DAY)
             peak.setdefault(framework, []).append(100 * rate / SUMMIT.tensor)
     values: dict[str, Value] = {}
     for framework, shares in peak.items():
@@ -110,35 +100,36 @@ def tuned(folder: Path) -> Found:
     """Table 3.1: what the planner would tune each framework to, of what its memory holds."""
     values: dict[str, Value] = {}
     for framework, rows in TABLE_3_1.items():
-        fixed = {"n1": 1} if framework == "AxoNN" else {}
         for name in rows:
-            fits = [plan for plan in plans(name, BATCH, fixed) if KEEPS[framework](plan) <= SUMMIT.memory]
-            first = fits[0]
-            values[f"{name}, {framework}"] = [first.bm, first.n1, first.np, first.nd]
+            most = 1 if framework == "AxoNN" else 12
+            configurations = every(of(name), SIZES[name][3], BATCH, most)
+            found = runs(SUMMIT, of(name), BATCH, configurations, CHECKPOINTED)
+            microbatch, *grid = next(run.sizes for run in found if KEEPS[framework](run) <= SUMMIT.memory)
+            values |= {f"{name}, {framework}: grid": grid, f"{name}, {framework}: microbatch": microbatch}
     return Found(values)
 
 
 def stages(folder: Path) -> Found:
     """Figures 3.3 and 3.4: 12B on 48 GPUs by G_inter, one sample a microbatch, 2048 samples, with and without room for fewer stages."""
-    at = {np: plans("12B", 2048, {"n1": 1, "np": np, "bm": 1})[0] for np in (6, 12, 24, 48)}
-    phase = {np: plan.seconds - plan.parts["data"] for np, plan in at.items()}
-    times = list(phase.values())
+    at = {inter: run_of("12B", 2048, (1, 1, inter, 48 // inter)) for inter in (6, 12, 24, 48)}
+    phase = {inter: run.pipelining for inter, run in at.items()}
+    slower = list(phase.values())
     many, few = at[24], at[6]
     values: dict[str, Value] = {
-        "more stages take longer": times == sorted(times),
+        "more stages take longer": slower == sorted(slower),
         "G_inter 24: pipelining": phase[24],
         "G_inter 6: pipelining": phase[6],
         "G_inter 24: data-parallel phase": many.parts["data"],
         "G_inter 6: data-parallel phase": few.parts["data"],
         "batch time saved": 100 * (1 - few.seconds / many.seconds),
-        "model state of a GPU at G_inter 6, not offloaded": 10 * few.holds["weights"] / GB,
+        "model state of a GPU at G_inter 6, not offloaded": 20 * few.parameters / GB,
         "model state saved by offloading at G_inter 6": 10
         * few.holds["weights"]
         / (2 * few.holds["weights"] + 16 * BUCKET),
         "all GPUs at G_inter 24, not offloaded": 48 * whole(many) / GB,
         "all GPUs at G_inter 24, offloaded": 48 * offloaded(many) / GB,
     }
-    picture = lines("12B on 48 GPUs, predicted", "G_inter", "s in the pipeline", {"12B": (list(phase), times)})
+    picture = lines("12B on 48 GPUs, predicted", "G_inter", "s in the pipeline", {"12B": (list(phase), slower)})
     return Found(values, {"stages": picture})
 
 
