@@ -51,11 +51,13 @@ class Number:
 
     def agrees(self, obtained: Value) -> bool:
         """Whether what was obtained is as near as the tolerance says; what is not finite never is."""
-        ours, theirs = (one if isinstance(one, list) else [one] for one in (obtained, self.published))
-        return len(ours) == len(theirs) and all(self._near(*pair) for pair in zip(ours, theirs, strict=True))
+        theirs = self.published
+        if isinstance(theirs, list) and isinstance(obtained, list):
+            return len(obtained) == len(theirs) and all(map(self._near, obtained, theirs))
+        return self._near(obtained, theirs)
 
     def _near(self, ours: Value, theirs: Value) -> bool:
-        if isinstance(theirs, bool | str) or isinstance(ours, bool | str):
+        if any(isinstance(one, bool | str | list) for one in (ours, theirs)):
             return type(ours) is type(theirs) and ours == theirs
         assert isinstance(ours, int | float) and isinstance(theirs, int | float)
         allowed = self.tolerance * abs(theirs) if self.within is None else self.within
@@ -134,7 +136,10 @@ def _numbers(where: str, group: dict[str, Any]) -> list[Number]:
     if not 0 < tolerance <= WIDEST:
         raise ConfigError(f"{where}: tolerance = {tolerance} is not above 0 and at most {WIDEST}; narrow it")
     for what, value in group["values"].items():
-        if within is not None and isinstance(value, int | float) and value and not 0 < within <= WIDEST * abs(value):
+        zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+        if zero and within is None:
+            raise ConfigError(f"{where}: {what} = 0, of which no share can be allowed; give within, in its unit")
+        if within is not None and not zero and not 0 < within <= WIDEST * abs(value):
             raise ConfigError(f"{where}: within = {within} is more than {WIDEST} of {what} = {value}; narrow it")
     unit, needs = group.get("unit", ""), group.get("needs", "")
     return [
