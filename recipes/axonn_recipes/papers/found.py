@@ -12,6 +12,9 @@ from axonn_recipes.papers.data import Value
 
 Kind = Literal["model at the paper's scale", "measured here", "counted"]
 """How numbers are obtained: from a model of the machine, by running on this one, or from sizes and formulas."""
+MODEL: Kind = "model at the paper's scale"
+MEASURED: Kind = "measured here"
+COUNTED: Kind = "counted"
 
 
 @dataclass(frozen=True)

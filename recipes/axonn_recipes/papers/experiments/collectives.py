@@ -18,7 +18,7 @@ from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.collectives import point_to_point
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import best, less
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
@@ -215,12 +215,11 @@ def point_to_points(folder: Path) -> Found:
     return Found({"in a node is faster": faster}, {"messages": lines("A message on Summit", "bytes", "s", series)})
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "collectives_libraries": Experiment(libraries, _MODEL, 25),
-    "collectives_frontier": Experiment(frontier, _MODEL, 25),
-    "collectives_perlmutter": Experiment(perlmutter, _MODEL, 15),
-    "collectives_zero_3": Experiment(zero_3, _MODEL, 30),
-    "collectives_messages": Experiment(messages, "counted", 1),
-    "collectives_point_to_point": Experiment(point_to_points, _MODEL, 1),
+    "collectives_libraries": Experiment(libraries, MODEL, 25),
+    "collectives_frontier": Experiment(frontier, MODEL, 25),
+    "collectives_perlmutter": Experiment(perlmutter, MODEL, 15),
+    "collectives_zero_3": Experiment(zero_3, MODEL, 30),
+    "collectives_messages": Experiment(messages, COUNTED, 1),
+    "collectives_point_to_point": Experiment(point_to_points, MODEL, 1),
 }

@@ -15,7 +15,7 @@ from axonn_plugins.planner.search import Plan, search
 from axonn_plugins.planner.step import Setting
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import best, less
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 
 BATCH = 2048
@@ -117,9 +117,8 @@ def u_nets(folder: Path) -> Found:
     return Found(values, pictures)
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "frameworks_weak": Experiment(weak_scaling, _MODEL, 5),
-    "frameworks_strong": Experiment(strong_scaling, _MODEL, 5),
-    "frameworks_u_nets": Experiment(u_nets, _MODEL, 5),
+    "frameworks_weak": Experiment(weak_scaling, MODEL, 5),
+    "frameworks_strong": Experiment(strong_scaling, MODEL, 5),
+    "frameworks_u_nets": Experiment(u_nets, MODEL, 5),
 }

@@ -16,7 +16,7 @@ from axonn_plugins.planner.axonn import Grids, model_flops
 from axonn_plugins.planner.search import Constraints, GridPlan
 from axonn_plugins.planner.step import Setting
 from axonn_recipes.papers.data import Value
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import MODEL, Experiment, Found
 from axonn_recipes.planner.dissertation import TABLE_5_2, time_to_solution
 from axonn_recipes.planner.outcome import lines
 
@@ -207,12 +207,11 @@ def _shown(at: Grids, place: int) -> str:
     return str(tuple(int(axis[place]) for axis in at.axes))
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "grids_weak_scaling": Experiment(weak_scaling, _MODEL, 3),
-    "grids_days": Experiment(days, _MODEL, 3),
-    "grids_ablation": Experiment(ablation, _MODEL, 5),
-    "grids_overlap": Experiment(overlap, _MODEL, 1),
-    "grids_running_example": Experiment(running_example, _MODEL, 1),
-    "grids_placement": Experiment(placement, _MODEL, 1),
+    "grids_weak_scaling": Experiment(weak_scaling, MODEL, 3),
+    "grids_days": Experiment(days, MODEL, 3),
+    "grids_ablation": Experiment(ablation, MODEL, 5),
+    "grids_overlap": Experiment(overlap, MODEL, 1),
+    "grids_running_example": Experiment(running_example, MODEL, 1),
+    "grids_placement": Experiment(placement, MODEL, 1),
 }

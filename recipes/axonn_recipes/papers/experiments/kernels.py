@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from axonn_plugins.planner import machine
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import less
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, MEASURED, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 from axonn_tp.layers.tuning import matmul_as, measure, product_of
 
@@ -66,7 +67,7 @@ def tuned(folder: Path) -> Found:
 
 def _modes(a: torch.Tensor, b: torch.Tensor) -> Sequence[float]:
     """Seconds in each mode, the one that torch takes first."""
-    return measure([lambda mode=mode: matmul_as(a, b, mode) for mode in product_of(a, b).modes], a.device)
+    return measure([partial(matmul_as, a, b, mode) for mode in product_of(a, b).modes], a.device)
 
 
 def peaks(folder: Path) -> Found:
@@ -80,7 +81,7 @@ def peaks(folder: Path) -> Found:
 
 
 EXPERIMENTS = {
-    "kernels_sparse": Experiment(sparse, "measured here", 10),
-    "kernels_tuned": Experiment(tuned, "measured here", 8),
-    "kernels_peaks": Experiment(peaks, "counted", 1),
+    "kernels_sparse": Experiment(sparse, MEASURED, 10),
+    "kernels_tuned": Experiment(tuned, MEASURED, 8),
+    "kernels_peaks": Experiment(peaks, COUNTED, 1),
 }

@@ -13,7 +13,7 @@ from axonn_plugins.cli.commands import find
 from axonn_plugins.config import ConfigError
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import less
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import MEASURED, Experiment, Found
 
 Numbers = Callable[[dict[str, Any]], dict[str, Value]]
 
@@ -196,9 +196,9 @@ TRAINED: Sequence[tuple[str, str, Numbers, float, str]] = (
 )
 """Recipes that train on ranks of this machine: likewise, and the option that takes a folder."""
 EXPERIMENTS = {
-    f"measured_{name}": Experiment(command(line, numbers), "measured here", seconds, root=True)
+    f"measured_{name}": Experiment(command(line, numbers), MEASURED, seconds, root=True)
     for name, line, numbers, seconds in COMMANDS
 } | {
-    f"measured_{name}": Experiment(command(line, numbers, option), "measured here", seconds)
+    f"measured_{name}": Experiment(command(line, numbers, option), MEASURED, seconds)
     for name, line, numbers, seconds, option in TRAINED
 }

@@ -22,7 +22,7 @@ from axonn_plugins.planner.transformer import local
 from axonn_plugins.ted import memory_report
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import less
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 from ted_moe.memory import TABLE_4_1, TILE, Degrees, parameters, step_bytes, stock_step_bytes
 
@@ -150,11 +150,10 @@ def largest(folder: Path) -> Found:
     return Found(values, {"largest": memory_report.picture(rows)})
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "mixtures_ablation": Experiment(ablation, _MODEL, 1),
-    "mixtures_strong": Experiment(strong_scaling, _MODEL, 3),
-    "mixtures_weak": Experiment(weak_scaling, _MODEL, 1),
-    "mixtures_step": Experiment(optimizer_step, "counted", 1),
-    "mixtures_largest": Experiment(largest, "counted", 2),
+    "mixtures_ablation": Experiment(ablation, MODEL, 1),
+    "mixtures_strong": Experiment(strong_scaling, MODEL, 3),
+    "mixtures_weak": Experiment(weak_scaling, MODEL, 1),
+    "mixtures_step": Experiment(optimizer_step, COUNTED, 1),
+    "mixtures_largest": Experiment(largest, COUNTED, 2),
 }

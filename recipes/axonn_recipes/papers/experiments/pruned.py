@@ -23,7 +23,7 @@ from axonn_recipes.models.wide_resnet import WideResNet, WideResNetConfig
 from axonn_recipes.papers.configured import Run, every, runs
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import less
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 from samo import memory
 
@@ -137,12 +137,11 @@ def saving(folder: Path) -> Found:
     return Found(values, {"saved": picture()})
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "pruned_xl_2.7b": Experiment(strong_scaling("XL", "2.7B"), _MODEL, 5),
-    "pruned_6.7b_13b": Experiment(strong_scaling("6.7B", "13B"), _MODEL, 8),
-    "pruned_peak": Experiment(peak, _MODEL, 5),
-    "pruned_breakdown": Experiment(breakdown, _MODEL, 3),
-    "pruned_images": Experiment(images, _MODEL, 3),
-    "pruned_saving": Experiment(saving, "counted", 4),
+    "pruned_xl_2.7b": Experiment(strong_scaling("XL", "2.7B"), MODEL, 5),
+    "pruned_6.7b_13b": Experiment(strong_scaling("6.7B", "13B"), MODEL, 8),
+    "pruned_peak": Experiment(peak, MODEL, 5),
+    "pruned_breakdown": Experiment(breakdown, MODEL, 3),
+    "pruned_images": Experiment(images, MODEL, 3),
+    "pruned_saving": Experiment(saving, COUNTED, 4),
 }

@@ -27,10 +27,10 @@ from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.measure import prepare
 from axonn_recipes.bench_tp.settings import STAGES, resolve
 from axonn_recipes.bench_tp.settings import Options as TensorOptions
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import MEASURED, Experiment, Found
 
-RANKS, BLOCK, ROUNDS = 8, 2048, 15
-"""Ranks, elements of a block, and turns of each side."""
+RANKS, BLOCK, ROUNDS, CALLS = 8, 2048, 9, 20
+"""Ranks, elements of a block, turns of each side, and calls in a turn."""
 
 
 def python(folder: Path) -> Found:
@@ -64,7 +64,7 @@ def _halvings() -> dict[str, list[float]]:
         if not torch.equal(own["C++"], own["Python"]):
             raise AssertionError("recursive halving in Python and in C++ gives different sums")
         for _, name in in_turns(tuple(calls), ROUNDS):
-            times[name].append(slowest(calls[name]))
+            times[name].append(slowest(lambda call=calls[name]: [call() for _ in range(CALLS)]))
     dist.destroy_process_group()
     return times
 
@@ -148,6 +148,6 @@ def _draw(events: dict[str, dict[str, list[tuple[float, float]]]], figure: Any) 
 
 
 EXPERIMENTS = {
-    "kernels_python": Experiment(python, "measured here", 60),
-    "traces": Experiment(traces, "measured here", 60, root=True),
+    "kernels_python": Experiment(python, MEASURED, 60),
+    "traces": Experiment(traces, MEASURED, 60, root=True),
 }

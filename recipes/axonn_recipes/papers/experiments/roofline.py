@@ -12,7 +12,7 @@ from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.report import GB
 from axonn_plugins.planner.transformer import STRATEGIES, Operation, Strategy, local, operations
 from axonn_recipes.papers.data import Value
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner import figures
 from axonn_recipes.planner.outcome import Outcome
 
@@ -67,6 +67,7 @@ def _figure_3(a: Rows, b: Rows) -> dict[str, Value]:
 def _figure_4(gpt: Rows, vit: Rows) -> dict[str, Value]:
     at = _by_gpus(gpt)
     grids = [(one["n1"], one["n2"]) for one in vit]
+    common = max(set(grids), key=grids.count)
     parts = [key for key in gpt[0] if key.endswith(" %")]
     return {
         "GPT3-1T, 2048 GPUs: (nNVS1, nNVSp)": [at["2048"]["v1"], at["2048"]["vp"]],
@@ -76,7 +77,7 @@ def _figure_4(gpt: Rows, vit: Rows) -> dict[str, Value]:
         "GPT3-1T: compute is the largest part on every number of GPUs": all(
             max(parts, key=lambda part: one[part]).startswith("compute") for one in gpt
         ),
-        "ViT: the most common (n1, n2)": list(max(set(grids), key=grids.count)),
+        "ViT: the most common (n1, n2)": list(common),
     }
 
 
@@ -194,19 +195,18 @@ def hardware(folder: Path) -> Found:
     return Found(values)
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "roofline_1": Experiment(of({"figure": figures.figure_1}, _figure_1), _MODEL, 1),
-    "roofline_2": Experiment(of({"a": figures.figure_2a, "b": figures.figure_2b}, _figure_2), _MODEL, 1),
-    "roofline_3": Experiment(of({"a": figures.figure_3a, "b": figures.figure_3b}, _figure_3), _MODEL, 1),
-    "roofline_4": Experiment(of({"a": figures.figure_4a, "b": figures.figure_4b}, _figure_4), _MODEL, 1),
-    "roofline_5": Experiment(of({"a": figures.figure_5a, "b": figures.figure_5b}, _figure_5), _MODEL, 3),
-    "roofline_a1": Experiment(of({"figure": figures.appendix_1}, _appendix_1), _MODEL, 1),
-    "roofline_a2": Experiment(of({"a": figures.appendix_2a, "b": figures.appendix_2b}, _appendix_2), _MODEL, 1),
-    "roofline_a3": Experiment(of({"a": figures.appendix_3a, "b": figures.appendix_3b}, _appendix_3), _MODEL, 2),
-    "roofline_a4": Experiment(of({"figure": figures.appendix_4}, _appendix_4), _MODEL, 6),
-    "roofline_a5": Experiment(of({"a": figures.appendix_5a, "b": figures.appendix_5b}, _appendix_5), _MODEL, 2),
-    "roofline_a6": Experiment(of({"a": figures.appendix_6a, "b": figures.appendix_6b}, _appendix_6), _MODEL, 2),
-    "roofline_tables": Experiment(tables, "counted", 1),
-    "roofline_hardware": Experiment(hardware, "counted", 1),
+    "roofline_1": Experiment(of({"figure": figures.figure_1}, _figure_1), MODEL, 1),
+    "roofline_2": Experiment(of({"a": figures.figure_2a, "b": figures.figure_2b}, _figure_2), MODEL, 1),
+    "roofline_3": Experiment(of({"a": figures.figure_3a, "b": figures.figure_3b}, _figure_3), MODEL, 1),
+    "roofline_4": Experiment(of({"a": figures.figure_4a, "b": figures.figure_4b}, _figure_4), MODEL, 1),
+    "roofline_5": Experiment(of({"a": figures.figure_5a, "b": figures.figure_5b}, _figure_5), MODEL, 3),
+    "roofline_a1": Experiment(of({"figure": figures.appendix_1}, _appendix_1), MODEL, 1),
+    "roofline_a2": Experiment(of({"a": figures.appendix_2a, "b": figures.appendix_2b}, _appendix_2), MODEL, 1),
+    "roofline_a3": Experiment(of({"a": figures.appendix_3a, "b": figures.appendix_3b}, _appendix_3), MODEL, 2),
+    "roofline_a4": Experiment(of({"figure": figures.appendix_4}, _appendix_4), MODEL, 6),
+    "roofline_a5": Experiment(of({"a": figures.appendix_5a, "b": figures.appendix_5b}, _appendix_5), MODEL, 2),
+    "roofline_a6": Experiment(of({"a": figures.appendix_6a, "b": figures.appendix_6b}, _appendix_6), MODEL, 2),
+    "roofline_tables": Experiment(tables, COUNTED, 1),
+    "roofline_hardware": Experiment(hardware, COUNTED, 1),
 }

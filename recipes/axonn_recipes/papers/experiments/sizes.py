@@ -6,7 +6,7 @@ from pathlib import Path
 
 from axonn_plugins.planner import model
 from axonn_recipes.papers.data import Value
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, Experiment, Found
 
 GPTS = ("5b", "10b", "20b", "40b", "60b", "80b", "160b", "320b", "640b")
 U_NETS = ("250m", "500m", "1b", "2b", "4b")
@@ -41,7 +41,7 @@ def study(folder: Path) -> Found:
 
 
 EXPERIMENTS = {
-    "sizes_gpts": Experiment(gpts, "counted", 1),
-    "sizes_u_nets": Experiment(u_nets, "counted", 1),
-    "sizes_study": Experiment(study, "counted", 1),
+    "sizes_gpts": Experiment(gpts, COUNTED, 1),
+    "sizes_u_nets": Experiment(u_nets, COUNTED, 1),
+    "sizes_study": Experiment(study, COUNTED, 1),
 }

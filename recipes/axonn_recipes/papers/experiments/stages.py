@@ -17,7 +17,7 @@ from axonn_plugins.planner.report import DAY, GB
 from axonn_plugins.planner.step import Setting
 from axonn_recipes.papers.configured import Run, Sizes, every, runs
 from axonn_recipes.papers.data import Value
-from axonn_recipes.papers.found import Experiment, Found
+from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 
 SIZES = {"12B": (48, 4512, 24, 48), "24B": (48, 6336, 36, 96), "50B": (96, 6528, 48, 192), "100B": (96, 9360, 60, 384)}
@@ -139,10 +139,9 @@ def timeline(folder: Path) -> Found:
     return Found({"bubble of each GPU": run.seconds - 5 * 3.0})
 
 
-_MODEL = "model at the paper's scale"
 EXPERIMENTS = {
-    "stages_weak_scaling": Experiment(weak_scaling, _MODEL, 2),
-    "stages_tuned": Experiment(tuned, _MODEL, 5),
-    "stages_timeline": Experiment(timeline, "counted", 1),
-    "stages_12b": Experiment(stages, _MODEL, 1),
+    "stages_weak_scaling": Experiment(weak_scaling, MODEL, 2),
+    "stages_tuned": Experiment(tuned, MODEL, 5),
+    "stages_timeline": Experiment(timeline, COUNTED, 1),
+    "stages_12b": Experiment(stages, MODEL, 1),
 }
