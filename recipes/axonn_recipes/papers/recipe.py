@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axonn_plugins.cli.options import read
+from axonn_plugins.cluster.launch import RankFailed
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.output import aligned
 from axonn_recipes.options import Run
@@ -80,8 +81,8 @@ def run(names: Sequence[str], folder: Path) -> tuple[dict[str, Found], dict[str,
         begun = time.perf_counter()
         try:
             results[name] = found = experiment.run(folder / name)
-        except ConfigError as error:
-            print(f"{name}: left out: {error}", flush=True)
+        except (ConfigError, RankFailed, TimeoutError) as error:
+            print(f"{name}: left out: {str(error).splitlines()[0]}", flush=True)
             continue
         print(f"{name}: {experiment.kind}, {time.perf_counter() - begun:.1f} s", flush=True)
         drawn = [file for end, picture in found.pictures.items() for file in picture.save(folder / f"{name}_{end}.png")]
