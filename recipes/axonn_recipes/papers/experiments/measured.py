@@ -168,6 +168,7 @@ def _memorization(found: Mapping[str, Mapping[str, float]]) -> dict[str, Value]:
 
 
 _LINK = "--latency 100us --bandwidth 500Mbit"
+_UNET = '--hidden 64 --layers 1 --heads 4 --context 16 --grids "1,1,8 2,1,4"'
 _LOG, _RING = "hierarchical_log_direct", "hierarchical_ring_direct"
 COMMANDS: Sequence[tuple[str, str, Numbers, float]] = (
     (
@@ -177,6 +178,7 @@ COMMANDS: Sequence[tuple[str, str, Numbers, float]] = (
         120,
     ),
     ("peers", f"bench tp --nodes 4 {_LINK} --peers zero3,fsdp2", _peers, 400),
+    ("u_nets", f"bench tp --model unet --nodes 4 {_LINK} {_UNET} --peers zero3,fsdp2", _peers, 400),
     ("stages", "bench pipeline --figure stages --ranks 8 --layers 16", _stages, 120),
     ("memory", "bench pipeline --figure memory", _memory, 60),
     ("coarsening", "bench pipeline --figure coarsening --ranks 2 --bandwidth 500Mbit", _coarsening, 90),

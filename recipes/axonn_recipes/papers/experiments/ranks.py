@@ -64,9 +64,14 @@ def _halvings() -> dict[str, list[float]]:
         if not torch.equal(own["C++"], own["Python"]):
             raise AssertionError("recursive halving in Python and in C++ gives different sums")
         for _, name in in_turns(tuple(calls), ROUNDS):
-            times[name].append(slowest(lambda call=calls[name]: [call() for _ in range(CALLS)]))
+            times[name].append(slowest(partial(_repeat, calls[name])))
     dist.destroy_process_group()
     return times
+
+
+def _repeat(call: Callable[[], object]) -> None:
+    for _ in range(CALLS):
+        call()
 
 
 def halving(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
