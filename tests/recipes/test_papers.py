@@ -13,7 +13,7 @@ from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
 from axonn_recipes.papers import page
 from axonn_recipes.papers.data import FILE, WIDEST, Number, Value, load, select
-from axonn_recipes.papers.experiments import EXPERIMENTS
+from axonn_recipes.papers.experiments import EXPERIMENTS, measured
 from axonn_recipes.papers.found import Found
 from axonn_recipes.papers.verdict import judge
 
@@ -165,6 +165,85 @@ def test_what_cannot_run_here_is_left_out(tmp_path: Path, capsys: pytest.Capture
         assert main(["train", "papers", "--only", "004 fig 1", "--runs", str(tmp_path)]) == 0
     assert "roofline_1: left out: there is no such machine here" in capsys.readouterr().out
     assert json.loads((tmp_path / "papers" / "results.json").read_text())[0]["verdict"] == "not run"
+
+
+def test_a_command_is_run_and_read(tmp_path: Path) -> None:
+    def ran(words: list[str]) -> int:
+        assert words[:-4] == ["--rounds", "2"] and words[-4:] == ["--runs", str(tmp_path), "--name", "measured_x"]
+        folder = tmp_path / "measured_x"
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps({"ratio": {"median": 1.5}}))
+        (folder / "steps.png").write_bytes(b"")
+        return 0
+
+    run = measured.command("bench x --rounds 2", measured._cluster)
+    with patch.object(measured, "find", lambda words: (ran, words[2:])):
+        found = run(tmp_path / "measured_x")
+    assert found.values == {"four nodes here: faster than dense": True}
+    assert found.files == (tmp_path / "measured_x" / "steps.png",)
+    with patch.object(measured, "find", lambda words: (lambda rest: 1, words)):
+        with pytest.raises(ConfigError, match="axonn bench x --rounds 2 has failed"):
+            run(tmp_path / "measured_y")
+
+
+def stage(median: float, exposed: float) -> dict:
+    return {"name": "", "kind": "stage", "median": median, "exposed_communication_s": exposed}
+
+
+def run_of(stages: int, *medians: float) -> dict:
+    return {"settings": {"stages": stages}, "sides": [{"median": median} for median in medians]}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "read", "expected"),
+    [
+        (
+            measured._overlap,
+            {"sides": [{"kind": "ours"}, *(stage(4 - i, 3 - i) for i in range(4))]},
+            {
+                "two nodes here: all overlaps": 75.0,
+                "two nodes here: exposed communication falls with each overlap": True,
+            },
+        ),
+        (measured._memory, {"runs": [run_of(2, 9, 3), run_of(4, 4, 8)]}, {"four nodes here: batch time saved": 25.0}),
+        (
+            measured._stages,
+            {"runs": [run_of(2, 3, 1), run_of(4, 2, 9)]},
+            {"eight nodes here: more stages take longer": False},
+        ),
+        (
+            measured._coarsening,
+            {
+                "factors": [
+                    {"coarsening": k, "together": [t, t, t]} for k, t in ((1, 3.0), (2, 2.0), (4, 1.0), (8, 2.5))
+                ]
+            },
+            {
+                "two nodes here: the best coarsening factor is 2 or 4": True,
+                "two nodes here: a factor of 1 is slower than the best": True,
+            },
+        ),
+        (
+            measured._ranks,
+            {"grids": [{"formulas rank": rank} for rank in (1, 12, 3, 2, 4, 5, 6, 7, 8, 11, 9)]},
+            {"eight ranks here: of the model's ten first, among the ten fastest": 8},
+        ),
+        (
+            measured._memorization,
+            {
+                "standard": {"control": 0.0, "low": 0.1, "middle": 0.5, "high": 1.0},
+                "goldfish": {"control": 0.01, "low": 0.02, "middle": 0.03, "high": 0.06},
+            },
+            {
+                "here: exact match grows with repetitions": True,
+                "here: control": 0.0,
+                "here: goldfish, the most seen pages beside the control": pytest.approx(0.05),
+            },
+        ),
+    ],
+)
+def test_what_measurements_say(numbers: measured.Numbers, read: dict, expected: dict[str, Value]) -> None:
+    assert numbers(read) == expected
 
 
 def test_the_list_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

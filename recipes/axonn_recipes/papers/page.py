@@ -94,7 +94,7 @@ def page(judged: Sequence[Judged], pictures: Mapping[str, Sequence[Path]]) -> st
 def said(one: Judged) -> list[str]:
     """What stands above a row's numbers."""
     row = one.row
-    lines = [f"How: {one.how}." + (f" By itself: `{row.command}`" if row.command else "")]
+    lines = [f"How: {one.how}. By itself: `{row.command}`"] if row.runs else []
     lines += [row.note] if row.note else []
     lines += [f"Only a machine can show: {row.needs}"] if row.needs else []
     return lines + [found.note for found in one.found.values() if found.note]
