@@ -22,6 +22,8 @@ from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
+OPTIONS: tuple[str, ...] = ()
+"""Of the simulator."""
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
 Times = dict[tuple[str, str, int, int], float]
@@ -33,8 +35,9 @@ def times(cluster: str) -> Times:
     """What the simulator gives, with the latencies that it takes for best: those that its file has last."""
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(StringIO()):
-            simulate_cli.main(["--cluster", cluster, "--out", folder])
-        rows = json.loads((Path(folder) / f"{cluster}.json").read_text())["times"]
+            simulate_cli.main([*OPTIONS, "--cluster", cluster, "--out", folder])
+        (file,) = Path(folder).glob(f"{cluster}*.json")
+        rows = json.loads(file.read_text())["times"]
     kind = rows[-1]["latency"]
     return {
         (row["system"], row["collective"], row["processes"], row["mb"]): row["seconds"]
