@@ -304,13 +304,15 @@ def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:
     return 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
 
 
-def _stashed(operations_of: list[Operation], at: Candidates) -> Number:
+def _stashed(of_layer: list[Operation], at: Candidates) -> Number:
     """Bytes that the collectives of a layer's forward give a GPU: gathers all of a tensor, reduce-scatters its share."""
     given: Number = 0.0
-    for collective in (each for operation in operations_of for each in operation.forward):
-        group = getattr(at, collective.axis)
-        share = group if collective.kind is Kind.SCATTER else 1
-        given = given + np.where(group > 1, collective.volume / share, 0.0)
+    for operation in of_layer:
+        panels = 1 if operation.work.panels is None else operation.work.panels
+        for collective in operation.forward:
+            group = getattr(at, collective.axis)
+            share = group if collective.kind is Kind.SCATTER else 1
+            given = given + np.where(group > 1, panels * collective.volume / share, 0.0)
     return given
 
 
