@@ -8,14 +8,18 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
 from axonn_recipes.papers import page
 from axonn_recipes.papers.data import FILE, WIDEST, Number, Value, load, select
 from axonn_recipes.papers.experiments import EXPERIMENTS, measured
+from axonn_recipes.papers.experiments.ranks import halving
 from axonn_recipes.papers.found import Found
 from axonn_recipes.papers.verdict import judge
+from tests.distributed import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "coverage.md"
 ROWS = load()
@@ -244,6 +248,16 @@ def run_of(stages: int, *medians: float) -> dict:
 )
 def test_what_measurements_say(numbers: measured.Numbers, read: dict, expected: dict[str, Value]) -> None:
     assert numbers(read) == expected
+
+
+def halved() -> list[float]:
+    whole = torch.arange(12, dtype=torch.float64) ** (1 + dist.get_rank())
+    return halving(whole, dist.group.WORLD).tolist()
+
+
+def test_recursive_halving_in_python() -> None:
+    found = [value for block in run_ranks(halved, 4) for value in block]
+    assert found == [base + base**2 + base**3 + base**4 for base in range(12)]
 
 
 def test_the_list_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
