@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from axonn_plugins import cli
-from axonn_plugins.planner import fourd, machine, model
+from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.answer import EVERY, Question, answer
 from axonn_plugins.planner.search import Constraints, search
 from axonn_plugins.planner.space import placed, shapes
-from axonn_plugins.planner.step import Setting, memory, times
+from axonn_plugins.planner.step import OVERLAPS, Setting, memory, times
 from samo.memory import our_bytes
 from ted_moe.memory import Degrees, state_bytes
 from ted_moe.memory import Transformer as ted_transformer
@@ -135,3 +135,59 @@ def test_experts_cost_memory_and_exchanges():
     assert (many.tensor[~alone] > base.tensor[~alone]).all()
     assert many.tensor[alone] == pytest.approx(base.tensor[alone])
     assert (many.compute == base.compute).all()
+
+
+GRIDS = axonn.Grids(*(np.array([size]) for size in (2, 2, 4, 2)))
+
+
+def grid_seconds(**setting):
+    """All parts of a grid's step, and the seconds of its collectives, hidden or not."""
+    timed, talked = fourd.times(
+        machine.load("frontier"), model.load("gpt-5b"), GRIDS, np.ones(1), 64, setting=Setting(**setting)
+    )
+    return timed, talked
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_overlaps_are_switched_off_one_by_one(recompute):
+    timed, talked = grid_seconds(recompute=recompute, overlap=frozenset())
+    assert timed.tensor + timed.data == pytest.approx(talked.total, rel=1e-12)
+    spent = timed.total
+    for number in range(len(OVERLAPS)):
+        some = frozenset(("OAR", "ORS", "OAG")[: number + 1])
+        less = grid_seconds(recompute=recompute, overlap=some)[0].total
+        assert less < spent
+        spent = less
+    assert spent == grid_seconds(recompute=recompute)[0].total
+
+
+def test_kept_weights_are_gathered_once_and_take_room():
+    kept, again = (grid_seconds(recompute=True, overlap=frozenset(), keep_gathered=one) for one in (True, False))
+    assert 2 * kept[1].gather == pytest.approx(again[1].gather, rel=1e-12)
+    assert kept[0].tensor + kept[1].gather == pytest.approx(again[0].tensor, rel=1e-12)
+    held = [
+        fourd.memory(model.load("gpt-5b"), GRIDS, np.ones(1), 64, setting=Setting(recompute=True, keep_gathered=one))
+        for one in (True, False)
+    ]
+    assert held[0].weights > held[1].weights
+
+
+def test_ted_without_dropping_and_with_its_stash():
+    at = placed(shapes(GPT3, "1d", 32, 32), 32, 8)
+    at = at.take((at.n1 == 4) & (at.np == 1) & (at.nd == 8) & (at.bm == 1) & (at.v1 == 4))
+    summit = replace(machine.load("summit-nvs8"), slow_latency=0.0, fast_latency=0.0)
+
+    def seconds(**setting):
+        return times(summit, GPT3, "1d", "default", at, 32, Setting(experts=8, **setting)).tensor
+
+    plain, whole = seconds(), seconds(dropping=False)
+    none = times(summit, GPT3, "1d", "default", at, 32, Setting()).tensor
+    assert whole - none == pytest.approx(4 * (plain - none), rel=1e-9)
+    again, stashed, once = seconds(recompute=True), seconds(recompute=True, stashing=True), seconds()
+    assert stashed == pytest.approx(once, rel=1e-12)
+    assert (again > 1.3 * stashed).all()
+    held = [
+        memory(GPT3, "1d", "default", at, 32, Setting(recompute=True, experts=8, stashing=one)).activations
+        for one in (True, False)
+    ]
+    assert (held[0] > held[1]).all()

@@ -44,6 +44,24 @@ def test_every_side_runs_and_is_reported(
     assert [pair["peer"] for pair in numbers["comparisons"]] == list(PEERS)
 
 
+def test_a_unet_beside_zero_3(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    words = [*TINY, "--model", "unet", "--hidden", "16", "--grids", "1,1,2", "--peers", "ddp,zero3"]
+    assert main(["bench", "tp", *words, "--runs", str(tmp_path)]) == 0
+    text = capfd.readouterr().out
+    assert "U-Net: 16 channels x (1, 2, 2), 1 blocks a level, 4 heads, 4 images of 8 x 8 a step" in text
+    numbers = json.loads((tmp_path / "bench_tp" / "results.json").read_text())
+    sides = {side["name"]: side for side in numbers["sides"]}
+    assert {"ddp", "zero3", "x1 y1 z2 d1"} < set(sides) and len(sides) == 8
+    for side in sides.values():
+        assert side["losses"] == pytest.approx(sides["ddp"]["losses"], abs=1e-4)
+        assert side["losses"][2] < side["losses"][0]
+        assert side["images_per_s"] == pytest.approx(4 / side["median"])
+    assert [pair["peer"] for pair in numbers["comparisons"]] == ["ddp", "zero3"]
+
+
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--nodes", "4", "--bandwidth", "500Mbit", "--runs", str(tmp_path), "--batch", "16"]
     assert main(["bench", "tp", *words]) == 0
@@ -61,6 +79,11 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--bandwidth", "3"], "bandwidth = '3' is not a bandwidth"),
         (["--hidden", "30"], "--hidden 30 does not divide into --heads 8"),
         (["--peers", "ddp,fsdp3"], "--peers fsdp3 is not known; choose from ddp"),
+        (["--model", "unet", "--peers", "tp"], "--peers tp splits a GPT's layers, not a U-Net's; choose from ddp"),
+        (
+            ["--model", "unet", "--ranks-per-node", "3", "--grids", "1,3,1"],
+            "--grids 1,3,1: --hidden 256 does not divide",
+        ),
         (["--grids", "2,1"], "--grids 2,1: it is not three integers; write gx,gy,gz"),
         (["--grids", "3,1,1"], "--grids 3,1,1: gx*gy*gz = 3*1*1 = 3 does not divide the 2 ranks"),
         (["--grids", "1,1,2", "--batch", "3"], "--grids 1,1,2: --batch 3 does not divide by gz*gdata = 2"),

@@ -70,8 +70,29 @@ def share(
     return Share(whole - mlp, replicas, mlp * experts / ranks, repeated, (ranks, near))
 
 
-def exchange_seconds(machine: Machine, model: Transformer, strategy: Strategy, size: Local, lies: Share) -> Number:
-    """Both all-to-alls of an average layer and microbatch; backward has as many."""
-    width = model.hidden / size.n1 if strategy == "summa" else model.hidden
+def exchange_seconds(
+    machine: Machine, model: Transformer, strategy: Strategy, size: Local, lies: Share, dropping: bool = True
+) -> Number:
+    """Both all-to-alls of an average layer and microbatch; backward has as many.
+
+    Args:
+        machine: the networks.
+        model: the base model.
+        strategy: of tensor parallelism.
+        size: sizes on one GPU.
+        lies: how experts lie.
+        dropping: duplicates are dropped; else each rank of n1 sends all tokens.
+    """
     sparse = (model.layers // 2) / model.layers
-    return 2 * sparse * seconds(machine, Kind.GATHER, 2 * size.own_rows * width, *lies.exchange)
+    return 2 * sparse * seconds(machine, Kind.GATHER, _tokens_bytes(model, strategy, size, dropping), *lies.exchange)
+
+
+def exchanged_bytes(model: Transformer, strategy: Strategy, size: Local, experts: int, dropping: bool) -> Number:
+    """Bytes that both all-to-alls of an average layer give a GPU."""
+    sparse = (model.layers // 2) / model.layers if experts else 0.0
+    return 2 * sparse * _tokens_bytes(model, strategy, size, dropping)
+
+
+def _tokens_bytes(model: Transformer, strategy: Strategy, size: Local, dropping: bool) -> Number:
+    width = model.hidden / size.n1 if strategy == "summa" else model.hidden
+    return 2 * (size.own_rows if dropping else size.rows) * width

@@ -31,7 +31,7 @@ from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model
 from axonn_plugins.planner.search import Constraints, Found, GridPlan
 from axonn_plugins.planner.space import divisors
-from axonn_plugins.planner.step import Memory, Setting, Times
+from axonn_plugins.planner.step import OVERLAPS, Memory, Setting, Times
 from axonn_plugins.planner.transformer import Mode
 from axonn_plugins.planner.work import Number
 
@@ -113,7 +113,7 @@ def times(
             spent + (passes * layer.forward[i] + layer.backward[i]) * count
             for i, spent in enumerate((compute, waiting))
         )
-        exposed = exposed + _exposed(layer, parts, setting.recompute) * count
+        exposed = exposed + _exposed(layer, parts, setting) * count
     talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
     return Times(compute, waiting, exposed, talked.data, none, none), talked
 
@@ -137,7 +137,8 @@ def memory(
         return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
     two, kept = state_bytes(model, at, 2.0), setting.kept
     largest = max(linear.weights for block in model.blocks for linear in block.linears)
-    gathered = np.where(at.gz > 1, 2 * 2 * largest / (at.gx * at.gy), 0)
+    at_once = model.parameters if _gathers(setting) == 1 else 2 * largest
+    gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
     each = [stored(block, at, samples) for block in model.blocks]
     activations = reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
@@ -149,29 +150,41 @@ def memory(
     return Memory(two + gathered, kept * two, optimizer, activations)
 
 
-def _exposed(layer: Layer, parts: list[Communication], recompute: bool) -> Floats:
+def _exposed(layer: Layer, parts: list[Communication], setting: Setting) -> Floats:
     """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart.
 
-    With recomputation, forward runs twice, and gathers its weights each time; without, backward gathers them.
+    With recomputation, forward runs twice, and gathers its weights each time if they are not kept; without, backward gathers them.
     """
     forward, backward = sum(layer.forward), sum(layer.backward)
-    gather = sum(part.gather for part in parts) / 2
-    exposed = np.maximum(gather - forward, 0) + sum(part.forward for part in parts)
-    exposed = 2 * exposed if recompute else exposed
+    passes, gathers = 2 if setting.recompute else 1, _gathers(setting)
+    gather = sum(part.gather for part in parts) / gathers
+    hides = {name: float(name in setting.overlap) for name in OVERLAPS}
+    forward_gathers = gathers if setting.recompute else 1
+    exposed = forward_gathers * np.maximum(gather - hides["OAG"] * forward, 0)
+    exposed = exposed + passes * sum(part.forward for part in parts)
     hidden = np.zeros_like(forward)
     for part, product in zip(parts, layer.products, strict=True):
-        behind = np.minimum(part.backward, product)
+        behind = hides["OAR"] * np.minimum(part.backward, product)
         exposed, hidden = exposed + part.backward - behind, hidden + behind
-    later = (0 if recompute else gather) + sum(part.scatter for part in parts)
-    return exposed + np.maximum(later - (backward - hidden), 0)
+    later = {"OAG": 0 if setting.recompute else gather, "ORS": sum(part.scatter for part in parts)}
+    at_once = sum((1 - hides[name]) * spent for name, spent in later.items())
+    hiding = sum(hides[name] * spent for name, spent in later.items())
+    return exposed + at_once + np.maximum(hiding - (backward - hidden), 0)
+
+
+def _gathers(setting: Setting) -> int:
+    """How often a step and micro-batch gathers each weight."""
+    return 1 if setting.recompute and setting.keep_gathered else 2
 
 
 def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
     """Of each linear of a block and micro-batch, `samples` of a data-parallel group."""
-    beta, one = bandwidths(machine, at), Repeats(gathers=2, gradient_bytes=2 * setting.kept)
+    beta, one = bandwidths(machine, at), Repeats(gathers=_gathers(setting), gradient_bytes=2 * setting.kept)
     share, scatter = 1 / len(block.linears), machine.reduce_scatter
     parts = [
-        _with_latency(machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share)
+        _with_latency(
+            machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share, one.gathers
+        )
         for linear in block.linears
     ]
     # In the scattered layout a sum is a reduce-scatter and an all-gather.
@@ -186,7 +199,9 @@ def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, s
     ]
 
 
-def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: bool, share: float) -> Communication:
+def _with_latency(
+    machine: Machine, at: Grids, part: Communication, transposed: bool, share: float, gathers: int
+) -> Communication:
     """Latency besides: of a ring, a message for each further rank, twice in a sum; over data, the linears of a block share one."""
     steps: list[Floats] = []
     inner = np.ones(len(at))
@@ -198,7 +213,7 @@ def _with_latency(machine: Machine, at: Grids, part: Communication, transposed: 
         steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)
-    return part + Communication(2 * z, z, 2 * y, 2 * x, 2 * data * share)
+    return part + Communication(gathers * z, z, 2 * y, 2 * x, 2 * data * share)
 
 
 def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.ndarray]:

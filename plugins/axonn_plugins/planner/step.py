@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonn_plugins.planner.collectives import Kind, point_to_point, seconds
-from axonn_plugins.planner.experts import exchange_seconds, share
+from axonn_plugins.planner.experts import exchange_seconds, exchanged_bytes, share
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
@@ -21,6 +21,10 @@ from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+
+OVERLAPS = frozenset({"OAR", "ORS", "OAG"})
+"""Of all-reduces with the product of the weight's gradient, of reduce-scatters with the rest of backward, and of all-gathers with the
+layer before (000, section 5.1.4)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class Setting:
         experts: in the place of every second layer's MLP (`experts`); 0 for none.
         whole: also what 004 leaves out (`rest`): output layer and loss, the optimizer's step, residual sums.
         fused: attention is one kernel; else four, whose scores backward computes again.
+        overlap: what of 4D grids' collectives hides behind compute, of `OVERLAPS`.
+        keep_gathered: with recomputation, 4D grids keep the weights that forward gathers (003, section IV-D).
+        dropping: experts' all-to-alls carry no duplicates (000, section 7.3.1).
+        stashing: with recomputation, what forward's collectives gave is kept, and none runs again (000, section 7.3.2).
     """
 
     recompute: bool = False
@@ -44,6 +52,10 @@ class Setting:
     experts: int = 0
     whole: bool = False
     fused: bool = True
+    overlap: frozenset[str] = OVERLAPS
+    keep_gathered: bool = False
+    dropping: bool = True
+    stashing: bool = False
 
     @property
     def kept(self) -> float:
@@ -160,13 +172,21 @@ def memory(
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     weights = (lies.shared + lies.expert) * layers
     sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
-    layer = sum(operation.work.stored for operation in operations(model, strategy, mode, size, 1.0))
+    of_layer = operations(model, strategy, mode, size, 1.0)
+    layer = sum(operation.work.stored for operation in of_layer)
     in_flight = np.minimum(at.np, batch / at.nd / at.bm)
     if setting.interleave > 1:
         in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
     activations = layer * layers * in_flight
     if setting.recompute:
-        activations = _input_bytes(model, strategy, size) * layers * in_flight + layer
+        kept_inputs = _input_bytes(model, strategy, size)
+        if setting.stashing:
+            kept_inputs = (
+                kept_inputs
+                + _stashed(of_layer, at)
+                + exchanged_bytes(model, strategy, size, setting.experts, setting.dropping)
+            )
+        activations = kept_inputs * layers * in_flight + layer
     kept = setting.kept
     index = 2 * kept * weights if setting.sparsity else 0 * weights
     return Memory(2 * weights, 2 * kept * weights, 12 * kept * sharded + index, activations)
@@ -197,10 +217,10 @@ def times(
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at, setting)
     if setting.experts:
-        layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies))
+        layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies, setting.dropping))
     if setting.recompute:
         twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
-        layer = LayerTimes(layer.forward, (twice[0], twice[1], twice[2]))
+        layer = LayerTimes(layer.forward, (twice[0], twice[1], layer.backward[2] if setting.stashing else twice[2]))
     layers, microbatches = model.layers / at.np, batch / at.nd / at.bm
     forward, backward = sum(layer.forward), sum(layer.backward)
 
@@ -282,6 +302,18 @@ def _distinct_layers(
 def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:
     """Of a layer, which stages send: the input of its first LayerNorm, in the published results as wide as that is taken to be."""
     return 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
+
+
+def _stashed(of_layer: list[Operation], at: Candidates) -> Number:
+    """Bytes that the collectives of a layer's forward give a GPU: gathers all of a tensor, reduce-scatters its share."""
+    given: Number = 0.0
+    for operation in of_layer:
+        panels = 1 if operation.work.panels is None else operation.work.panels
+        for collective in operation.forward:
+            group = getattr(at, collective.axis)
+            share = group if collective.kind is Kind.SCATTER else 1
+            given = given + np.where(group > 1, panels * collective.volume / share, 0.0)
+    return given
 
 
 def _local(model: Transformer, strategy: Strategy, mode: Mode, at: Candidates) -> Local:

@@ -14,7 +14,6 @@ from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
 from axonn_recipes.bench_planner.measure import OPTIONS
 from axonn_recipes.bench_tp.settings import Settings
-from axonn_recipes.bench_tp.sides import plan
 from axonn_recipes.models.gpt import GPT
 from axonn_tp import AXES, Grid, Options, place
 from axonn_tp.plan.volumes import step_volumes
@@ -52,7 +51,7 @@ def collectives(machine: Machine, settings: Settings) -> list[dict[str, float]]:
 def _candidate(settings: Settings, grid: Grid) -> Candidate:
     with torch.device("meta"):
         model = GPT(settings.model)
-    placements = place(model, grid, plan(settings), Options(**OPTIONS))  # type: ignore[arg-type]
+    placements = place(model, grid, settings.trained.plan(settings), Options(**OPTIONS))  # type: ignore[arg-type]
     return candidate(grid, step_volumes(model, placements, grid, settings.tokens // grid.batch), 0.0)
 
 

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: a mistake of the user's, or sides that do not compute the same.
     """
     options = read(Options, arguments, "axonn bench tp")
-    settings = resolve(options, options.grids, options.peers)
+    settings = resolve(options, options.grids, options.peers, options.model)
     folder = new_folder(options.runs, options.name, "bench_tp")
     first = os.environ.get("RANK", "0") == "0"
     if first:

@@ -11,6 +11,7 @@ from axonn_plugins.observe.figures import Picture
 from axonn_recipes.bench.numbers import ratios, spread
 from axonn_recipes.bench.output import extremes, mib, table, three
 from axonn_recipes.bench_tp.measure import Side
+from axonn_recipes.bench_tp.networks import NETWORKS
 from axonn_recipes.bench_tp.settings import Settings
 
 
@@ -37,7 +38,7 @@ def _numbers(side: Side, settings: Settings) -> dict[str, Any]:
         "min": min(side.seconds),
         "max": max(side.seconds),
         "iqr": found["high"] - found["low"],
-        "tokens_per_s": settings.tokens / side.median,
+        f"{settings.trained.unit}_per_s": settings.samples / side.median,
         "memory_bytes": side.memory,
         "bytes_inside_nodes": side.inside,
         "bytes_between_nodes": side.between,
@@ -70,12 +71,13 @@ def comparisons(measured: list[Side]) -> list[dict[str, Any]]:
 
 def text(numbers: dict[str, Any]) -> str:
     """What to read."""
+    unit = NETWORKS[numbers["settings"]["network"]].unit
     shown = table(
         {
             "": lambda side: side["name"],
             "step s": lambda side: three(side["median"]),
             "min-max": lambda side: extremes(side["seconds"], three),
-            "tokens/s": lambda side: f"{side['tokens_per_s']:,.0f}",
+            f"{unit}/s": lambda side: f"{side[f'{unit}_per_s']:,.0f}",
             "MiB a rank": lambda side: mib(side["memory_bytes"]),
             "MiB inside": lambda side: mib(side["bytes_inside_nodes"]),
             "MiB between": lambda side: mib(side["bytes_between_nodes"]),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench_tp.networks import NETWORKS, Network, unet_sizes
 from axonn_recipes.cluster_run import NUMBERS, ClusterRun, Place, Sizes
 from axonn_recipes.options import Run, at_least_one, heads_fit
-from axonn_tp import Grid, factorisations
+from axonn_tp import Grid, factorisations, place
 
 PEERS = {
     "ddp": "DistributedDataParallel",
@@ -20,6 +24,8 @@ PEERS = {
     "tp": "DTensor tensor parallelism over all ranks",
     "zero3": "DeepSpeed ZeRO-3",
 }
+OF_GPTS = ("fsdp2+tp", "tp")
+"""Peers that name a GPT's layers."""
 # The options of `axonn_tp.parallelize` that each stage of Figure 5.4 switches on, one after another.
 _OFF: dict[str, object] = {"overlap_all_reduce": False, "overlap_reduce_scatter": False, "overlap_all_gather": False}
 STAGES: list[tuple[str, dict[str, object]]] = [
@@ -46,6 +52,17 @@ class Settings(ClusterRun):
     peers: tuple[str, ...]
     grids: tuple[Grid, ...]
     screen: bool
+    network: str = "gpt"
+
+    @property
+    def trained(self) -> Network:
+        """What is trained."""
+        return NETWORKS[self.network]
+
+    @property
+    def samples(self) -> int:
+        """Tokens of a step, or images."""
+        return self.tokens if self.network == "gpt" else self.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +84,14 @@ class Options(Where, Run):
     """3D PMM and its peers, side by side in one run: on 1 node without bandwidth, on ranks of this machine.
 
     Attributes:
+        model: of a unet, --hidden are channels, --layers blocks of each of three levels, --context pixels of an image's side.
         grids: gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly.
-        peers: some of these, separated by commas.
+        peers: some of these, separated by commas; by itself all, of a unet those without tensor parallelism.
     """
 
+    model: Literal["gpt", "unet"] = "gpt"
     grids: str = "best"
-    peers: str = ",".join(PEERS)
+    peers: str | None = None
 
 
 def under_torchrun() -> bool:
@@ -80,13 +99,14 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
 
 
-def resolve(options: Where, grids: str, peers: str) -> Settings:
+def resolve(options: Where, grids: str, peers: str | None, network: str = "gpt") -> Settings:
     """The run that the command line asks for.
 
     Args:
         options: the cluster and the model.
         grids: see `Options`.
         peers: see there.
+        network: a key of `NETWORKS`.
 
     Raises:
         ConfigError: the first mistake.
@@ -99,26 +119,32 @@ def resolve(options: Where, grids: str, peers: str) -> Settings:
         nodes = int(os.environ["WORLD_SIZE"]) // local
     emulated = not under_torchrun() and (nodes > 1 or options.bandwidth is not None)
     heads_fit(options.hidden, options.heads)
-    chosen = tuple(peers.split(",")) if peers else ()
+    able = [peer for peer in PEERS if network == "gpt" or peer not in OF_GPTS]
+    chosen = tuple(able if peers is None else peers.split(",") if peers else ())
     for peer in chosen:
         if peer not in PEERS:
             raise ConfigError(f"--peers {peer} is not known; choose from {', '.join(PEERS)}")
+        if peer not in able:
+            raise ConfigError(f"--peers {peer} splits a GPT's layers, not a U-Net's; choose from {', '.join(able)}")
     settings = Settings(
         **{name: getattr(options, name) for name in ("latency", "bandwidth", *NUMBERS)},
         nodes=nodes,
         ranks_per_node=local,
         emulated=emulated,
         peers=chosen,
-        grids=_grids(grids, options, nodes * local),
+        grids=(),
         screen=grids == "best",
+        network=network,
     )
+    settings = replace(settings, grids=_grids(grids, settings))
     _check(settings)
     return settings
 
 
-def _grids(asked: str, options: Where, ranks: int) -> tuple[Grid, ...]:
+def _grids(asked: str, settings: Settings) -> tuple[Grid, ...]:
+    ranks = settings.ranks
     if asked == "best":
-        return tuple(grid for grid in factorisations(ranks) if _misfit(grid, options) is None)
+        return tuple(grid for grid in factorisations(ranks) if _misfit(grid, settings) is None)
     grids = []
     for text in asked.split():
         try:
@@ -127,19 +153,26 @@ def _grids(asked: str, options: Where, ranks: int) -> tuple[Grid, ...]:
         except ValueError as error:
             reason = str(error) if "divide" in str(error) or "at least" in str(error) else "it is not three integers"
             raise ConfigError(f"--grids {text}: {reason}; write gx,gy,gz as in 2,1,4") from None
-        if misfit := _misfit(grid, options):
+        if misfit := _misfit(grid, settings):
             raise ConfigError(f"--grids {text}: {misfit}; choose another grid")
         grids.append(grid)
     return tuple(grids)
 
 
-def _misfit(grid: Grid, options: Where) -> str | None:
-    if options.heads % grid.gx:
-        return f"--heads {options.heads} do not divide by gx = {grid.gx}"
-    if options.hidden % grid.gy:
-        return f"--hidden {options.hidden} does not divide by gy = {grid.gy}"
-    if options.batch % grid.batch:
-        return f"--batch {options.batch} does not divide by gz*gdata = {grid.batch}"
+def _misfit(grid: Grid, settings: Settings) -> str | None:
+    if settings.heads % grid.gx:
+        return f"--heads {settings.heads} do not divide by gx = {grid.gx}"
+    if settings.hidden % grid.gy:
+        return f"--hidden {settings.hidden} does not divide by gy = {grid.gy}"
+    if settings.batch % grid.batch:
+        return f"--batch {settings.batch} does not divide by gz*gdata = {grid.batch}"
+    if settings.network != "gpt":
+        with torch.device("meta"):
+            model = settings.trained.build(settings)
+        try:
+            place(model, grid, settings.trained.plan(settings))
+        except ValueError as error:
+            return str(error)
     return None
 
 
@@ -176,14 +209,26 @@ def described(settings: Settings) -> str:
     grids = ", ".join(name(grid) for grid in settings.grids)
     lines = [
         f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, {where}",
-        f"GPT: {settings.layers} blocks, hidden {settings.hidden}, {settings.heads} heads, "
-        f"{settings.batch} x {settings.context} tokens a step, fp32, AdamW",
+        f"{_described_network(settings)} a step, fp32, AdamW",
         f"ours: {'the fastest of ' if settings.screen else ''}{grids}",
         *(f"{peer}: {PEERS[peer]}" for peer in settings.peers),
         f"overlap stages, on our fastest grid: {', '.join(stage for stage, _ in STAGES)}",
         f"{settings.rounds} timed steps each, in turns",
     ]
     return "\n".join(lines)
+
+
+def _described_network(settings: Settings) -> str:
+    if settings.network == "gpt":
+        return (
+            f"GPT: {settings.layers} blocks, hidden {settings.hidden}, {settings.heads} heads, "
+            f"{settings.batch} x {settings.context} tokens"
+        )
+    sizes, side = unet_sizes(settings), settings.context
+    return (
+        f"U-Net: {sizes.channels} channels x {sizes.multipliers}, {sizes.blocks} blocks a level, {sizes.heads} heads, "
+        f"{settings.batch} images of {side} x {side}"
+    )
 
 
 def name(grid: Grid) -> str:

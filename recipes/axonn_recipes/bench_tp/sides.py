@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import axonn_tp
 from axonn_recipes.bench_tp.settings import Settings
 from axonn_recipes.models.gpt import GPT
-from axonn_tp import Grid, LayerPlan, Mesh
+from axonn_tp import Grid, Mesh
 
 LEARNING_RATE = 1e-3
 # Peers that check what they communicate, and so cannot run without.
@@ -62,31 +62,19 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Me
     """
     model, batch = _model(settings), _batch(settings)
     mesh = mesh or Mesh(grid, device().type)
-    axonn_tp.parallelize(model, mesh, plan(settings), axonn_tp.Options(**options))  # type: ignore[arg-type]
+    axonn_tp.parallelize(model, mesh, settings.trained.plan(settings), axonn_tp.Options(**options))  # type: ignore[arg-type]
     share = [mesh.shard_batch(tensor) for tensor in batch]
     return _step(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
 
 
-def plan(settings: Settings) -> dict[str, LayerPlan]:
-    """What every layer of the model becomes in 3D PMM."""
-    return {
-        **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
-        **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
-        **{"*.qkv": LayerPlan("normal", parts=3, heads=settings.heads), "*.proj": LayerPlan("transposed")},
-        **{"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")},
-        **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
-    }
-
-
-def _model(settings: Settings) -> GPT:
+def _model(settings: Settings) -> Any:
     torch.manual_seed(settings.seed)
-    return GPT(settings.model).to(device())
+    return settings.trained.build(settings).to(device())
 
 
 def _batch(settings: Settings, part: int = 0, parts: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(settings.seed)
-    windows = torch.randint(256, (settings.batch, settings.context + 1), generator=generator).to(device())
-    return [windows[:, :-1].chunk(parts)[part], windows[:, 1:].chunk(parts)[part]]
+    return [tensor.to(device()).chunk(parts)[part] for tensor in settings.trained.batch(settings, generator)]
 
 
 def _step(model: nn.Module, batch: list[Tensor], after_backward: Callable[[], None] = lambda: None) -> Step:
@@ -125,22 +113,22 @@ def _ddp(settings: Settings) -> Step:
     return _step(model, _batch(settings, dist.get_rank(), settings.ranks))
 
 
-def _sharded(model: GPT, mesh: DeviceMesh, reshard: bool) -> GPT:
-    for block in model.blocks:
+def _sharded(settings: Settings, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> nn.Module:
+    for block in settings.trained.blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return model
 
 
 def _fsdp(settings: Settings, mesh: DeviceMesh, reshard: bool) -> Step:
-    return _step(_sharded(_model(settings), mesh, reshard), _batch(settings, dist.get_rank(), settings.ranks))
+    return _step(_sharded(settings, _model(settings), mesh, reshard), _batch(settings, dist.get_rank(), settings.ranks))
 
 
 def _fsdp_with_tensor(settings: Settings) -> Step:
     mesh = _nodes(settings)
     model = _split(_model(settings), mesh["within"])
     across = mesh["across"]
-    return _step(_sharded(model, across, True), _batch(settings, across.get_local_rank(), settings.nodes))
+    return _step(_sharded(settings, model, across, True), _batch(settings, across.get_local_rank(), settings.nodes))
 
 
 def _tensor(settings: Settings) -> Step:

@@ -1,0 +1,115 @@
+"""Obtained beside published: of each number, and of each row, whether they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from axonn_recipes.papers.data import Number, Row, Value
+from axonn_recipes.papers.experiments import EXPERIMENTS
+from axonn_recipes.papers.found import Found
+
+Verdict = Literal["agrees", "differs", "needs the machine", "not run"]
+NO_NUMBERS = {True: "shown; the text gives no numbers", False: "nothing to compare"}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A number, what was obtained, and the verdict.
+
+    Attributes:
+        number: as published.
+        obtained: None where nothing was run.
+        how: the kind of reproduction.
+        verdict: whether they agree.
+    """
+
+    number: Number
+    obtained: Value | None
+    how: str
+    verdict: Verdict
+
+    @property
+    def error(self) -> float | None:
+        """By which share what is obtained is off; None for what is no number."""
+        theirs, ours = self.number.published, self.obtained
+        plain = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (theirs, ours))
+        return ours / theirs - 1 if plain and theirs else None  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row with its numbers compared, and what was run for it."""
+
+    row: Row
+    compared: Sequence[Compared]
+    found: Mapping[str, Found]
+
+    @property
+    def verdict(self) -> str:
+        """In words: all numbers agree, so many differ, or why there are none."""
+        counts = {kind: sum(one.verdict == kind for one in self.compared) for kind in ("agrees", "differs", "not run")}
+        known = counts["agrees"] + counts["differs"]
+        if counts["differs"]:
+            return f"differs: {counts['differs']} of {known}"
+        if known:
+            return f"agrees: {known}"
+        if counts["not run"] or (self.row.runs and not self.found):
+            return "not run"
+        return "needs the machine" if self.compared else NO_NUMBERS[bool(self.found)]
+
+    @property
+    def how(self) -> str:
+        """The kinds of reproduction of what was run."""
+        kinds = [EXPERIMENTS[name].kind for name in self.found]
+        machine = ["needs the machine"] if self.row.needs else []
+        return ", ".join(dict.fromkeys(kinds + machine)) or "-"
+
+
+def judge(row: Row, results: Mapping[str, Found]) -> Judged:
+    """A row's numbers beside what experiments found.
+
+    Args:
+        row: the row.
+        results: of the experiments that were run, by name.
+    """
+    found = {name: results[name] for name in row.runs if name in results}
+    compared = []
+    for number in row.numbers:
+        givers = [name for name, one in found.items() if number.what in one.values]
+        if givers:
+            obtained = found[givers[0]].values[number.what]
+            verdict: Verdict = "agrees" if number.agrees(obtained) else "differs"
+            compared.append(Compared(number, obtained, EXPERIMENTS[givers[0]].kind, verdict))
+        elif number.needs:
+            compared.append(Compared(number, None, "needs the machine", "needs the machine"))
+        else:
+            compared.append(Compared(number, None, "-", "not run"))
+    return Judged(row, compared, found)
+
+
+def as_json(judged: Judged) -> dict[str, Any]:
+    """A row and its numbers, as what JSON can hold."""
+    return {
+        "row": judged.row.name,
+        "caption": judged.row.caption,
+        "coverage": judged.row.coverage,
+        "how": judged.how,
+        "verdict": judged.verdict,
+        "numbers": [
+            {
+                "what": one.number.what,
+                "published": one.number.published,
+                "obtained": one.obtained,
+                "unit": one.number.unit,
+                "where": one.number.where,
+                "error": one.error,
+                "tolerance": one.number.tolerance if one.number.within is None else None,
+                "within": one.number.within,
+                "how": one.how,
+                "verdict": one.verdict,
+            }
+            for one in judged.compared
+        ],
+    }

@@ -1,0 +1,276 @@
+"""The papers' rows: what is published, what comes out, and verdicts that fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.papers import page
+from axonn_recipes.papers.data import FILE, WIDEST, Number, Value, load, select
+from axonn_recipes.papers.experiments import EXPERIMENTS, measured
+from axonn_recipes.papers.experiments.ranks import halving
+from axonn_recipes.papers.found import Found
+from axonn_recipes.papers.verdict import judge
+from tests.distributed import run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs" / "coverage.md"
+ROWS = load()
+NUMBERS = [number for row in ROWS for number in row.numbers]
+MODELS = [
+    name
+    for name, experiment in EXPERIMENTS.items()
+    if experiment.kind != "measured here" and not name.startswith(("collectives_", "roofline_a4"))
+]
+"""What is computed in a second or two, and is the same every time."""
+MODELS += ["collectives_messages", "collectives_point_to_point"]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Found]:
+    return {name: EXPERIMENTS[name].run(Path()) for name in MODELS}
+
+
+def moved(value: Value, number: Number, by: float) -> Value:
+    """A value off by so many tolerances of a number; what is no number turned into another."""
+    if isinstance(value, list):
+        return [moved(value[0], number, by), *value[1:]]
+    if isinstance(value, bool):
+        return not value if abs(by) > 1 else value
+    assert isinstance(value, int | float)
+    return value + by * (number.tolerance * abs(value) if number.within is None else number.within)
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(ROWS) == 100 and len(NUMBERS) > 450
+    assert {row.seed for row in ROWS} == {"000", "001", "002", "003", "004"}
+    used = {name for row in ROWS for name in row.runs}
+    assert used == set(EXPERIMENTS)
+    assert not [row.name for row in ROWS if row.coverage == "none"]
+    assert all(row.needs for row in ROWS if row.coverage == "partly")
+    assert all(row.numbers for row in ROWS if row.runs and row.claim != "trace")
+    assert all(number.where and (number.needs or 0 < number.tolerance <= WIDEST) for number in NUMBERS)
+
+
+@pytest.mark.parametrize("by", [-0.9, 0.0, 0.9])
+def test_what_is_within_the_tolerance_agrees(by: float) -> None:
+    assert all(number.agrees(moved(number.published, number, by)) for number in NUMBERS)
+
+
+@pytest.mark.parametrize("by", [-3.0, 3.0])
+@pytest.mark.parametrize("obtained", [-0.9, 0.9])
+def test_a_published_number_that_is_changed_fails(by: float, obtained: float) -> None:
+    for number in NUMBERS:
+        changed = replace(number, published=moved(number.published, number, by))
+        assert not changed.agrees(moved(number.published, number, obtained)), number
+
+
+def test_what_is_not_finite_or_of_another_kind_fails() -> None:
+    number = NUMBERS[1]
+    assert not any(
+        replace(number, published=2.0).agrees(value) for value in (float("nan"), float("inf"), True, [2.0], "2")
+    )
+    assert not replace(number, published=[1, 2]).agrees([1])
+
+
+def test_models_agree_and_differ_and_fail_when_changed(results: dict[str, Found]) -> None:
+    agreed = []
+    for row in ROWS:
+        if not row.runs or not set(row.runs) <= set(results):
+            continue
+        judged = judge(row, results)
+        for place, one in enumerate(judged.compared):
+            if one.verdict != "agrees":
+                continue
+            agreed.append(row.name)
+            for by in (-3.0, 3.0):
+                changed = replace(one.number, published=moved(one.number.published, one.number, by))
+                numbers = (*row.numbers[:place], changed, *row.numbers[place + 1 :])
+                again = judge(replace(row, numbers=numbers), results)
+                assert again.compared[place].verdict == "differs" and again.verdict.startswith("differs")
+    assert len(agreed) > 80
+    whole = {row.name for row in ROWS if judge(row, results).verdict.startswith("agrees")}
+    assert {"000 Fig 4.2", "000 Tab 5.1", "000 Tab 4.1", "004 Tab I", "004 Tab A3", "004 Fig 3", "004 Fig 4"} <= whole
+    assert judge(select(ROWS, "004 fig 1")[0], results).verdict == "differs: 1 of 2"  # 65.7 GB where the text says 40
+
+
+def test_rows_by_name() -> None:
+    assert [row.name for row in select(ROWS, "000 fig 4.6")] == ["000 Fig 4.6"]
+    assert [row.name for row in select(ROWS, "000 Figure 4.6, 003 table iii")] == ["000 Fig 4.6", "003 Tab III"]
+    chapter = select(ROWS, "000 chapter 4")
+    assert len(chapter) == 10 and all(row.number.split()[1].startswith("4.") for row in chapter)
+    assert len(select(ROWS, "001")) == 2 and len(select(ROWS, "004 tab A3, 004")) == 16
+    for wrong in ("000 fig 4.60", "005", "chapter 4", "002 chapter 4", "000 fig", ""):
+        with pytest.raises(ConfigError, match="is no seed, chapter, table or figure; use "):
+            select(ROWS, wrong)
+
+
+def test_mistakes_in_the_data_are_said(tmp_path: Path) -> None:
+    text = FILE.read_text()
+    for old, new, said in (
+        ("tolerance = 0.05", "tolerance = 0.5", "tolerance = 0.5 is not above 0 and at most 0.25"),
+        ("within = 0.05", "tolerance = 0.1", "= 0, of which no share can be allowed"),
+        ("within = 0.5", "within = 0.9", "within = 0.9 is more than 0.25 of"),
+        ("claim =", "clam =", 'has an unknown key "clam"; use "claim"'),
+        ('claim = "survey"', 'claim = "poll"', 'claim = "poll" is not known'),
+        ('number = "Fig 3.1"', 'number = "Fig 1.1"', "has 000 Fig 1.1 more than once"),
+    ):
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.toml"
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=said):
+            load(file)
+
+
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "papers", "--only", "000 fig 4.3, 004 fig 1, 000 fig 5.1", "--runs", str(tmp_path)]
+    assert main(words) == 0
+    folder = tmp_path / "papers"
+    shown, read = (folder / "index.html").read_text(), (folder / "papers.md").read_text()
+    assert (
+        "<h2" in shown and "roofline_1_figure.png" in shown and (folder / "roofline_1_figure.png").stat().st_size > 5000
+    )
+    assert "| memory there | 40 GB | 65.67 GB | +64.2% | 25% | model at the paper's scale | differs |" in read
+    rows = {one["row"]: one for one in json.loads((folder / "results.json").read_text())}
+    assert rows["000 Fig 4.3"]["verdict"] == "agrees: 1" and rows["004 Fig 1"]["verdict"] == "differs: 1 of 2"
+    assert rows["000 Fig 5.1"]["verdict"] == "nothing to compare" and rows["000 Fig 5.1"]["coverage"] == "n/a"
+    number = rows["004 Fig 1"]["numbers"][1]
+    assert number["published"] == 40 and number["error"] == pytest.approx(0.642, abs=1e-3)
+    assert "3 tables and figures" in capsys.readouterr().out
+
+
+def test_what_is_left_out_is_not_run(results: dict[str, Found]) -> None:
+    row = next(row for row in ROWS if row.name == "000 Fig 5.4")
+    judged = judge(row, {name: one for name, one in results.items() if name in row.runs})
+    assert [one.verdict for one in judged.compared][1:] == ["not run"]
+    assert judge(row, {}).verdict == "not run"
+    needed = next(row for row in ROWS if row.name == "000 Tab 4.2")
+    assert {one.verdict for one in judge(needed, results).compared} >= {"differs", "needs the machine"}
+
+
+def test_experiments_give_every_number_of_their_rows(results: dict[str, Found]) -> None:
+    whole = [row for row in ROWS if row.runs and set(row.runs) <= set(results)]
+    assert len(whole) > 40
+    for row in whole:
+        assert not [one.number.what for one in judge(row, results).compared if one.verdict == "not run"], row.name
+
+
+def test_what_cannot_run_here_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(folder: Path) -> Found:
+        raise ConfigError("there is no such machine here; use another")
+
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(EXPERIMENTS["roofline_1"], run=broken)}):
+        assert main(["train", "papers", "--only", "004 fig 1", "--runs", str(tmp_path)]) == 0
+    assert "roofline_1: left out: there is no such machine here" in capsys.readouterr().out
+    assert json.loads((tmp_path / "papers" / "results.json").read_text())[0]["verdict"] == "not run"
+
+
+def test_a_command_is_run_and_read(tmp_path: Path) -> None:
+    def ran(words: list[str]) -> int:
+        assert words[:-4] == ["--rounds", "2"] and words[-4:] == ["--runs", str(tmp_path), "--name", "measured_x"]
+        folder = tmp_path / "measured_x"
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps({"ratio": {"median": 1.5}}))
+        (folder / "steps.png").write_bytes(b"")
+        return 0
+
+    run = measured.command("bench x --rounds 2", measured._cluster)
+    with patch.object(measured, "find", lambda words: (ran, words[2:])):
+        found = run(tmp_path / "measured_x")
+    assert found.values == {"four nodes here: faster than dense": True}
+    assert found.files == (tmp_path / "measured_x" / "steps.png",)
+    with patch.object(measured, "find", lambda words: (lambda rest: 1, words)):
+        with pytest.raises(ConfigError, match="axonn bench x --rounds 2 has failed"):
+            run(tmp_path / "measured_y")
+
+
+def stage(median: float, exposed: float) -> dict:
+    return {"name": "", "kind": "stage", "median": median, "exposed_communication_s": exposed}
+
+
+def run_of(stages: int, *medians: float) -> dict:
+    return {"settings": {"stages": stages}, "sides": [{"median": median} for median in medians]}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "read", "expected"),
+    [
+        (
+            measured._overlap,
+            {"sides": [{"kind": "ours"}, *(stage(4 - i, 3 - i) for i in range(4))]},
+            {
+                "two nodes here: all overlaps": 75.0,
+                "two nodes here: exposed communication falls with each overlap": True,
+            },
+        ),
+        (measured._memory, {"runs": [run_of(2, 9, 3), run_of(4, 4, 8)]}, {"four nodes here: batch time saved": 25.0}),
+        (
+            measured._stages,
+            {"runs": [run_of(2, 3, 1), run_of(4, 2, 9)]},
+            {"eight nodes here: more stages take longer": False},
+        ),
+        (
+            measured._coarsening,
+            {
+                "factors": [
+                    {"coarsening": k, "together": [t, t, t]} for k, t in ((1, 3.0), (2, 2.0), (4, 1.0), (8, 2.5))
+                ]
+            },
+            {
+                "two nodes here: the best coarsening factor is 2 or 4": True,
+                "two nodes here: a factor of 1 is slower than the best": True,
+            },
+        ),
+        (
+            measured._ranks,
+            {"grids": [{"formulas rank": rank} for rank in (1, 12, 3, 2, 4, 5, 6, 7, 8, 11, 9)]},
+            {"eight ranks here: of the model's ten first, among the ten fastest": 8},
+        ),
+        (
+            measured._memorization,
+            {
+                "standard": {"control": 0.0, "low": 0.1, "middle": 0.5, "high": 1.0},
+                "goldfish": {"control": 0.01, "low": 0.02, "middle": 0.03, "high": 0.06},
+            },
+            {
+                "here: exact match grows with repetitions": True,
+                "here: control": 0.0,
+                "here: goldfish, the most seen pages beside the control": pytest.approx(0.05),
+            },
+        ),
+    ],
+)
+def test_what_measurements_say(numbers: measured.Numbers, read: dict, expected: dict[str, Value]) -> None:
+    assert numbers(read) == expected
+
+
+def halved() -> list[float]:
+    whole = torch.arange(12, dtype=torch.float64) ** (1 + dist.get_rank())
+    return halving(whole, dist.group.WORLD).tolist()
+
+
+def test_recursive_halving_in_python() -> None:
+    found = [value for block in run_ranks(halved, 4) for value in block]
+    assert found == [base + base**2 + base**3 + base**4 for base in range(12)]
+
+
+def test_the_list_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "papers", "--list"]) == 0
+    assert capsys.readouterr().out.count("\n") == 101
+    assert main(["train", "papers", "--dry-run", "--only", "000 fig 7.8", "--runs", str(tmp_path)]) == 0
+    assert "1 tables and figures, 1 experiments, about 3 s" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert main(["train", "papers", "--only", "000 fig 7.80"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["train", "papers", "--coverage", str(tmp_path / "no" / "where.md")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_table_of_coverage_is_generated(tmp_path: Path) -> None:
+    assert main(["train", "papers", "--coverage", str(tmp_path / "coverage.md")]) == 0
+    assert (tmp_path / "coverage.md").read_text() == DOCS.read_text() == page.coverage(ROWS)
