@@ -24,7 +24,7 @@ GROUND = (
     "axonn_plugins.config",
     "axonn_plugins.goldfish",
 )
-HOSTS = ("deepspeed", "megatron", "transformers", "accelerate", "lightning", "axonn_plugins.hosts")
+HOSTS = ("deepspeed", "megatron", "transformers", "accelerate", "lightning", "torchtitan", "axonn_plugins.hosts")
 
 
 def modules() -> dict[str, Path]:

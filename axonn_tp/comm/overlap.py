@@ -8,12 +8,15 @@ All ranks run the same passes, so all start the same collectives in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from axonn_tp.comm.collectives import Pending, scatter_from, start_all_gather, start_sum_of_shares
 from axonn_tp.grid.mesh import Mesh
@@ -51,6 +54,28 @@ _WHOLE_AT_ONCE = 4
 def in_backward() -> bool:
     """Whether autograd is running: a forward seen now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def apart_from_checkpoints() -> Iterator[None]:
+    """Inside, selective checkpointing records nothing: which weights are gathered in a pass depends on what is there already."""
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))]
+    if len(others) == len(modes):
+        yield
+        return
+    _exchange(modes, others)
+    try:
+        yield
+    finally:
+        _exchange(others, modes)
+
+
+def _exchange(before: list[Any], after: list[Any]) -> None:
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)
 
 
 class Sums:
@@ -219,6 +244,7 @@ class Gathers:
         """The flat block of a shard that the forward has used, once more."""
         return shard.to(dtype) if self.mesh.size("z") == 1 else self.take(layer, shard, dtype)
 
+    @apart_from_checkpoints()
     def take(self, layer: GatheredLayer, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """The flat block: kept, under way or gathered now; the next layer's gather is started."""
         phase, key = _phase(), _key(shard, dtype)

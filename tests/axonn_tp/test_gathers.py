@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import axonn_tp
 from axonn_tp import Mesh, Options
@@ -35,6 +36,11 @@ class Two(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "recomputed":
             return checkpoint(self.inner, x, use_reentrant=False)
+        if self.how == "selective":
+            # What is gathered ahead, and in which region, is another in each pass.
+            saved = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+            first = checkpoint(self.one, x, use_reentrant=False, context_fn=saved)
+            return checkpoint(self.second, first, use_reentrant=False, context_fn=saved)
         if self.how == "adapted":
             # One layer computes with weights made of its own, as in meta-learning, and then with its own.
             adapted = {name: 2 * p for name, p in self.one.named_parameters()}
@@ -43,14 +49,17 @@ class Two(nn.Module):
         return self.inner(x)
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.other(torch.tanh(self.one(x)))
+        return self.second(self.one(x))
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(x))
 
 
 def between() -> Iterator[tuple[str, float]]:
     """Errors of gradients where an evaluation in lower precision lies between forward and backward."""
     mesh = Mesh.create(1, 1, 2)
     x = torch.randn(4, 6)
-    for how in ("plain", "recomputed", "adapted"):
+    for how in ("plain", "recomputed", "selective", "adapted"):
         for name, options in OPTIONS.items():
             torch.manual_seed(2)
             serial = Two(how)

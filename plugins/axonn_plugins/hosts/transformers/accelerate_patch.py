@@ -116,9 +116,13 @@ def _of_readers(name: str) -> property:
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def gather(self: Any, tensor: Any) -> Any:
-        """Of every reader once."""
+        """Of every reader once; the sums of one that computes on a row that counts nothing are nothing."""
         from accelerate.utils.operations import recursively_apply
 
+        from axonn_plugins.hosts.transformers.last_batch import counts
+
+        if not counts():
+            tensor = recursively_apply(lambda one: one if one.dim() else torch.zeros_like(one), tensor)
         gathered, each = original(self, tensor), same()
 
         def first(whole: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,7 @@ _weight = 1.0
 
 @contextmanager
 def weighing(weight: float) -> Iterator[None]:
-    """Inside, a loss counts so much in backward."""
+    """Inside, a loss counts so much in backward; where that is nothing, so does a number that is gathered."""
     global _weight
     _weight = weight
     try:
@@ -127,3 +127,8 @@ def weighing(weight: float) -> Iterator[None]:
 def weighed(loss: Any) -> Any:
     """A loss as it counts now."""
     return loss if _weight == 1 else loss * _weight
+
+
+def counts() -> bool:
+    """Whether what this reader computes now counts."""
+    return _weight > 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ def patch(module: ModuleType) -> None:
     trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
     trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
     trainer.training_step = _training_step(trainer.training_step)
-    trainer.prediction_step = _prediction_step(trainer.prediction_step)
+    trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
     trainer.store_flos = _store_flos(trainer.store_flos)
     for name in ("floating_point_ops", "_track_num_input_tokens"):
@@ -60,19 +61,57 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def step(self: Any, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Any:
-        found = last(inputs)
-        if found is None:
-            return original(self, model, inputs, *rest, **keywords)
-        self._axonn_counted, part = False, found.part_of(inputs)
-        loss, *of_rows = original(self, model, part, *rest, **keywords)
-        if loss is not None:
-            loss = self.accelerator.reduce(loss * _weight(self, part), "mean")
-        return loss, *(found.filled(one) for one in of_rows)
+    def evaluation_loop(self: Any, *rest: Any, **keywords: Any) -> Any:
+        """The Trainer's, whose steps and losses a class derived from it may have replaced."""
+        if not _block(self):
+            return original(self, *rest, **keywords)
+        with _replaced(self, prediction_step=_prediction_step, compute_loss=_compute_loss):
+            return original(self, *rest, **keywords)
 
-    return step
+    return evaluation_loop
+
+
+@contextmanager
+def _replaced(self: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    before = dict(vars(self))
+    for name, replacing in methods.items():
+        setattr(self, name, partial(replacing, self, getattr(self, name)))
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(self, name)
+            if name in before:
+                setattr(self, name, before[name])
+
+
+def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+    found = last(inputs)
+    if found is None:
+        return original(model, inputs, *rest, **kw)
+    self._axonn_counted, part = False, found.part_of(inputs)
+    with weighing(part.share):
+        loss, *of_rows = original(model, part, *rest, **kw)
+    if loss is not None:
+        loss = self.accelerator.reduce(loss * _weight(self, part), "mean")
+    return loss, *(found.filled(one) for one in of_rows)
+
+
+def _compute_loss(
+    self: Any,
+    original: Callable[..., Any],
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+    **more: Any,
+) -> Any:
+    """Theirs, over the items of all readers also where a prediction step, as TRL's, does not count them."""
+    if num_items_in_batch is None:
+        num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+    return original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **more)
 
 
 def _finalize(original: Callable[..., Any]) -> Callable[..., Any]:
