@@ -20,13 +20,13 @@ STYLE = (
 )
 
 
-def shown(value: Value | None) -> str:
-    """A value in four digits."""
+def shown(value: Value | None, digits: int = 4) -> str:
+    """A value in so many digits."""
     if isinstance(value, list):
-        return f"({', '.join(shown(one) for one in value)})"
+        return f"({', '.join(shown(one, digits) for one in value)})"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def allowed(number: Number) -> str:
@@ -45,7 +45,16 @@ def cells(one: Compared) -> tuple[str, ...]:
     off = "-" if one.error is None else f"{one.error:+.1%}"
     verdict = f"needs the machine: {number.needs}" if one.verdict == "needs the machine" else one.verdict
     obtained = "-" if one.obtained is None else shown(one.obtained) + unit
-    return number.what, shown(number.published) + unit, obtained, off, allowed(number), one.how, verdict, number.where
+    return (
+        number.what,
+        shown(number.published, 6) + unit,
+        obtained,
+        off,
+        allowed(number),
+        one.how,
+        verdict,
+        number.where,
+    )
 
 
 def summary(judged: Sequence[Judged]) -> str:
