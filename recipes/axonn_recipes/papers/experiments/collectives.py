@@ -22,7 +22,7 @@ from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
-OPTIONS: tuple[str, ...] = ()
+OPTIONS = ("--calibrated",)
 """Of the simulator."""
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
