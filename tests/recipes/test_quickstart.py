@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import axonn_plugins
+import tests.deepspeed.training  # noqa: F401  without a kernel that takes a minute to compile
 from axonn_plugins.cli import main
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
@@ -64,9 +65,19 @@ def test_losses_equal_serial(precision: str, grid: tuple, steps: int, allowed: f
     assert serial[-1] < serial[0] - 0.5
 
 
-def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Counter, Counter, Counter, int, int]:
+Grid = tuple[int, int, int]
+Planned = tuple[Counter, Counter, Counter, Counter, int, int]
+GRIDS: list[Grid] = [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)]
+
+
+def all_planned_and_counted(folder: Path) -> dict[Grid, Planned]:
     torch.set_num_threads(1)
     axonn_plugins.activate()
+    sizes = {(gx, gy, gz): Settings(steps=5, gx=gx, gy=gy, gz=gz, **SMALL) for gx, gy, gz in GRIDS}
+    return {grid: planned_and_counted(settings, folder) for grid, settings in sizes.items()}
+
+
+def planned_and_counted(settings: Settings, folder: Path) -> Planned:
     side = Parallel(settings, load(None, settings.context), folder)
     for number in (1, 2, 3):
         side.step(number)  # the engine's own checks are over then
@@ -91,11 +102,17 @@ def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Coun
     )
 
 
-@pytest.mark.parametrize("grid", [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)])
-def test_the_printed_plan_is_what_happens(grid: tuple[int, int, int], tmp_path: Path) -> None:
-    gx, gy, gz = grid
-    settings = Settings(steps=5, gx=gx, gy=gy, gz=gz, **SMALL)
-    passes, counted, sums, rest, held, planned = launch(planned_and_counted, 4, settings, tmp_path)[0]
+@pytest.fixture(scope="module")
+def on_grids(tmp_path_factory: pytest.TempPathFactory) -> dict[Grid, Planned]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        return launch(all_planned_and_counted, 4, tmp_path_factory.mktemp("planned"))[0]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_printed_plan_is_what_happens(grid: Grid, on_grids: dict[Grid, Planned]) -> None:
+    gx, gy, _ = grid
+    passes, counted, sums, rest, held, planned = on_grids[grid]
     assert held == planned
     assert all(counted[collective] == times for collective, times in passes.items())
     # Replicas compare each call's arguments and random state, in one gather.
