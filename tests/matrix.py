@@ -20,8 +20,13 @@ def names(cases: Iterable[str], every_run: Collection[str]) -> list[Any]:
     return [name if name in every_run else thorough(name) for name in cases]
 
 
-def chosen(request: pytest.FixtureRequest, cases: dict[str, Case]) -> dict[str, Case]:
-    """The cases that this run asks the tests of the file for, by their parameter `name`: what a fixture has to train."""
+def asked(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
+    """What this run asks the tests of the file for, by these parameters of theirs."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    asked = {item.callspec.params.get("name") for item in items}
-    return {name: case for name, case in cases.items() if name in asked}
+    return {tuple(item.callspec.params.get(name) for name in parameters) for item in items}
+
+
+def chosen(request: pytest.FixtureRequest, cases: dict[str, Case]) -> dict[str, Case]:
+    """The cases that this run asks for by the parameter `name`: what a fixture has to train."""
+    names_asked = asked(request, "name")
+    return {name: case for name, case in cases.items() if (name,) in names_asked}
