@@ -30,7 +30,7 @@ STOCK = Settings(
     context=16,
     batch=4,
     micro_batch=1,
-    steps=6,
+    steps=4,
     tensor_model_parallel_impl="megatron",
 )
 PLAIN = replace(STOCK, tensor_model_parallel_impl="axonn3d")
