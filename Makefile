@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USE_PEP517 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint compiler clean
+.PHONY: help setup train test lint style types suite compiler clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,12 +22,20 @@ setup: $(READY) ## create .venv with everything in it
 train: $(READY) ## train the quickstart recipe; make train ARGS="--steps 50"
 	$(BIN)/axonn train quickstart $(ARGS)
 
-# Two files of tests at a time: most start ranks, but some wait, and some compute in one process.
-test: lint compiler ## lint, then run the tests; make test ARGS="-k mesh"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 --durations-min=1 $(ARGS)
+test: style compiler ## lint, and run the tests; make test ARGS="-k mesh"
+	@# mypy takes a minute of one core, and so runs beside the tests.
+	@$(MAKE) --no-print-directory -j 2 types suite
 
-lint: $(READY) ## ruff and mypy
+# Two files of tests at a time: most start ranks, but some wait, and some compute in one process. tests/conftest.py orders them.
+suite:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
+
+lint: style types ## ruff and mypy
+
+style: $(READY)
 	$(BIN)/ruff check .
+
+types: $(READY)
 	$(BIN)/mypy
 
 # Stock DeepSpeed, which the tests compare with, compiles a small kernel when it starts on a CPU.
@@ -44,13 +52,15 @@ $(READY): setup.cfg setup.py constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python %d.%d is too old: axonn-plugins needs 3.10 or newer; name one with make PYTHON=..." % sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { $(call APT,python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv,Python's venv module); }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	@# LitGPT, a model of the tests, asks for an older huggingface-hub than transformers does; its model needs none.
-	$(BIN)/pip install -q --no-deps -c constraints.txt litgpt lightning lightning-utilities torchmetrics
-	$(BIN)/pip install -q -c constraints.txt 'jsonargparse[signatures]>=4.37,<=4.41' requests
-	@# What runs at every import of torch is compiled even where PYTHONDONTWRITEBYTECODE is set.
-	@$(BIN)/python -m compileall -q plugins/axonn_plugins/__init__.py plugins/axonn_plugins/autoload.py
+	$(BIN)/pip install -q --no-compile --no-deps -c constraints.txt litgpt lightning lightning-utilities torchmetrics
+	$(BIN)/pip install -q --no-compile -c constraints.txt 'jsonargparse[signatures]>=4.37,<=4.41' requests
+	@# On all cores, which pip does not; some packages hold templates that are no Python. Ours too, which every rank imports
+	@# even where PYTHONDONTWRITEBYTECODE is set.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -q -j 0 axonn_tp plugins recipes samo ted_moe
 	@touch $@
 
 # Debian ships parts of Python, and a compiler, in packages of their own. $(1): packages, $(2): what is missing.

@@ -19,6 +19,26 @@ from pathlib import Path
 
 from pytest_timeout import timeout_sigalrm
 
+LONGEST = (
+    "compose/test_pairs.py",
+    "recipes/test_quickstart.py",
+    "megatron/test_recipe.py",
+    "megatron/test_layers.py",
+    "compose/test_experts_on_mesh.py",
+    "pccl/test_native.py",
+    "deepspeed/test_activation.py",
+    "axonn_tp/test_auto.py",
+    "axonn_tp/test_grids.py",
+    "deepspeed/test_checkpoint.py",
+    "deepspeed/test_ted.py",
+    "ted_moe/test_moe.py",
+    "deepspeed/test_engine.py",
+    "huggingface/test_trainer.py",
+    "megatron/test_checkpoint.py",
+    "fuzz/test_fuzz.py",
+    "lightning/test_examples.py",
+)
+"""Files that begin first, so that none of them is what one worker still does when the other has nothing left."""
 AT_MOST = 6
 WORKING = 0.1
 """Processors that a test keeps busy; gloo's threads look for messages now and then, also where none will come."""
@@ -30,6 +50,11 @@ def pytest_configure(config):
     os.environ["AXONN_PCCL_TUNE"] = "0"
     os.environ["AXONN_DEBUG"] = "1"
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items):
+    places = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 def pytest_timeout_set_timer(item, settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def load(path: str | None, context: int) -> Corpus:
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise ConfigError(f"--data {root} does not exist; give a text file or a folder")
-    files = [root] if root.is_file() else _files(root, "*.py" if path is None else "*")
+    files = [root] if root.is_file() else _files(root, ".py" if path is None else "")
     training: list[bytes] = []
     validation: list[bytes] = []
     for file in files:
@@ -85,16 +86,19 @@ def load(path: str | None, context: int) -> Corpus:
     return corpus
 
 
-def _files(root: Path, pattern: str) -> list[Path]:
-    found = [
-        file
-        for file in root.rglob(pattern)
-        if file.is_file()
-        and not any(part in _LEFT_OUT or part.startswith(".") for part in file.relative_to(root).parts)
-    ]
+def _files(root: Path, suffix: str) -> list[Path]:
+    found = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = filter(_is_text, inside)  # the rest, such as site-packages, is not walked
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and _is_text(name)]
+    found = [file for file in found if file.is_file()]
     if not found:
         raise ConfigError(f"--data {root} holds no files; give a text file or a folder with some")
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _is_text(name: str) -> bool:
+    return name not in _LEFT_OUT and not name.startswith(".")
 
 
 def _read(file: Path) -> bytes:

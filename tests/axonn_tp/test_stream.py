@@ -16,9 +16,11 @@ import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
+from axonn_tp.options import LAYOUTS
 from tests.axonn_tp.families import FAMILIES
-from tests.axonn_tp.test_auto import TOLERANCE, batch_for, three_steps
+from tests.axonn_tp.test_auto import TOLERANCE, Expected, batch_for, serial_steps, three_steps
 from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
 
 def in_own_type() -> Any:
@@ -35,19 +37,30 @@ def kinds(plan: dict[str, LayerPlan]) -> Counter[str]:
     return Counter(layer.kind for layer in plan.values())
 
 
-def trained(models: dict[str, nn.Module], plans: dict[tuple[str, Grid], dict[str, LayerPlan]]) -> dict[str, Any]:
-    """Errors by model, grid and layout, and for two grids what the ledger saw beside what placements count."""
+COUNTED = (Grid(2, 2), Grid(1, 2, 2))
+
+
+def trained(
+    models: dict[str, nn.Module],
+    expected: dict[str, Expected],
+    plans: dict[tuple[str, Grid], dict[str, LayerPlan]],
+    both: bool,
+) -> dict[str, Any]:
+    """Errors by model, grid and layout, for two grids with what the ledger saw beside what placements count.
+
+    Layouts take turns on the other grids unless both are asked for.
+    """
     found: dict[str, Any] = {}
-    for mesh in meshes(dict.fromkeys(grid for _, grid in plans)):
+    for turn, mesh in enumerate(meshes(dict.fromkeys(grid for _, grid in plans))):
         grid = mesh.grid
-        for name, model in models.items():
+        for place_of_model, (name, model) in enumerate(models.items()):
             plan = plans[name, grid]
-            for layout in ("scattered", "replicated"):
+            for layout in LAYOUTS if both or grid in COUNTED else (LAYOUTS[(turn + place_of_model) % 2],):
                 options = Options(layout=layout)
                 parallel = axonn_tp.parallelize(copy.deepcopy(model), mesh, plan, options)
-                errors = three_steps(copy.deepcopy(model), parallel, mesh)
+                errors = three_steps(model, expected[name], parallel, mesh)
                 found[f"{name} {grid} {layout}"] = (errors, kinds(plan))
-                if grid in (Grid(2, 2), Grid(1, 2, 2)):
+                if grid in COUNTED:
                     found[f"{name} {grid} {layout}"] += counted(name, model, parallel, mesh, plan, options)
     return found
 
@@ -67,9 +80,14 @@ def counted(
 
 
 @pytest.mark.parametrize(
-    "names", [["llama", "ours"], pytest.param(["gpt2", "litgpt"], marks=pytest.mark.families)], ids=", ".join
+    ("names", "both"),
+    [
+        (["llama", "ours"], False),
+        thorough(["llama", "ours"], True),
+        pytest.param(["gpt2", "litgpt"], True, marks=pytest.mark.families),
+    ],
 )
-def test_losses_gradients_and_steps_equal_serial(names: list[str]) -> None:
+def test_losses_gradients_and_steps_equal_serial(names: list[str], both: bool) -> None:
     if "litgpt" in names:
         pytest.importorskip("litgpt")
     with in_own_type():
@@ -77,7 +95,8 @@ def test_losses_gradients_and_steps_equal_serial(names: list[str]) -> None:
         models = {name: FAMILIES[name][0]().double() for name in names}
         grids = [grid for grid in factorisations(4) if grid.gx * grid.gy > 1]
         plans = {(name, grid): auto_plan(model, grid)[0] for grid in grids for name, model in models.items()}
-        ranks = run_ranks(trained, 4, models, plans)
+        expected = {name: serial_steps(model) for name, model in models.items()}
+        ranks = run_ranks(trained, 4, models, expected, plans, both)
     for rank in ranks:
         for case, (errors, found, *counts) in rank.items():
             assert errors["loss"] < TOLERANCE and errors["gradients"] < TOLERANCE, (case, errors)

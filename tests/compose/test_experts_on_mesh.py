@@ -38,6 +38,7 @@ from tests.compose.experts_on_mesh import (
 )
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 TOLERANCE = 1e-10
 WHOLE = {"expert_tensor_parallel": False}
@@ -54,20 +55,21 @@ def sizes_of(grid: Grid, whole: bool) -> Iterator[int]:
             yield size
 
 
-def cases_of(grid: Grid) -> Iterator[Case]:
-    """Both layouts with every ep_size, experts split and whole; gates, plans and the rest take turns."""
+def cases_of(grid: Grid, both_layouts: bool) -> Iterator[Case]:
+    """Every ep_size, experts split and whole, each with both layouts or with one; gates, plans and layouts take turns."""
     number = 0
-    for options in (Options(), REPLICATED):
-        for ted in ({}, WHOLE):
-            for size in sizes_of(grid, ted is WHOLE):
-                gate = list(GATES)[number % len(GATES)]
+    for layout, options in enumerate((Options(), REPLICATED)):
+        chosen = [(ted, size) for ted in ({}, WHOLE) for size in sizes_of(grid, ted is WHOLE)]
+        for turn, (ted, size) in enumerate(chosen):
+            gate = list(GATES)[number % len(GATES)]
+            if both_layouts or turn % 2 == layout:
                 yield Case(grid, size, gate, ("stream", "stream", "pairs")[number % 3], options, ted)
-                number += 1
+            number += 1
 
 
-def cases(ranks: int) -> list[Case]:
+def cases(ranks: int, both_layouts: bool) -> list[Case]:
     if ranks == 4:
-        return [case for grid in factorisations(4) for case in cases_of(grid)]
+        return [case for grid in factorisations(4) for case in cases_of(grid, both_layouts)]
     everything = Options(reshard_after_forward=True, regather_inputs=True)
     return [
         Case(Grid(2, 2, 2), 2, "k 1"),
@@ -216,9 +218,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_equals_one_process(ranks: int) -> None:
-    chosen = cases(ranks)
+@pytest.mark.parametrize(("ranks", "both_layouts"), [(4, False), (8, False), thorough(4, True)])
+def test_equals_one_process(ranks: int, both_layouts: bool) -> None:
+    chosen = cases(ranks, both_layouts)
     for case in chosen:
         expected(case.gate, case.grid.batch)
     for found in run_ranks(all_errors, ranks, chosen):

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from axonn_plugins.cluster.launch import free_port
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+NO_KERNEL = "deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False"
+"""For a script: without a kernel for inference alone, which takes a minute to compile."""
+_STARTER = """
+import os
+codes = os.fdopen(os.dup(1), 'w')
+os.dup2(2, 1)  # what imports say is no exit code
+import deepspeed, json, runpy, sys, torch
+for line in sys.stdin:
+    folder, variables = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.environ.update(variables)
+        sys.path[0] = folder
+        for number, name in ((1, 'stdout'), (2, 'stderr')):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        runpy.run_path('train.py', run_name='__main__')
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=codes, flush=True)
+"""
 
 
 def environment(ranks: int = 1, rank: int = 0, port: int | None = None, **changes: str) -> dict[str, str]:
@@ -49,6 +72,29 @@ def run_script(folder: Path, text: str, ranks: int = 1, **changes: str) -> list[
         for process in running:
             process.kill()
     return ended
+
+
+@contextmanager
+def starter() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs scripts one after the other, each as a fresh interpreter would that has imported torch and DeepSpeed first, and nothing else."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STARTER], env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def run(folder: Path, text: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        (folder / "train.py").write_text(text)
+        print(json.dumps([str(folder), environment(**changes)]), file=process.stdin, flush=True)
+        code = int(process.stdout.readline())
+        return subprocess.CompletedProcess(
+            "train.py", code, *((folder / f"std{to}").read_text() for to in ("out", "err"))
+        )
+
+    try:
+        yield run
+    finally:
+        process.stdin.close()
+        process.wait()
 
 
 def fork_script(folder: Path, text: str, ranks: int, limit: float = 120.0) -> tuple[list[int], list[str], float]:

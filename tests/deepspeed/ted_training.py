@@ -74,7 +74,19 @@ class Case:
         return (self.ted or {}).get("tensor", 1)
 
 
-def serial_run(case: Case, data_ranks: list[int]) -> tuple[list[float], list[float]]:
+Curves = tuple[list[float], list[float]]
+_runs: dict[tuple, Curves] = {}  # by all of a case that they depend on
+
+
+def serial_run(case: Case, data_ranks: list[int]) -> Curves:
+    """Losses and norms of one process; each such run once."""
+    key = (case.dtype, case.k, case.checkpoint, case.residual, case.seed, case.clip, *data_ranks)
+    if key not in _runs:
+        _runs[key] = _serial_run(case, data_ranks)
+    return _runs[key]
+
+
+def _serial_run(case: Case, data_ranks: list[int]) -> Curves:
     """Losses and norms of a plain loop over the data ranks' parts, so many at each step; half precision has float32 masters."""
     model = case.serial().to(HALVES[case.dtype])
     masters = [

@@ -65,30 +65,33 @@ def all_overflows() -> dict[str, Any]:
     }
 
 
-def sampled(grid: str, drop: bool, length: int) -> dict[str, Any]:
+SAMPLED = [(drop, length) for drop in (False, True) for length in (24, 23)]
+
+
+def sampled(grid: str) -> dict[tuple[bool, int], dict[str, Any]]:
     """What each rank reads in two epochs through loaders built before and after initialize, and through DeepSpeed's own."""
-    data = TensorDataset(torch.arange(float(length)))
-    before = DistributedSampler(data, shuffle=True, drop_last=drop)
-    loader = DataLoader(data, batch_size=2, sampler=before)
+    data = {length: TensorDataset(torch.arange(float(length))) for _, length in SAMPLED}
+    early = {(drop, length): DistributedSampler(data[length], shuffle=True, drop_last=drop) for drop, length in SAMPLED}
+    loaders = {kind: DataLoader(data[kind[1]], batch_size=2, sampler=sampler) for kind, sampler in early.items()}
     engine = start(case(grid))
-    after = DistributedSampler(data, shuffle=False, drop_last=drop)
-    found: dict[str, Any] = {"before": [], "lengths": (len(before), len(loader)), "at": engine.mesh.coordinates}
-    for epoch in range(2):
-        before.set_epoch(epoch)
-        found["before"].append([value for (batch,) in loader for value in batch.tolist()])
-    found["after"] = [data[i][0].item() for i in after]
-    found["deepspeed"] = [value for (batch,) in engine.deepspeed_io(data, batch_size=1) for value in batch.tolist()]
+    found = {}
+    for (drop, length), before in early.items():
+        loader = loaders[drop, length]
+        after = DistributedSampler(data[length], shuffle=False, drop_last=drop)
+        told: dict[str, Any] = {"before": [], "lengths": (len(before), len(loader)), "at": engine.mesh.coordinates}
+        for epoch in range(2):
+            before.set_epoch(epoch)
+            told["before"].append([value for (batch,) in loader for value in batch.tolist()])
+        told["after"] = [data[length][i][0].item() for i in after]
+        own_loader = engine.deepspeed_io(data[length], batch_size=1)
+        told["deepspeed"] = [value for (batch,) in own_loader for value in batch.tolist()]
+        found[drop, length] = told
     engine.destroy()
     return found
 
 
 def all_sampled() -> dict[str, Any]:
-    return {
-        f"{grid}-{drop}-{length}": attempt(sampled, grid, drop, length)
-        for grid in GRIDS
-        for drop in (False, True)
-        for length in (24, 23)
-    }
+    return {grid: attempt(sampled, grid) for grid in GRIDS}
 
 
 def inputs_differ(grid: str) -> dict[str, Any]:
@@ -194,16 +197,16 @@ def test_an_overflow_is_skipped_everywhere(ranks: list[dict[str, Any]]) -> None:
             assert rank["before"]["norms"] + rank["after"]["norms"] == pytest.approx(expected["norms"], rel=1e-2)
 
 
-def test_samplers_cover_the_data(ranks: list[dict[str, Any]]) -> None:
-    for name, found in of(ranks, "sampler").items():
-        _, drop, length = name.split("-")
+@pytest.mark.parametrize(("drop", "length"), SAMPLED)
+def test_samplers_cover_the_data(drop: bool, length: int, ranks: list[dict[str, Any]]) -> None:
+    for name, of_ranks in of(ranks, "sampler").items():
         readers: dict[tuple[int, int], Any] = {}
-        for rank in found:
+        for rank in (found[drop, length] for found in of_ranks):
             place = rank["at"]["z"], rank["at"]["data"]
             read = {key: rank[key] for key in ("before", "after", "deepspeed", "lengths")}
             assert readers.setdefault(place, read) == read, f"{name}: ranks of one x-y plane read other data"
         number = len(readers)
-        kept = int(length) // number * number if drop == "True" else int(length)
+        kept = length // number * number if drop else length
         lists = [[r["before"][0] for r in readers.values()], [r["before"][1] for r in readers.values()]]
         lists += [[r["after"] for r in readers.values()]]
         for parts in lists:
@@ -212,7 +215,7 @@ def test_samplers_cover_the_data(ranks: list[dict[str, Any]]) -> None:
             assert len(set(seen)) >= kept and len(seen) == -(-kept // number) * number, name
         assert lists[0] != lists[1]
         seen = [value for r in readers.values() for value in r["deepspeed"]]
-        assert len(set(seen)) >= int(length) - number, name
+        assert len(set(seen)) >= length - number, name
         for r in readers.values():
             assert r["lengths"][0] == len(r["before"][0]) and r["lengths"][1] == -(-r["lengths"][0] // 2)
 

@@ -13,7 +13,7 @@ import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_tp import Grid
 from tests.deepspeed import training  # noqa: F401  ranks are forked from here
-from tests.deepspeed.scripts import fork_script, one_sentence, run_script, sentences
+from tests.deepspeed.scripts import NO_KERNEL, fork_script, one_sentence, run_script, sentences
 
 axonn_plugins.activate()
 RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
@@ -249,14 +249,21 @@ def test_a_rank_without_the_block_is_not_waited_for(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_fresh_interpreters(ranks: int, tmp_path: Path) -> None:
+FOUR = SCRIPT.replace("CHANGE", f"tp['gz'] = 2\n{NO_KERNEL}").replace("AFTER", "")
+
+
+def test_fresh_interpreters(tmp_path: Path) -> None:
     """As a user starts them: through the installed entry point."""
-    text = SCRIPT.replace("CHANGE", "tp['gz'] = 2").replace("AFTER", "")
-    for run in run_script(tmp_path, text, ranks):
+    for run in run_script(tmp_path, FOUR, ranks=2):
         assert run.returncode == 1
         assert "Traceback" not in run.stderr
         assert "gx*gy*gz = 2*1*2 = 4" in sentences(run.stderr)[0]
+
+
+def test_an_odd_number_of_ranks(tmp_path: Path) -> None:
+    codes, errors, _ = fork_script(tmp_path, FOUR, ranks=3)
+    assert codes == [1] * 3 and not any("Traceback" in error for error in errors)
+    assert all("gx*gy*gz = 2*1*2 = 4" in sentences(error)[0] for error in errors)
 
 
 def test_a_good_script_runs(tmp_path: Path) -> None:

@@ -11,20 +11,20 @@ from axonn_tp import Mesh
 from tests.fuzz import driver
 from tests.fuzz.cases import Case, case, run
 from tests.fuzz.driver import WORLDS, run_cases
-
-CASES = 60
+from tests.matrix import thorough
 
 
 def test_a_number_draws_the_same_case_again() -> None:
     assert case(3, 17, 4) == case(3, 17, 4) != case(4, 17, 4)
 
 
-def test_random_models_equal_the_serial_model() -> None:
-    found = run_cases(0, range(CASES))
+@pytest.mark.parametrize("cases", [36, thorough(120)])
+def test_random_models_equal_the_serial_model(cases: int) -> None:
+    found = run_cases(0, range(cases))
     print(found)
     assert not found.bad, "\n".join(found.bad)
     equal = [number for number, told in found.told.items() if told == "equal"]
-    assert len(found.told) == CASES and len(equal) > CASES // 2  # a refusal shows nothing
+    assert len(found.told) == cases and len(equal) > cases // 2  # a refusal shows nothing
     assert {found.cases[number].grid.world for number in equal} == set(WORLDS)
 
 

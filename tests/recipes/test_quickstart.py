@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 import axonn_plugins
+import tests.deepspeed.training  # noqa: F401  without a kernel that takes a minute to compile
 from axonn_plugins.cli import main
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
@@ -62,9 +65,19 @@ def test_losses_equal_serial(precision: str, grid: tuple, steps: int, allowed: f
     assert serial[-1] < serial[0] - 0.5
 
 
-def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Counter, Counter, Counter, int, int]:
+Grid = tuple[int, int, int]
+Planned = tuple[Counter, Counter, Counter, Counter, int, int]
+GRIDS: list[Grid] = [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)]
+
+
+def all_planned_and_counted(folder: Path) -> dict[Grid, Planned]:
     torch.set_num_threads(1)
     axonn_plugins.activate()
+    sizes = {(gx, gy, gz): Settings(steps=5, gx=gx, gy=gy, gz=gz, **SMALL) for gx, gy, gz in GRIDS}
+    return {grid: planned_and_counted(settings, folder) for grid, settings in sizes.items()}
+
+
+def planned_and_counted(settings: Settings, folder: Path) -> Planned:
     side = Parallel(settings, load(None, settings.context), folder)
     for number in (1, 2, 3):
         side.step(number)  # the engine's own checks are over then
@@ -89,11 +102,17 @@ def planned_and_counted(settings: Settings, folder: Path) -> tuple[Counter, Coun
     )
 
 
-@pytest.mark.parametrize("grid", [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)])
-def test_the_printed_plan_is_what_happens(grid: tuple[int, int, int], tmp_path: Path) -> None:
-    gx, gy, gz = grid
-    settings = Settings(steps=5, gx=gx, gy=gy, gz=gz, **SMALL)
-    passes, counted, sums, rest, held, planned = launch(planned_and_counted, 4, settings, tmp_path)[0]
+@pytest.fixture(scope="module")
+def on_grids(tmp_path_factory: pytest.TempPathFactory) -> dict[Grid, Planned]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        return launch(all_planned_and_counted, 4, tmp_path_factory.mktemp("planned"))[0]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_printed_plan_is_what_happens(grid: Grid, on_grids: dict[Grid, Planned]) -> None:
+    gx, gy, _ = grid
+    passes, counted, sums, rest, held, planned = on_grids[grid]
     assert held == planned
     assert all(counted[collective] == times for collective, times in passes.items())
     # Replicas compare each call's arguments and random state, in one gather.
@@ -101,11 +120,52 @@ def test_the_printed_plan_is_what_happens(grid: tuple[int, int, int], tmp_path: 
     assert rest == sums + compared
 
 
-def start(run: str, folder: Path, *options: str) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "axonn_plugins.cli", *COMMAND[1:], "--runs", str(folder), *options]
+class Forked:
+    """The command in a process of its own, forked from this one to save the imports: as much of Popen as is needed here."""
+
+    def __init__(self, command: list[str]) -> None:
+        read, write = os.pipe()
+        sys.stdout.flush()
+        self.pid, self.returncode = os.fork(), 0
+        if self.pid == 0:
+            _become(command, write)
+        os.close(write)
+        self.stdout = os.fdopen(read)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self) -> tuple[str]:
+        with self.stdout:
+            text = self.stdout.read()
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return (text,)
+
+
+def _become(command: list[str], write: int) -> NoReturn:
+    code = 1
+    try:
+        for descriptor in (1, 2):
+            os.dup2(write, descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        code = main(command)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def start(run: str, folder: Path, *options: str, fresh: bool = False) -> Any:
+    command = [*COMMAND[1:], "--runs", str(folder), *options]
     command += ["--resume", "--name", run] if "--resume" in options else ["--name", run]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    if not fresh:
+        return Forked(command)
+    whole = [sys.executable, "-m", "axonn_plugins.cli", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def curve(run: Path) -> dict[int, float]:
@@ -113,9 +173,8 @@ def curve(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def wait_for_steps(process: subprocess.Popen, count: int) -> None:
+def wait_for_steps(process: Any, count: int) -> None:
     """Until the process, not an earlier one, has printed so many steps."""
-    assert process.stdout is not None
     printed = []
     while count and (line := process.stdout.readline()):
         printed.append(line)
@@ -124,7 +183,7 @@ def wait_for_steps(process: subprocess.Popen, count: int) -> None:
 
 
 def test_killed_stopped_and_resumed_runs_go_on_exactly(tmp_path: Path) -> None:
-    whole = start("whole", tmp_path, "--steps", "14")
+    whole = start("whole", tmp_path, "--steps", "14", fresh=True)
     text = whole.communicate()[0]
     assert whole.returncode == 0, text
     assert "validation loss" in text

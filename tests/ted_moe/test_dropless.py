@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 
 import deepspeed
+import pytest
 import torch
 
 import ted_moe
@@ -12,6 +13,7 @@ from ted_moe import Topology
 from ted_moe.dropless import plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
 
 OPTIONS = [
@@ -22,18 +24,19 @@ OPTIONS = [
 SWITCHES = [{}, {"fused": False}, {"duplicate_token_dropping": False}]
 
 
-def everywhere():
+def everywhere(all_switches):
+    """On every topology with all options; the switches take turns unless all are asked for."""
     found = 0
-    for tensor in (1, 2, 4, 8):
-        for expert in (size for size in (1, 2, 4, 8) if tensor * size <= 8):
-            for number, options in enumerate(OPTIONS):
-                kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
-                for switches in SWITCHES if tensor > 1 else SWITCHES[:1]:
-                    compare(Topology(8, tensor, expert), kind, options, switches | {"dropless": True})
-                    found += 1
-                if tensor > 1:
-                    whole = Topology(8, tensor, expert, expert_tensor_parallel=False)
-                    compare(whole, (Plain, Single)[number % 2], options, {"dropless": True})
+    for turn, (tensor, expert) in enumerate((t, e) for t in (1, 2, 4, 8) for e in (1, 2, 4, 8) if t * e <= 8):
+        for number, options in enumerate(OPTIONS):
+            kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
+            of_turn = SWITCHES if all_switches else [SWITCHES[(number + turn) % len(SWITCHES)]]
+            for switches in of_turn if tensor > 1 else SWITCHES[:1]:
+                compare(Topology(8, tensor, expert), kind, options, switches | {"dropless": True})
+                found += 1
+            if tensor > 1:
+                whole = Topology(8, tensor, expert, expert_tensor_parallel=False)
+                compare(whole, (Plain, Single)[number % 2], options, {"dropless": True})
     return found
 
 
@@ -116,8 +119,9 @@ def test_plans_send_each_row_once():
     assert len(plan.order) == sum(plan.counts) <= 3 * plan.length
 
 
-def test_equals_stock_on_all_factorisations_of_eight():
-    assert run_ranks(everywhere, 8)[0] >= 60
+@pytest.mark.parametrize("all_switches", [False, thorough(True)])
+def test_equals_stock_on_all_factorisations_of_eight(all_switches):
+    assert run_ranks(everywhere, 8, all_switches)[0] == (66 if all_switches else 30)
 
 
 def test_wildly_different_routing_neither_differs_nor_hangs():

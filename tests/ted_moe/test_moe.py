@@ -11,6 +11,7 @@ from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, data_tokens, groups_of
 from ted_moe import Topology
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
 
 OPTIONS = [
@@ -23,18 +24,19 @@ OPTIONS = [
 SWITCHES = [{}, {"fused": False}, {"duplicate_token_dropping": False}]
 
 
-def everywhere():
+def everywhere(all_switches):
+    """On every topology with all options; the switches take turns unless all are asked for."""
     found = 0
-    for tensor in (1, 2, 4, 8):
-        for expert in (size for size in (1, 2, 4, 8) if tensor * size <= 8):
-            for number, options in enumerate(OPTIONS):
-                kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
-                for switches in SWITCHES if tensor > 1 else SWITCHES[:1]:
-                    compare(Topology(8, tensor, expert), kind, options, switches)
-                    found += 1
-            if tensor > 1:
-                for kind in (Plain, Single):
-                    compare(Topology(8, tensor, expert, expert_tensor_parallel=False), kind, OPTIONS[1], {})
+    for turn, (tensor, expert) in enumerate((t, e) for t in (1, 2, 4, 8) for e in (1, 2, 4, 8) if t * e <= 8):
+        for number, options in enumerate(OPTIONS):
+            kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
+            of_turn = SWITCHES if all_switches else [SWITCHES[(number + turn) % len(SWITCHES)]]
+            for switches in of_turn if tensor > 1 else SWITCHES[:1]:
+                compare(Topology(8, tensor, expert), kind, options, switches)
+                found += 1
+        if tensor > 1:
+            for kind in (Plain, Single):
+                compare(Topology(8, tensor, expert, expert_tensor_parallel=False), kind, OPTIONS[1], {})
     return found
 
 
@@ -141,8 +143,9 @@ def test_a_recomputation_communicates_nothing():
                 assert kept == 2 * slots + 3 * slots // 2 + 8 * (1 + 10 * 2) and left == 0, (name, stash)
 
 
-def test_equals_stock_on_all_factorisations_of_eight():
-    assert run_ranks(everywhere, 8)[0] >= 100
+@pytest.mark.parametrize("all_switches", [False, thorough(True)])
+def test_equals_stock_on_all_factorisations_of_eight(all_switches):
+    assert run_ranks(everywhere, 8, all_switches)[0] == (110 if all_switches else 50)
 
 
 def test_hard_routing_neither_differs_nor_hangs():

@@ -251,7 +251,7 @@ class Shadow:
             if self.likeness is not None:
                 stack.enter_context(self.likeness.watching())
                 stack.enter_context(self.likeness.running(containing(name, self.likeness.kinds)))
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed devices too, whose states stay
             outputs = self.modules[name](*args, **keywords)
         return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 

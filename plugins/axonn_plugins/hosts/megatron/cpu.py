@@ -149,6 +149,9 @@ def _send_copies(communication: ModuleType) -> None:
     communication._p2p_ops = p2p_ops  # type: ignore[attr-defined]
 
 
+_NAMES_OF_DEVICES = {torch.device, str}
+
+
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -166,7 +169,7 @@ class _OnCpu(TorchFunctionMode):
             return function(*args).replace("torch.", "torch.cuda.", 1)
         if "device" in kwargs and (_is_cuda(kwargs["device"]) or type(kwargs["device"]) is int):
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if any(_is_cuda(value) for value in args):
+        if not _NAMES_OF_DEVICES.isdisjoint(map(type, args)) and any(map(_is_cuda, args)):
             args = tuple(torch.device("cpu") if _is_cuda(value) else value for value in args)
         return function(*args, **kwargs)
 
