@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from axonn_tp.grid.layout import Layout
-from axonn_tp.grid.lazy import LazyTensor
+from axonn_tp.grid.lazy import Cut, LazyTensor
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.grid.regions import Region, regions
 
@@ -89,6 +89,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.place = place
         self._views: dict[MetadataIndex, Callable[[], Tensor]] = {}
+        self._written: Tensor | None = None
 
     def set_up_planner(  # noqa: D102
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -107,12 +108,19 @@ class SavePlanner(DefaultSavePlanner):
             for piece in region.pieces(_PIECE_BYTES // tensor.element_size()):
                 index = MetadataIndex(name, piece.offsets)
                 if isinstance(tensor, LazyTensor):
-                    self._views[index] = partial(tensor.source.read, piece.cut)
+                    self._views[index] = partial(self._read, tensor, piece.cut)
                 else:
                     self._views[index] = partial(piece.view, flat)
                 yield WriteItem(
                     index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(piece), properties, size)
                 )
+
+    def _read(self, lazy: LazyTensor, cut: Cut) -> Tensor:
+        # torch's writer keeps what it has written to the end of a file.
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = lazy.source.read(cut).clone()
+        return self._written
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:  # noqa: D102
         return self._views[index]()
