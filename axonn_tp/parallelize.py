@@ -18,6 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
+from axonn_tp.grid.distribute import agree_on_unread, read_rest
+from axonn_tp.grid.lazy import LazyTensor
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import leave_to_eager
 from axonn_tp.layers.batch_norm import synchronise
@@ -50,7 +52,8 @@ def parallelize(
 
     Rank 0's weights are what is split. A model on the meta device is built layer by layer, each module by its own
     `reset_parameters()` in the order of `named_modules`, so the same seed gives the serial model's weights (HF models:
-    by their `_init_weights`, see `axonn_tp.layers.materialise`).
+    by their `_init_weights`, see `axonn_tp.layers.materialise`). Of weights that are still in a file
+    (`axonn_tp.checkpoint.lazy_tensors`) each rank reads its shards.
 
     Args:
         model: the serial model; optimizers that already hold its parameters keep holding them.
@@ -79,6 +82,7 @@ def parallelize(
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
+    agree_on_unread(model, mesh)
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -91,6 +95,7 @@ def parallelize(
                 _broadcast(parameter, mesh)
         if name in placements:
             _convert(placements[name], mesh, gathers)
+        read_rest(module, mesh.device)
         if tuner is not None and isinstance(module, Linear):
             module.operation = TunedMatmul(tuner)
         if isinstance(module, nn.TransformerEncoder):
@@ -146,7 +151,7 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
 
 def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
     """The first rank's values, on the mesh's device: NCCL sends nothing from the CPU, where a model is often built."""
-    if mesh.size("grid") > 1 and parameter.numel():
+    if mesh.size("grid") > 1 and parameter.numel() and not isinstance(parameter, LazyTensor):
         whole = parameter.data.to(mesh.device).contiguous()
         dist.broadcast(whole, group=mesh.group("grid"), group_src=0)
         parameter.data = whole

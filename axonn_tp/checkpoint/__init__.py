@@ -2,6 +2,7 @@
 
 from axonn_tp.checkpoint.background import Saving
 from axonn_tp.checkpoint.files import CheckpointError, latest
+from axonn_tp.checkpoint.lazily import lazy_loading, lazy_tensors
 from axonn_tp.checkpoint.serial import convert_checkpoint, export_safetensors, import_safetensors
 from axonn_tp.checkpoint.training import load, save
 from axonn_tp.checkpoint.whole import full_state_dict
@@ -14,6 +15,8 @@ __all__ = [
     "full_state_dict",
     "import_safetensors",
     "latest",
+    "lazy_loading",
+    "lazy_tensors",
     "load",
     "save",
 ]

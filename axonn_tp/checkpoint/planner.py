@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.lazy import Cut, LazyTensor
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.grid.regions import Region, regions
 
@@ -70,13 +72,14 @@ class Shard:
         """Copy this rank's part of the serial tensor, or of anything that gives a tensor's slices."""
         flat = self.tensor.detach().contiguous().view(-1)
         for region in self.regions(place):
-            cut = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
-            region.view(flat).copy_(whole[cut] if cut else whole)
+            region.view(flat).copy_(whole[region.cut] if region.cut else whole)
         self.tensor.copy_(flat.view(self.tensor.shape))
 
 
 class SavePlanner(DefaultSavePlanner):
     """Writes each rectangle once: of ranks that hold the same, torch picks the one with the least to write.
+
+    What is still in a file is read when it is written.
 
     Args:
         place: the grid, and this rank's place on it. The state dict holds `Shard`s.
@@ -85,7 +88,8 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self, place: Place) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.place = place
-        self._views: dict[MetadataIndex, Tensor] = {}
+        self._views: dict[MetadataIndex, Callable[[], Tensor]] = {}
+        self._written: Tensor | None = None
 
     def set_up_planner(  # noqa: D102
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -97,18 +101,29 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _items(self, name: str, shard: Shard) -> Iterator[WriteItem]:
-        flat = shard.tensor.detach().reshape(-1)
-        properties, size = TensorProperties(dtype=flat.dtype), torch.Size(shard.layout.serial_shape)
+        tensor = shard.tensor
+        flat = None if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
+        properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(shard.layout.serial_shape)
         for region in shard.regions(self.place):
-            for piece in region.pieces(_PIECE_BYTES // flat.element_size()):
+            for piece in region.pieces(_PIECE_BYTES // tensor.element_size()):
                 index = MetadataIndex(name, piece.offsets)
-                self._views[index] = piece.view(flat)
+                if isinstance(tensor, LazyTensor):
+                    self._views[index] = partial(self._read, tensor, piece.cut)
+                else:
+                    self._views[index] = partial(piece.view, flat)
                 yield WriteItem(
                     index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(piece), properties, size)
                 )
 
+    def _read(self, lazy: LazyTensor, cut: Cut) -> Tensor:
+        # torch's writer keeps what it has written to the end of a file.
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = lazy.source.read(cut).clone()
+        return self._written
+
     def lookup_object(self, index: MetadataIndex) -> Tensor:  # noqa: D102
-        return self._views[index]
+        return self._views[index]()
 
 
 class RegionLoadPlanner(LoadPlanner):

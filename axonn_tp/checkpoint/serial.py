@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +24,7 @@ from axonn_tp.checkpoint.sums import flush
 from axonn_tp.checkpoint.training import Reading
 from axonn_tp.checkpoint.whole import whole_tensors
 from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.lazy import whole
 from axonn_tp.grid.mesh import Mesh
 
 _NAMES = {
@@ -40,6 +41,8 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""What safetensors calls torch's types."""
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -102,6 +105,16 @@ def convert_checkpoint(folder: str | os.PathLike, file: str | os.PathLike, dtype
 
     kinds = {name: _kind(stored[full][0], stored[full][1], dtype) for name, full in source.items()}
     _write(Path(file), _header(kinds), tensors())
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, of which lazy ones are read one at a time.
+
+    Raises:
+        CheckpointError: a tensor's dtype has no name in safetensors.
+    """
+    header = _header({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
+    _write(file, header, ((name, whole(tensor)) for name, tensor in tensors.items()))
 
 
 def _kind(shape: tuple[int, ...], own: torch.dtype, dtype: torch.dtype | None) -> Kind:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from axonn_tp.checkpoint import files
 from axonn_tp.checkpoint.background import Saving
@@ -186,19 +187,24 @@ class Reading:
 
     def read(self, shards: Shards, place: Place | None = None) -> None:
         """Fill the tensors of shards; padding stays as it is."""
-        scratch = {name: shard for name, shard in shards.items() if not shard.tensor.is_contiguous()}
-        contiguous = {name: replace(shard, tensor=shard.tensor.contiguous()) for name, shard in scratch.items()}
-        planner = RegionLoadPlanner(place or self.ranks.place)
-        planner.set_up_planner(shards | contiguous, self._metadata)
-        with torch.no_grad():
-            self._reader.read_data(self._reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-            for name, shard in scratch.items():
-                shard.tensor.copy_(contiguous[name].tensor)
+        read_shards(self._reader, self._metadata, shards, place or self.ranks.place)
 
     def restore_random_state(self) -> None:
         """The generators' states of the saved rank that stood where this one does; see `save`."""
         rank = source_rank(self.ranks.place, Grid(**self.notes["grid"]))
         set_random_state(self.notes["random"][rank])
+
+
+def read_shards(reader: FileSystemReader, metadata: Metadata, shards: Shards, place: Place) -> None:
+    """Fill the tensors of shards from files of torch.distributed.checkpoint; padding stays as it is."""
+    scratch = {name: shard for name, shard in shards.items() if not shard.tensor.is_contiguous()}
+    contiguous = {name: replace(shard, tensor=shard.tensor.contiguous()) for name, shard in scratch.items()}
+    planner = RegionLoadPlanner(place)
+    planner.set_up_planner(shards | contiguous, metadata)
+    with torch.no_grad():
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        for name, shard in scratch.items():
+            shard.tensor.copy_(contiguous[name].tensor)
 
 
 def load(

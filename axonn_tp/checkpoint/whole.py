@@ -73,6 +73,5 @@ def assemble(shards: list[Tensor], layout: Layout, mesh: Mesh) -> list[Tensor]:
         whole = wholes[layout.home_at(grid, at)]
         if layout.counted_here(at, ("x", "y", "z", "data")):
             for region in regions(layout, grid, at):
-                place = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
-                whole[place] = region.view(shard.view(-1))
+                whole[region.cut] = region.view(shard.view(-1))
     return wholes

@@ -159,20 +159,3 @@ def become(module: nn.Module, target: type[nn.Module], plain: type[nn.Module]) -
 def layout_of(parameter: Tensor) -> Layout:
     """The layout a parameter carries; one that carries none is the same on every rank."""
     return getattr(parameter, "axonn_layout", None) or Layout(tuple(parameter.shape))
-
-
-@torch.no_grad()
-def distribute(parameter: nn.Parameter, layout: Layout, grid: Grid, coordinates: Mapping[str, int]) -> None:
-    """Replace a full parameter's data by this rank's shard, in place, so that optimizers keep hold of it.
-
-    A parameter that two layers share is distributed once.
-
-    Raises:
-        ValueError: two layers share the parameter but lay it out differently.
-    """
-    present = getattr(parameter, "axonn_layout", None)
-    if present is None:
-        parameter.data = layout.shard(parameter.data, grid, coordinates)
-        parameter.axonn_layout = layout  # type: ignore[attr-defined]
-    elif present != layout:
-        raise ValueError(f"two layers share a parameter but split it differently: {present} and {layout}")

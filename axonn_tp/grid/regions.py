@@ -37,6 +37,11 @@ class Region:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def cut(self) -> tuple[slice, ...]:
+        """The slices of the serial tensor that give it."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
     def view(self, flat: Tensor) -> Tensor:
         """The rectangle's elements in a contiguous flat tensor."""
         return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.start)

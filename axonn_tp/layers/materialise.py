@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonn_tp.grid.layout import layout_of
+from axonn_tp.grid.lazy import LazyTensor
 
 
 class _Writes(TorchDispatchMode):
@@ -36,6 +37,25 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Inside, tensors that are still in a file are on the meta device, where an initialisation does not change them."""
+    hidden, made = list[tuple[dict[str, Any], str, LazyTensor]](), dict[int, Tensor]()
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if isinstance(tensor, LazyTensor):
+                    hidden.append((table, name, tensor))
+                    away = made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+                    table[name] = nn.Parameter(away, False) if table is module._parameters else away
+    try:
+        yield
+    finally:
+        for table, name, tensor in hidden:
+            table[name] = tensor
+
+
 class Materialiser:
     """Fills the modules of a model, in the order of `named_modules`.
 
@@ -52,7 +72,8 @@ class Materialiser:
         self._writers: dict[int, list[nn.Module]] = {}
         self._touched: dict[int, set[int]] = {}
         if self._owners and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-            self._find_writers(model)
+            with _stand_ins(model):
+                self._find_writers(model)
 
     def _find_writers(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -73,8 +94,9 @@ class Materialiser:
     def __call__(self, module: nn.Module) -> None:
         """Give a module's own meta tensors memory and initial values; parameters stay the same objects.
 
-        A parameter that an earlier module owns keeps its values, but `reset_parameters` runs all the same, on something
-        else: the serial model drew those random numbers too, before its weights were tied.
+        A parameter that an earlier module owns, or a file gives, keeps its values, but `reset_parameters` runs all the same, on
+        something else: the serial model drew those random numbers too, before its weights were tied or read. A module that
+        lacks nothing is left alone.
 
         Raises:
             ValueError: nothing initialises one of its tensors.
@@ -87,6 +109,7 @@ class Materialiser:
         storages = {_storage(tensor) for tensor in (*fresh.values(), *buffers.values())}
         if not own and not buffers:
             return
+        own |= {name: p for name, p in held.items() if isinstance(p, LazyTensor)}
         for name, parameter in own.items():
             self._allocate(module, name, parameter)
         empty = {name: torch.empty_like(buffer, device=self._device) for name, buffer in buffers.items()}

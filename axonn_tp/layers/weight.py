@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import whole_parameter
 from axonn_tp.comm.overlap import Gathers
-from axonn_tp.grid.layout import Layout, distribute
+from axonn_tp.grid.distribute import distribute
+from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.exports import give_whole, in_shards, taken_shards
 from axonn_tp.options import Options
@@ -28,7 +29,7 @@ class Split(nn.Module):
         self.mesh, self.layouts = mesh, layouts
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                distribute(parameter, layouts[name], mesh.grid, mesh.coordinates)
+                distribute(parameter, layouts[name], mesh.grid, mesh.coordinates, mesh.device)
 
     def remark(self) -> None:
         """Put the layouts back on the parameters of a copied layer: copying drops them."""

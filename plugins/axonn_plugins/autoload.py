@@ -53,6 +53,12 @@ def _patch_trainer(module: ModuleType) -> None:
     parts[module.__name__](module)
 
 
+def _patch_loading(module: ModuleType) -> None:
+    from axonn_plugins.hosts.transformers.loading import patch
+
+    patch(module)
+
+
 def _patch_lightning(module: ModuleType) -> None:
     from axonn_plugins.hosts.lightning import patch
 
@@ -71,6 +77,7 @@ _TARGETS = {
     "megatron.training.arguments": _arm_megatron,
     "accelerate.accelerator": _patch_accelerate,
     "transformers.integrations.deepspeed": _patch_trainer,
+    "transformers.modeling_utils": _patch_loading,
     "transformers.training_args": _patch_trainer,
     "transformers.trainer": _patch_trainer,
     "lightning.fabric.strategies": _patch_lightning,

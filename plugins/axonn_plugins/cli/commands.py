@@ -45,6 +45,10 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "layers": Command(
         'what plan = "auto" makes of a model\'s layers, and what each sends', "axonn_plugins.cli.layers", "MODEL"
     ),
+    "convert": Command(
+        "weights from and to HF, LitGPT, Megatron and our checkpoints", "axonn_plugins.cli.convert", "SOURCE TARGET"
+    ),
+    "generate": Command("continue a text by a model of any of these", "axonn_plugins.cli.generate", "FOLDER"),
     "plan": Command("which configuration to run, how long it takes and why it wins", "axonn_plugins.planner.cli"),
     "cluster": Command("emulate a cluster on this machine: up, exec, run, status, down", "axonn_plugins.cluster.cli"),
     "simulate": {"pccl": Command("time schedules on a modelled machine", "axonn_plugins.pccl.simulate_cli")},

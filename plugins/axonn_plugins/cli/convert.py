@@ -1,0 +1,61 @@
+"""``axonn convert``: weights from one format into another."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro import conf
+
+from axonn_plugins.cli.options import read
+from axonn_plugins.config.base import ConfigError
+from axonn_plugins.weights.convert import convert
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+Format = Literal["hf", "litgpt", "megatron", "axonn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Write a model's weights in another format, a tensor at a time, with its configuration and tokenizer beside them.
+
+    Attributes:
+        to: hf: safetensors for from_pretrained; litgpt: lit_model.pth; megatron: torch_dist for --load; axonn: a checkpoint of any grid.
+        shard_size: no safetensors file is larger, such as 500MB or 2GiB, unless it holds one tensor.
+        config: a folder with the model's config.json, or LitGPT's model_config.yaml, where SOURCE has none.
+    """
+
+    source: Annotated[
+        conf.Positional[Path],
+        conf.arg(metavar="SOURCE", help="an HF, LitGPT or Megatron folder, or a checkpoint of ours"),
+    ]
+    target: Annotated[conf.Positional[Path], conf.arg(metavar="TARGET", help="a folder that is not there yet")]
+    to: Format
+    shard_size: str = "5GB"
+    config: Path | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's.
+    """
+    options = read(Options, arguments, "axonn convert")
+    size = _bytes(options.shard_size)
+    done = convert(options.source, options.target, options.to, size, options.config)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(f"{done}; at most {held / 2**30:.2f} GiB of memory")
+    return 0
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise ConfigError(f'--shard-size = "{text}" is not a size; write one such as 500MB or 2GiB')
+    return size

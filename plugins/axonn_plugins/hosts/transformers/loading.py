@@ -1,0 +1,65 @@
+"""``from_pretrained`` leaves weights in their safetensors files where the model will be split; else nothing is different.
+
+As with ZeRO-3 that is once the DeepSpeed configuration is known: `TrainingArguments`, `Accelerator` or `HfDeepSpeedConfig` came
+before. Each rank then reads its shards when the engine splits the model. Code that uses a weight before finds it whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def patch(module: ModuleType) -> None:
+    """Add to ``transformers.modeling_utils``; harmless when called again."""
+    kind = module.PreTrainedModel
+    original = getattr(kind, "_load_pretrained_model", None)
+    if original is not None and not getattr(original, "axonn", False):
+        kind._load_pretrained_model = staticmethod(_loading(original))
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
+        """Theirs, which renames, joins and counts what it is given: tensors that are not read yet."""
+        if state_dict is not None or not _apt(checkpoint_files, load_config) or not (_asked_for() or _will_split()):
+            return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
+        from axonn_tp.checkpoint import lazily
+        from axonn_tp.grid.lazy import recording
+
+        lazy = lazily.of_files([Path(file) for file in checkpoint_files])
+        with recording():
+            return original(model, lazy, checkpoint_files, load_config, *rest, **named)
+
+    load.axonn = True  # type: ignore[attr-defined]
+    return load
+
+
+def _apt(files: Any, load_config: Any) -> bool:
+    """Whether a folder's weights are only read and renamed, for the CPU."""
+    placed = getattr(load_config, "device_map", None) or {}
+    others = (getattr(load_config, name, None) for name in ("hf_quantizer", "device_mesh"))
+    if not files or any(other is not None for other in others) or any(str(where) != "cpu" for where in placed.values()):
+        return False
+    return all(str(file).endswith(".safetensors") for file in files)
+
+
+def _asked_for() -> bool:
+    """Whether this code runs inside `axonn_tp.checkpoint.lazy_loading`."""
+    module = sys.modules.get("axonn_tp.checkpoint.lazily")
+    return module is not None and module.wanted()
+
+
+def _will_split() -> bool:
+    """Whether the DeepSpeed configuration that is in force splits models."""
+    from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+
+    raw = deepspeed_config()
+    block = raw.get("axonn") if isinstance(raw, Mapping) else None
+    if not isinstance(block, Mapping) or is_deepspeed_zero3_enabled():
+        return False
+    return "tensor_parallel" in block and not block.keys() & {"ted", "pipeline"}

@@ -1,0 +1,138 @@
+"""Text of a model on a grid, to look at what was trained: each token by one forward pass over all before it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.weights import hf
+from axonn_plugins.weights.source import open_weights
+from axonn_tp import Grid, Mesh, parallelize
+from axonn_tp.grid.distribute import read_rest
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_p: the likeliest tokens that together have this probability are drawn from.
+        seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def generate(
+    folder: Path, prompt: str, tokens: int, sampling: Sampling, sizes: dict[str, int], config: Path | None = None
+) -> str:
+    """The prompt and what the model says next; every rank of the group calls it, if there is one.
+
+    Args:
+        folder: of any format that `open_weights` knows, with a tokenizer beside it.
+        prompt: text.
+        tokens: at most so many are made.
+        sampling: how.
+        sizes: gx, gy and gz.
+        config: see `open_weights`.
+
+    Raises:
+        ConfigError: a mistake of the user's; the same on every rank.
+    """
+    weights = open_weights(folder, config)
+    settings, tensors = weights.in_hf_names()
+    if getattr(settings, "is_encoder_decoder", False) or not hf.class_of(settings).can_generate():
+        raise ConfigError(
+            f'{folder} holds a "{hf.class_of(settings).__name__}", which does not continue a text; give a causal language model'
+        )
+    tokenizer = _tokenizer(weights.beside)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    most = getattr(settings, "max_position_embeddings", None)
+    if not ids.numel() or most is not None and ids.shape[1] + tokens > most:
+        raise ConfigError(
+            f"--prompt has {ids.shape[1]} tokens, and with --tokens = {tokens} there must be 1 to {most}; change one of them"
+        )
+    model: Any = hf.loaded(settings, tensors).eval()
+    mesh = _split(model, sizes)
+    found = [*ids[0].tolist(), *_continued(model, mesh, ids, tokens, sampling, _ends(model, weights.beside))]
+    return str(tokenizer.decode(found, skip_special_tokens=True))
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    # What transformers raises where there is none is of many kinds.
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer that transformers can use: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _ends(model: Any, folder: Path) -> set[int]:
+    """Tokens after which nothing is made."""
+    from transformers import GenerationConfig
+
+    told = model.generation_config
+    if (folder / "generation_config.json").is_file():
+        told = GenerationConfig.from_pretrained(folder)
+    ends = told.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends} - {None}
+
+
+def _split(model: nn.Module, sizes: dict[str, int]) -> Mesh | None:
+    if not dist.is_initialized():
+        for module in model.modules():
+            read_rest(module, torch.device("cpu"))
+        return None
+    try:
+        mesh = Mesh(Grid.for_world(dist.get_world_size(), **sizes))
+        parallelize(model, mesh, "auto")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return mesh
+
+
+@torch.no_grad()
+def _continued(
+    model: nn.Module, mesh: Mesh | None, ids: Tensor, tokens: int, sampling: Sampling, ends: set[int]
+) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(sampling.seed)
+    ids = ids if mesh is None else ids.to(mesh.device)
+    for _ in range(tokens):
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
+        chosen = _choose(logits, sampling, generator).to(ids.device)
+        if mesh is not None:
+            # Replicas may differ in the last bit.
+            dist.broadcast(chosen, src=0)
+        yield int(chosen)
+        if int(chosen) in ends:
+            return
+        ids = torch.cat([ids, chosen.view(1, 1)], 1)
+
+
+def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """The id of a token, of shape (1,)."""
+    if sampling.temperature == 0:
+        return logits.argmax().view(1)
+    probabilities, order = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)
+    # The first is drawn from in any case.
+    kept = probabilities.masked_fill(probabilities.cumsum(0) - probabilities >= sampling.top_p, 0)
+    return order[torch.multinomial(kept, 1, generator=generator)]
+
+
+def as_rank() -> bool:
+    """Whether this process is one of several, as torchrun starts them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1

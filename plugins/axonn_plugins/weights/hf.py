@@ -1,0 +1,159 @@
+"""HF's folders: a configuration, and safetensors files with an index."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonn_plugins.config import ConfigError
+from axonn_tp.checkpoint.serial import write_safetensors
+from axonn_tp.grid.lazy import recording
+
+
+def configuration(folder: Path) -> Any:
+    """The configuration in a folder; None where it has none.
+
+    Raises:
+        ConfigError: transformers cannot use it.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    from transformers import AutoConfig
+
+    # What transformers raises on a configuration that it cannot use is of many kinds.
+    try:
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(
+            f"{file} is not a configuration that transformers can use: {' '.join(str(error).split())}"
+        ) from None
+
+
+def class_of(config: Any) -> Any:
+    """The class of the model.
+
+    Raises:
+        ConfigError: transformers has none.
+    """
+    import transformers
+
+    named = (config.architectures or [None])[0]
+    if named is None and type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    kind = None if named is None else getattr(transformers, named, None)
+    if kind is None:
+        raise ConfigError(f'config.json: architectures = "{named}" is no model of transformers; correct it')
+    return kind
+
+
+def bare_model(config: Any) -> nn.Module:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return class_of(config)._from_config(config)
+
+
+def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The model with tensors by the names of HF's files, which stay unread.
+
+    Raises:
+        ConfigError: tensors are missing, or of other shapes.
+    """
+    with recording():
+        model, told = class_of(config).from_pretrained(
+            None, config=config, state_dict=dict(tensors), dtype=dtype_of(tensors), output_loading_info=True
+        )
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if told.get(what):
+            raise ConfigError(
+                f"the weights do not fit config.json: {what.replace('_', ' ')} {sorted(map(str, told[what]))[0]}; give the model's own --config"
+            )
+    return model
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The type of most of a model's numbers."""
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in tensors.values():
+        numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    return numbers.most_common(1)[0][0]
+
+
+def in_file_names(tensors: Mapping[str, Tensor], config: Any, folder: Path) -> dict[str, Tensor]:
+    """Tensors of a model in memory as HF's files have them: without what is tied, and in the pieces of older versions.
+
+    Raises:
+        ConfigError: they are not of the model.
+    """
+    model = bare_model(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in expected.keys() ^ tensors.keys():
+        where = "lacks" if name in expected else "has"
+        raise ConfigError(f"{folder} {where} {name}, unlike the model of config.json; give the model's own --config")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise ConfigError(
+                f"{name} is {tuple(tensor.shape)} in {folder} and {expected[name]} by config.json; give the model's own --config"
+            )
+    tied = getattr(model, "all_tied_weights_keys", {})
+    kept = {name: tensor for name, tensor in tensors.items() if not _is_tied(tensors, name, tied)}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with recording():
+        return revert_weight_conversion(model, kept)
+
+
+def _is_tied(tensors: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> bool:
+    return name in tied and tensors[name].source is tensors[tied[name]].source  # type: ignore[attr-defined]
+
+
+def untie_if_different(config: Any, tensors: dict[str, Tensor], head: str, table: str) -> None:
+    """Leave out an output layer that equals the table that the configuration ties it to; else say there that it is not tied."""
+    if getattr(config, "tie_word_embeddings", False) and head in tensors:
+        if torch.equal(tensors[head], tensors[table]):
+            del tensors[head]
+        else:
+            config.tie_word_embeddings = False
+
+
+def write(tensors: Mapping[str, Tensor], config: Any, folder: Path, shard_bytes: int) -> list[Path]:
+    """Write an HF folder, a tensor at a time.
+
+    Args:
+        tensors: by the names of HF's files.
+        config: HF's configuration; None: the folder has none.
+        folder: where to.
+        shard_bytes: a file has no more, unless it is of one tensor.
+
+    Returns:
+        The files of weights.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    files = [folder / name for name in (names if len(names) > 1 else ["model.safetensors"])]
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(file, shard)
+    if len(files) > 1:
+        weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        index = {"metadata": total, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    if config is not None:
+        if not config.architectures:
+            config.architectures = [class_of(config).__name__]
+        config.dtype = dtype_of(tensors)
+        config.save_pretrained(folder)
+    return files

@@ -1,0 +1,239 @@
+"""LitGPT's folders: lit_model.pth and model_config.yaml. Names are mapped by LitGPT's own functions, on unread tensors."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.weights import hf
+from axonn_tp.grid.lazy import Cut, LazyTensor, Source, recording, whole
+
+FILE, SETTINGS = "lit_model.pth", "model_config.yaml"
+_FAMILIES = {
+    **{"falcon": "falcon", "gemma-2": "gemma_2", "gemma-3": "gemma_3", "phi": "phi", "qwen2.5": "qwen_2_5"},
+    **{"qwq": "qwen_2_5", "olmo-2-": "olmo2", "qwen3": "qwen_3"},
+}
+"""LitGPT's functions by how a model's name begins; the others go by the kind of MLP."""
+_NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2.5", "qwen3": "Qwen3", "mixtral": "Mixtral"}
+"""How a model of HF's types is named here, so that LitGPT takes the right functions."""
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"litgpt.{name}")
+    except ImportError as error:
+        raise ConfigError(f"LitGPT's folders need litgpt, which cannot be imported ({error}); install it") from None
+
+
+def tensors(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder, unread.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of adapters.
+    """
+    file = folder / FILE
+    try:
+        held = _module("utils").lazy_load(file)
+        held = held.get("model", held)
+        _module("scripts.convert_lit_checkpoint").check_conversion_supported(held)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be converted: {' '.join(str(error).split())}") from None
+    known: dict[tuple, LazyTensor] = {}
+
+    def lazy(name: str, stored: Any) -> LazyTensor:
+        # Tensors that share their storage are one.
+        place = (stored.storageinfo[2], *map(str, stored.rebuild_args[:3]))
+        if place not in known:
+
+            def read(cut: Cut | None) -> Tensor:
+                tensor = stored._load_tensor().detach()
+                return tensor if cut is None else tensor[cut]
+
+            known[place] = LazyTensor(stored.metatensor.detach(), Source(read, f"{name} in {file.name}"))
+        return known[place]
+
+    return {name: lazy(name, stored) for name, stored in held.items()}
+
+
+def own_configuration(folder: Path, config: Any = None) -> Any:
+    """LitGPT's configuration in a folder, or made of HF's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind = _module("config").Config
+    if (folder / SETTINGS).is_file():
+        try:
+            return kind.from_file(folder / SETTINGS)
+        except Exception as error:
+            raise ConfigError(
+                f"{folder / SETTINGS} is not a configuration of LitGPT: {' '.join(str(error).split())}"
+            ) from None
+    for name in {folder.name, Path(getattr(config, "name_or_path", "") or "").name} - {""}:
+        try:
+            return kind.from_name(name)
+        except ValueError:
+            continue
+    if config is None or config.model_type not in _NAMES:
+        of = "" if config is None else f" of a {config.model_type}"
+        raise ConfigError(
+            f"LitGPT's {SETTINGS}{of} is not in {folder} and cannot be told; give --config, a folder with it, or name the folder as LitGPT names the "
+            "model"
+        )
+    return kind(**_of_hf(config))
+
+
+def _of_hf(config: Any) -> dict[str, Any]:
+    rope = dict(config.rope_parameters or {})
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        raise ConfigError(
+            f'config.json: rope_type = "{rope["rope_type"]}" is not known to LitGPT; give --config, a folder with its {SETTINGS}'
+        )
+    heads, kind = config.num_attention_heads, config.model_type
+    found = {
+        "name": f"{_NAMES[kind]}-{config.num_hidden_layers}x{config.hidden_size}",
+        "block_size": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": config.vocab_size,
+        "n_layer": config.num_hidden_layers,
+        "n_head": heads,
+        "n_embd": config.hidden_size,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "n_query_groups": config.num_key_value_heads,
+        "rotary_percentage": 1.0,
+        "parallel_residual": False,
+        "bias": False,
+        "attn_bias": kind == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        "norm_class_name": "RMSNorm",
+        "norm_eps": config.rms_norm_eps,
+        "norm_qk": kind == "qwen3",
+        "mlp_class_name": "LLaMAMoE" if kind == "mixtral" else "LLaMAMLP",
+        "intermediate_size": config.intermediate_size,
+        "rope_base": int(rope.get("rope_theta", 10000)),
+    }
+    if kind == "mixtral":
+        found |= {"n_expert": config.num_local_experts, "n_expert_per_token": config.num_experts_per_tok}
+    if "factor" in rope:
+        found["rope_adjustments"] = {
+            **{key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")},
+            "original_max_seq_len": rope["original_max_position_embeddings"],
+        }
+    return found
+
+
+def hf_configuration(config: Any, folder: Path) -> Any:
+    """HF's configuration of a model in LitGPT's terms.
+
+    Raises:
+        ConfigError: it is of no family that is mapped here.
+    """
+    import transformers
+
+    types = {family: kind for kind, family in _NAMES.items()}
+    kind = types.get(config.name.partition("-")[0], "llama")
+    plain = config.norm_class_name == "RMSNorm" and not (
+        config.bias or config.post_attention_norm or config.parallel_residual
+    )
+    if not plain or config.mlp_class_name not in ("LLaMAMLP", "LLaMAMoE") or config.rotary_percentage != 1:
+        raise ConfigError(
+            f'{folder} has no config.json, and what "{config.name}" is in HF\'s terms is not known here; give --config, an HF folder of the model'
+        )
+    kind = "mixtral" if config.mlp_class_name == "LLaMAMoE" else kind
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.rope_base)}
+    if config.rope_adjustments:
+        given = dict(config.rope_adjustments)
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": given.pop("original_max_seq_len"), **given}
+    sizes = {
+        "vocab_size": config.padded_vocab_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_query_groups,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": False,
+    }
+    if kind == "mixtral":
+        sizes |= {"num_local_experts": config.n_expert, "num_experts_per_tok": config.n_expert_per_token}
+    if kind == "llama" and config.attn_bias:
+        raise ConfigError(
+            f'{folder} has no config.json, and "{config.name}" has biases in its attention; give --config, an HF folder'
+        )
+    return transformers.AutoConfig.for_model(kind, rope_parameters=rope, **sizes)
+
+
+def _mapped(script: str, prefix: str, config: Any, given: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """What one of LitGPT's functions makes of tensors."""
+    name = config.name.lower()
+    family = next((function for start, function in _FAMILIES.items() if name.startswith(start)), None)
+    if family is None:
+        family = "llama" if config.mlp_class_name in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE") else "gpt_neox"
+    function = getattr(_module(f"scripts.{script}"), f"copy_weights_{prefix if family == 'llama' else ''}{family}")
+    made: dict[str, Tensor] = {}
+    known = {"config": config, "qkv_weights": {}, "state_dict": made, "untie_weights": False, what: given}
+    taken = {key: value for key, value in known.items() if key in inspect.signature(function).parameters}
+    try:
+        with recording():
+            function(**taken)
+    except (KeyError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"LitGPT's own mapping of \"{config.name}\" has no place for the weights: {' '.join(str(error).split())}; give the model's --config"
+        ) from None
+    return made
+
+
+def to_hf(given: Mapping[str, Tensor], own: Any, config: Any) -> tuple[Any, dict[str, Tensor]]:
+    """HF's configuration and names."""
+    made = _mapped("convert_lit_checkpoint", "", own, given, "lit_weights")
+    if "lm_head.weight" in made:
+        hf.untie_if_different(config, made, "lm_head.weight", "model.embed_tokens.weight")
+    return config, made
+
+
+def from_hf(given: Mapping[str, Tensor], own: Any) -> dict[str, Tensor]:
+    """LitGPT's names.
+
+    Raises:
+        ConfigError: LitGPT has no such model, or it is another one than the configuration's.
+    """
+    import torch
+
+    made = _mapped("convert_hf_checkpoint", "hf_", own, given, "hf_weights")
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in _module("model").GPT(own).state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
+            raise ConfigError(
+                f"{name} is {shapes.get(name, 'missing')}, and {expected.get(name, 'not there')} in LitGPT's \"{own.name}\"; give the model's --config"
+            )
+    return made
+
+
+def write(given: Mapping[str, Tensor], own: Any, folder: Path) -> list[Path]:
+    """Write LitGPT's folder, a tensor at a time."""
+    utils = _module("utils")
+    aside, made = folder / f"{FILE}.incomplete", dict[str, Any]()
+    stored: dict[int, Any] = {}
+    with utils.incremental_save(aside) as saver:
+        for name, tensor in given.items():
+            if id(tensor) not in stored:
+                values = whole(tensor).contiguous()
+                # A storage is written as a whole.
+                values = values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+                stored[id(tensor)] = saver.store_early(values)
+            made[name] = stored[id(tensor)]
+        saver.save(made)
+    aside.rename(folder / FILE)
+    utils.save_config(own, folder)
+    return [folder / FILE]

@@ -1,0 +1,186 @@
+"""What a Megatron GPTModel calls the tensors of HF's models, and how those that it fuses lie in one."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LAYER, _ATTENTION, _MLP = "decoder.layers.{}.", "self_attention.", "mlp."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of Megatron's tensors.
+
+    Attributes:
+        ours: Megatron's name.
+        theirs: HF's, of the tensors that it is made of.
+        join: from HF's to Megatron's.
+        split: and back.
+        optional: whether models may be without it.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    join: Callable[..., Tensor]
+    split: Callable[[Tensor], tuple[Tensor, ...]]
+    optional: bool = False
+
+
+def rules(config: Any) -> list[Rule]:
+    """Of all tensors of a model, by HF's configuration."""
+    made = list(_gpt2(config) if config.model_type == "gpt2" else _llama(config))
+    if getattr(config, "tie_word_embeddings", False):
+        return [Rule(r.ours, r.theirs, r.join, r.split, r.optional or r.ours == "output_layer.weight") for r in made]
+    return made
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _alone(ours: str, theirs: str, turned: bool = False) -> Rule:
+    turn = _turned if turned else _same
+    return Rule(ours, (theirs,), turn, lambda tensor: (turn(tensor),))
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous() if tensor.dim() == 2 else tensor
+
+
+def _llama(config: Any) -> Iterator[Rule]:
+    heads, width = config.num_attention_heads, config.hidden_size
+    size = getattr(config, "head_dim", None) or width // heads
+    groups = config.num_key_value_heads
+    join, split = partial(_by_group, groups), partial(_from_groups, groups, heads // groups, size)
+    yield _alone("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+    yield _alone("decoder.final_layernorm.weight", "model.norm.weight")
+    yield _alone("output_layer.weight", "lm_head.weight")
+    biases = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = _LAYER.format(layer), f"model.layers.{layer}."
+        attention = f"{theirs}self_attn."
+        for kind in ("weight", "bias") if biases else ("weight",):
+            names = tuple(f"{attention}{part}_proj.{kind}" for part in "qkv")
+            yield Rule(f"{ours}{_ATTENTION}linear_qkv.{kind}", names, join, split)
+        yield _alone(f"{ours}{_ATTENTION}linear_qkv.layer_norm_weight", f"{theirs}input_layernorm.weight")
+        yield _alone(f"{ours}{_ATTENTION}linear_proj.weight", f"{attention}o_proj.weight")
+        if config.model_type == "qwen3":
+            for part in "qk":
+                yield _alone(f"{ours}{_ATTENTION}{part}_layernorm.weight", f"{attention}{part}_norm.weight")
+        gated = tuple(f"{theirs}mlp.{part}_proj.weight" for part in ("gate", "up"))
+        yield Rule(f"{ours}{_MLP}linear_fc1.weight", gated, lambda *t: torch.cat(t), lambda t: t.chunk(2))
+        yield _alone(f"{ours}{_MLP}linear_fc1.layer_norm_weight", f"{theirs}post_attention_layernorm.weight")
+        yield _alone(f"{ours}{_MLP}linear_fc2.weight", f"{theirs}mlp.down_proj.weight")
+
+
+def _gpt2(config: Any) -> Iterator[Rule]:
+    heads = config.n_head
+    yield _alone("embedding.word_embeddings.weight", "transformer.wte.weight")
+    yield _alone("embedding.position_embeddings.weight", "transformer.wpe.weight")
+    yield _alone("output_layer.weight", "lm_head.weight")
+    for kind in ("weight", "bias"):
+        yield _alone(f"decoder.final_layernorm.{kind}", f"transformer.ln_f.{kind}")
+    for layer in range(config.n_layer):
+        ours, theirs = _LAYER.format(layer), f"transformer.h.{layer}."
+        for kind in ("weight", "bias"):
+            yield Rule(
+                f"{ours}{_ATTENTION}linear_qkv.{kind}",
+                (f"{theirs}attn.c_attn.{kind}",),
+                lambda fused: _by_group(heads, *_turned(fused).chunk(3)),
+                lambda fused: (_turned(torch.cat(_from_groups(heads, 1, config.n_embd // heads, fused))),),
+            )
+            yield _alone(f"{ours}{_ATTENTION}linear_qkv.layer_norm_{kind}", f"{theirs}ln_1.{kind}")
+            yield _alone(f"{ours}{_ATTENTION}linear_proj.{kind}", f"{theirs}attn.c_proj.{kind}", turned=True)
+            yield _alone(f"{ours}{_MLP}linear_fc1.{kind}", f"{theirs}mlp.c_fc.{kind}", turned=True)
+            yield _alone(f"{ours}{_MLP}linear_fc1.layer_norm_{kind}", f"{theirs}ln_2.{kind}")
+            yield _alone(f"{ours}{_MLP}linear_fc2.{kind}", f"{theirs}mlp.c_proj.{kind}", turned=True)
+
+
+def _by_group(groups: int, *parts: Tensor) -> Tensor:
+    """Of each group of heads its queries, its keys and its values, one group after the other."""
+    rest = parts[0].shape[1:]
+    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], 1).reshape(-1, *rest)
+
+
+def _from_groups(groups: int, queries: int, size: int, fused: Tensor) -> tuple[Tensor, ...]:
+    rest = fused.shape[1:]
+    parts = fused.reshape(groups, -1, *rest).split([queries * size, size, size], 1)
+    return tuple(part.reshape(-1, *rest) for part in parts)
+
+
+def arguments(config: Any) -> Namespace:
+    """What Megatron's scripts are told of a model, which they keep with a checkpoint."""
+    gpt2, heads = config.model_type == "gpt2", config.num_attention_heads
+    groups = heads if gpt2 else config.num_key_value_heads
+    rope = {} if gpt2 else dict(config.rope_parameters or {})
+    return Namespace(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=(config.n_inner or 4 * config.hidden_size) if gpt2 else config.intermediate_size,
+        num_attention_heads=heads,
+        group_query_attention=groups != heads,
+        num_query_groups=groups,
+        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_position_embeddings=config.max_position_embeddings,
+        position_embedding_type="learned_absolute" if gpt2 else "rope",
+        rotary_base=int(rope.get("rope_theta", 10000)),
+        rotary_percent=1.0,
+        normalization="LayerNorm" if gpt2 else "RMSNorm",
+        norm_epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
+        swiglu=not gpt2,
+        add_bias_linear=gpt2,
+        add_qkv_bias=gpt2 or config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        qk_layernorm=config.model_type == "qwen3",
+        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
+        vocab_size=config.vocab_size,
+        padded_vocab_size=config.vocab_size,
+    )
+
+
+def configuration(told: Any) -> dict[str, Any] | None:
+    """HF's keys of a model that Megatron's arguments tell of; None where it is of no family here."""
+    given = vars(told)
+    tied = not given.get("untie_embeddings_and_output_weights", False)
+    vocabulary = given.get("vocab_size") or given.get("padded_vocab_size")
+    gpt2 = not given.get("swiglu") and given.get("position_embedding_type") == "learned_absolute"
+    if gpt2 and given.get("normalization", "LayerNorm") == "LayerNorm" and given.get("add_bias_linear", True):
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": vocabulary,
+            "n_embd": told.hidden_size,
+            "n_layer": told.num_layers,
+            "n_head": told.num_attention_heads,
+            "n_inner": told.ffn_hidden_size,
+            "n_positions": told.max_position_embeddings,
+            "layer_norm_epsilon": given.get("norm_epsilon", 1e-5),
+            "tie_word_embeddings": tied,
+        }
+    if not given.get("swiglu") or given.get("normalization") != "RMSNorm" or given.get("add_bias_linear", True):
+        return None
+    if given.get("position_embedding_type") != "rope" or given.get("num_experts"):
+        return None
+    grouped = given.get("group_query_attention") and given.get("num_query_groups")
+    kind = "qwen3" if given.get("qk_layernorm") else "qwen2" if given.get("add_qkv_bias") else "llama"
+    return {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "vocab_size": vocabulary,
+        "hidden_size": told.hidden_size,
+        "intermediate_size": told.ffn_hidden_size,
+        "num_hidden_layers": told.num_layers,
+        "num_attention_heads": told.num_attention_heads,
+        "num_key_value_heads": grouped or told.num_attention_heads,
+        "head_dim": given.get("kv_channels") or told.hidden_size // told.num_attention_heads,
+        "max_position_embeddings": told.max_position_embeddings,
+        "rms_norm_eps": given.get("norm_epsilon", 1e-5),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(given.get("rotary_base", 10000))},
+        "tie_word_embeddings": tied,
+    }
