@@ -102,6 +102,7 @@ def test_interleaved_stages(tmp_path: Path, variant: str) -> None:
 def test_goldfish_on_every_grid_and_in_stages(tmp_path: Path) -> None:
     """Each sample's targets are left out before anything splits them, so losses and norms are one process's."""
     load = saved(tmp_path, stock("plain"))
+    load += ["--train-iters", "5"]
     masked = [*load, "--axonn-goldfish-k", "2", "--axonn-goldfish-h", "5"]
     cases = {"one process": stock("plain", *masked), "all targets": stock("plain", *load)}
     for grid in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), *GRIDS]:

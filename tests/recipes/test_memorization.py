@@ -180,7 +180,7 @@ def test_dry_run_says_what_the_papers_scale_needs(
         (["--grid", "1,1,3,1"], "--batch 8 does not divide by gz*gdata = 3 of --grid 1,1,3,1"),
         (["--grid", "2,2"], "--grid 2,2 is not four integers"),
         (["--epochs", "6", "6", "7"], "--epochs 6 6 7 do not rise"),
-        (["--steps", "101"], "--steps 101 of 8 pages have no room for the 816 of the buckets"),
+        (["--steps", "83"], "--steps 83 of 8 pages have no room for the 672 of the buckets"),
         (["--tokens", "60"], "--tokens 60 leaves no beginning before the last 50; give 64 or more"),
         (["--lr", "0"], "--lr 0.0 is not positive"),
         (["--quick", "--scale", "llama-2-7b"], "--quick is of the laptop's scale"),

@@ -19,7 +19,7 @@ from axonn_recipes.memorization.settings import BUCKETS, Settings
 
 HELD_OUT = 64
 """Pages that are never trained on, of which the loss says how well the language is known."""
-_WORDS, _LETTERS, _SEED = 2000, "etaoinshrdlucmfwypvbgk", 1
+_WORDS, _LETTERS, _SEED = 600, "etaoinshrdlucmfwypvbgk", 1
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def _needs(model: sizes.Model, settings: Settings) -> str:
 def count(number: float) -> str:
     """A number in words."""
     for unit, size in (("billion", 1e9), ("million", 1e6)):
-        if number >= size:
+        if number >= size / 10:
             return f"{number / size:.2f} {unit}"
     return f"{number:,.0f}"
 
