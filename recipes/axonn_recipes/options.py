@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_tp import Grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +84,19 @@ def heads_fit(hidden: int, heads: int) -> None:
     """
     if hidden % heads:
         raise ConfigError(f"--hidden {hidden} does not divide into --heads {heads}; choose a multiple")
+
+
+def grid_of(text: str) -> Grid:
+    """The grid of an option: gx,gy,gz,gdata.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        gx, gy, gz, gdata = (int(size) for size in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--grid {text} is not four integers; write gx,gy,gz,gdata as in 2,2,2,2") from None
+    try:
+        return Grid(gx, gy, gz, gdata)
+    except ValueError as error:
+        raise ConfigError(f"--grid {text}: {error}") from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import deepspeed
 import pytest
@@ -14,8 +15,9 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.goldfish import goldfish_labels
+from axonn_plugins.goldfish import Strategy, goldfish_labels
 from axonn_plugins.hosts.plain import compose
+from axonn_tp import factorisations
 from tests.compose.training import ready
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
@@ -24,13 +26,21 @@ from tests.distributed import run_ranks
 SAMPLES, TOKENS, WORDS, STEPS = 4, 19, 40, 3
 GOLDFISH: dict[str, Any] = {"k": 2, "h": 5, "shifts": True}
 OF_ITSELF: dict[str, Any] = {"k": 2, "h": 5}
-GRIDS: dict[str, dict[str, int]] = {
-    "x": {"gx": 4},
-    "x and y": {"gx": 2, "gy": 2},
-    "y and z": {"gy": 2, "gz": 2},
-    "z": {"gz": 4},
-    "data": {},
-}
+WORLDS = (1, 2, 4)
+Sizes = dict[str, int] | None
+"""Of a grid; None without the key, where all ranks are data-parallel."""
+
+
+def grids(world: int) -> dict[str, Sizes]:
+    """Every grid of so many ranks, by name, and none."""
+    found: dict[str, Sizes] = {f"{world} ranks without a grid": None}
+    for grid in factorisations(world):
+        sizes = {"gx": grid.gx, "gy": grid.gy, "gz": grid.gz}
+        found[f"{world} ranks, {'x'.join(map(str, sizes.values()))}x{grid.gdata}"] = sizes
+    return found
+
+
+GRIDS = {name: world for world in WORLDS for name in grids(world)}
 
 
 def gpt2(wide: bool = True) -> nn.Module:
@@ -75,12 +85,17 @@ def mean(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def block_of(grid: dict[str, int] | None, goldfish: dict[str, Any]) -> dict[str, Any]:
+def readers_of(grid: Sizes) -> int:
+    """Ranks, or groups of them, that read data of their own."""
+    return dist.get_world_size() // (grid["gx"] * grid["gy"] if grid else 1)
+
+
+def block_of(grid: Sizes, goldfish: dict[str, Any]) -> dict[str, Any]:
     return {"goldfish": goldfish} | ({"tensor_parallel": grid | {"plan": "auto"}} if grid else {})
 
 
-def by_deepspeed(grid: dict[str, int], goldfish: dict[str, Any], stage: int = 0) -> list[float]:
-    readers = 4 // (grid.get("gx", 1) * grid.get("gy", 1))
+def by_deepspeed(grid: Sizes, goldfish: dict[str, Any], stage: int = 0) -> list[float]:
+    readers = readers_of(grid)
     raw = {
         "train_micro_batch_size_per_gpu": SAMPLES // readers,
         "gradient_clipping": 0.0,
@@ -107,7 +122,7 @@ def by_deepspeed(grid: dict[str, int], goldfish: dict[str, Any], stage: int = 0)
     return losses
 
 
-def by_hand(grid: dict[str, int], goldfish: dict[str, Any]) -> list[float]:
+def by_hand(grid: Sizes, goldfish: dict[str, Any]) -> list[float]:
     made = compose(gpt2(), lambda groups: torch.optim.AdamW(groups, lr=1e-2), block_of(grid, goldfish))
     losses = []
     for ids in batches():
@@ -186,19 +201,25 @@ SAID: dict[str, tuple[Any, str]] = {
 }
 
 
-def every_run() -> dict[str, Any]:
+def on_grids() -> dict[str, Any]:
+    """What hosts find on every grid of these ranks, DeepSpeed with the published hash, and what one process does."""
     ready(staged=False)
     found: dict[str, Any] = {}
-    for name, grid in GRIDS.items():
-        goldfish = GOLDFISH if name != "z" else GOLDFISH | {"strategy": "ordered_hash"}
-        wanted = serial(goldfish)
-        found[name] = attempt(by_deepspeed, grid, goldfish), wanted
-        if name == "x and y":
-            found["its own loss"] = attempt(by_deepspeed, grid, OF_ITSELF), serial(OF_ITSELF)
-        if name == "data":
-            found["ZeRO-3"] = attempt(by_deepspeed, grid, OF_ITSELF, 3), serial(OF_ITSELF)
-        if name in ("y and z", "data"):
-            found[f"plain, {name}"] = attempt(by_hand, grid, goldfish), wanted
+    strategies = itertools.cycle(get_args(Strategy)[1:])
+    for name, grid in grids(dist.get_world_size()).items():
+        other = GOLDFISH | {"strategy": next(strategies)}
+        found[name] = {
+            "DeepSpeed": (attempt(by_deepspeed, grid, GOLDFISH), serial(GOLDFISH)),
+            "plain": (attempt(by_hand, grid, other), serial(other)),
+        }
+    return found
+
+
+def on_four() -> dict[str, Any]:
+    found = on_grids()
+    square: Sizes = {"gx": 2, "gy": 2, "gz": 1}
+    found["its own loss"] = attempt(by_deepspeed, square, OF_ITSELF), serial(OF_ITSELF)
+    found["ZeRO-3"] = attempt(by_deepspeed, None, OF_ITSELF, 3), serial(OF_ITSELF)
     for name, (function, _) in SAID.items():
         found[name] = refused(function)
     return found
@@ -206,15 +227,20 @@ def every_run() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(every_run, 4)
+    return run_ranks(on_four, 4)
 
 
-@pytest.mark.parametrize("name", [*GRIDS, "plain, y and z", "plain, data"])
-def test_losses_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
-    for rank in ranks:
-        found, wanted = rank[name]
-        assert not isinstance(found, str), found
-        assert found == pytest.approx(wanted, rel=1e-10)
+@pytest.fixture(scope="module")
+def every(ranks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    return {4: ranks, 2: run_ranks(on_grids, 2), 1: run_ranks(on_grids, 1)}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_losses_are_those_of_one_process(every: dict[int, list[dict[str, Any]]], name: str) -> None:
+    for rank in every[GRIDS[name]]:
+        for found, wanted in rank[name].values():
+            assert not isinstance(found, str), found
+            assert found == pytest.approx(wanted, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["its own loss", "ZeRO-3"])

@@ -96,3 +96,17 @@ def test_interleaved_stages(tmp_path: Path, variant: str) -> None:
         more = [*load, "--num-layers-per-virtual-pipeline-stage", "1"]
         cases[f"{grid} on each of two stages, twice"] = flags(grid, variant, *more, stages=2)
     assert differences(cases) == {}
+
+
+@needs_script
+def test_goldfish_on_every_grid_and_in_stages(tmp_path: Path) -> None:
+    """Each sample's targets are left out before anything splits them, so losses and norms are one process's."""
+    load = saved(tmp_path, stock("plain"))
+    load += ["--train-iters", "5"]
+    masked = [*load, "--axonn-goldfish-k", "2", "--axonn-goldfish-h", "5"]
+    cases = {"one process": stock("plain", *masked), "all targets": stock("plain", *load)}
+    for grid in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), *GRIDS]:
+        cases[str(grid)] = flags(grid, "plain", *masked)
+    for grid in [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]:
+        cases[f"{grid} on each of two stages"] = flags(grid, "plain", *masked, stages=2)
+    assert list(differences(cases)) == ["all targets"]

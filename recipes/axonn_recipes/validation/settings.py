@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from axonn_plugins.config import ConfigError
-from axonn_recipes.options import at_least_one
+from axonn_recipes.options import at_least_one, grid_of
 from axonn_tp import Grid
 from axonn_tp import Options as Switches
 
@@ -79,15 +78,4 @@ def resolve(options: Options) -> Settings:
         ConfigError: the first mistake.
     """
     at_least_one(options, "steps")
-    return Settings(_grid(options.grid), options.layout, options.steps, options.seed)
-
-
-def _grid(text: str) -> Grid:
-    try:
-        gx, gy, gz, gdata = (int(size) for size in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--grid {text} is not four integers; write gx,gy,gz,gdata as in 2,2,2,2") from None
-    try:
-        return Grid(gx, gy, gz, gdata)
-    except ValueError as error:
-        raise ConfigError(f"--grid {text}: {error}") from None
+    return Settings(grid_of(options.grid), options.layout, options.steps, options.seed)

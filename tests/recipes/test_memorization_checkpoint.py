@@ -1,0 +1,109 @@
+"""The study at the paper's scale, with a small checkpoint: read part by part from HF's folder, trained on documents on a grid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
+from axonn_recipes.memorization.pages import documents, order
+from axonn_recipes.memorization.settings import BUCKETS, LOSSES, SUFFIX, asked, resolve
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+WORDS = 61
+WANTED = "--scale tinyllama-1b --pages 2 --epochs 1 2 3 --warmup 1 --steps 4 --batch 4 --tokens 72 --dtype fp32".split()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of random weights in two files, its tokenizer, and documents."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, **sizes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="25KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    vocabulary = {f"w{number}": number for number in range(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of a document each, and one of lines; every other document is too short."""
+    folder = tmp_path_factory.mktemp("documents")
+    generator = torch.Generator().manual_seed(4)
+    texts = [
+        " ".join(
+            f"w{word}" for word in torch.randint(WORDS, (72 + number % 5 if number % 2 else 71,), generator=generator)
+        )
+        for number in range(400)
+    ]
+    for number, text in enumerate(texts[:20]):
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / "rest.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[20:]))
+    return folder
+
+
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def untrained(folder: Path, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Of the serial model as transformers reads it: which of the last tokens are right, and the mean loss."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(rows).logits[:, :-1]
+    return (logits.argmax(-1) == rows[:, 1:])[:, -SUFFIX:], F.cross_entropy(
+        logits.flatten(0, 1), rows[:, 1:].flatten()
+    ).item()
+
+
+def test_a_checkpoint_goes_on_on_a_grid(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    words = [*WANTED, "--checkpoint", str(checkpoint), "--data", str(data), "--seeds", "3"]
+    for grid, lr in (("1,1,4,1", "1e-9"), ("2,1,2,1", "1e-2")):
+        assert (
+            main(["train", "memorization", *words, "--grid", grid, "--lr", lr, "--runs", str(tmp_path), "--name", grid])
+            == 0
+        )
+    settings = resolve(asked(words + ["--grid", "1,1,4,1"]))
+    pages = documents(data, tokenizer(checkpoint), settings)
+    still, learned = (
+        {cell["loss"]: cell for cell in json.loads((tmp_path / grid / "cells.json").read_text())}
+        for grid in ("1,1,4,1", "2,1,2,1")
+    )
+    buckets = order(settings, len(pages.learned), 3).buckets
+    for loss in LOSSES:
+        # Nothing is learned at such a rate, so these are the numbers of what was read.
+        assert still[loss]["held_out"] == pytest.approx([untrained(checkpoint, pages.held_out)[1]] * 2, rel=1e-5)
+        for name in BUCKETS:
+            right, _ = untrained(checkpoint, pages.learned[buckets[name]])
+            assert still[loss]["accuracy"][name] == pytest.approx(right.double().mean().item(), abs=1e-9)
+        assert learned[loss]["held_out"][0] > learned[loss]["held_out"][1]
+    assert learned["standard"]["held_out"] != pytest.approx(learned["goldfish"]["held_out"], rel=1e-4)
+    assert set(json.loads((tmp_path / "2,1,2,1" / "results.json").read_text())) == set(LOSSES)
+
+
+def test_documents_are_those_long_enough(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    settings = resolve(asked([*WANTED, "--grid", "1,1,1,1"]))
+    found = documents(data, tokenizer(checkpoint), settings)
+    first = (data / "01.txt").read_text().split()[:72]
+    assert [f"w{number}" for number in found.held_out[0].tolist()] == first
+    (tmp_path / "one.jsonl").write_text('{"text": "w1"}\n{"title": "w2"}\n')
+    with pytest.raises(ConfigError, match='one.jsonl, line 2: not an object with a "text"'):
+        documents(tmp_path, tokenizer(checkpoint), settings)
+    (tmp_path / "one.jsonl").write_text('{"text": "w1"}\n')
+    with pytest.raises(ConfigError, match="make 0 pages of 72 tokens and 0 held out"):
+        documents(tmp_path, tokenizer(checkpoint), settings)
