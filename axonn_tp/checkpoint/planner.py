@@ -102,7 +102,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _items(self, name: str, shard: Shard) -> Iterator[WriteItem]:
         tensor = shard.tensor
-        flat = None if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
+        flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
         properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(shard.layout.serial_shape)
         for region in shard.regions(self.place):
             for piece in region.pieces(_PIECE_BYTES // tensor.element_size()):

@@ -53,7 +53,7 @@ def class_of(config: Any) -> Any:
     return kind
 
 
-def bare_model(config: Any) -> nn.Module:
+def bare_model(config: Any) -> Any:
     """The model on the meta device."""
     with torch.device("meta"):
         return class_of(config)._from_config(config)

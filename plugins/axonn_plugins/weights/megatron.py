@@ -47,7 +47,7 @@ def iteration(folder: Path) -> Path | None:
     return place
 
 
-def tensors(folder: Path) -> dict[str, LazyTensor]:
+def tensors(folder: Path) -> dict[str, Tensor]:
     """The model's tensors, unread, of each layer by itself."""
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()

@@ -101,9 +101,8 @@ def _recognised(folder: Path) -> tuple[str, Path]:
             return "axonn", place
     if (folder / litgpt.FILE).is_file():
         return "litgpt", folder
-    place = megatron.iteration(folder)
-    if place is not None:
-        return "megatron", place
+    if (found := megatron.iteration(folder)) is not None:
+        return "megatron", found
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
         return "hf", folder
     raise ConfigError(
