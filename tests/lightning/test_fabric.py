@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -19,7 +20,7 @@ from torchmetrics import SumMetric
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy, files
-from axonn_tp import Options
+from axonn_tp import Grid, Mesh, Options
 from tests.distributed import run_ranks
 from tests.lightning.models import Language, groups, loader, loss_of
 
@@ -270,3 +271,25 @@ def test_deepspeed_strategy_deals_out_to_readers(monkeypatch: pytest.MonkeyPatch
         for kind in (DeepSpeedStrategy, TrainersDeepSpeedStrategy):
             found = kind(**given).distributed_sampler_kwargs
             assert (found["num_replicas"], found["rank"]) == dealt
+
+
+def sums_of_deepspeed_strategies() -> list[Any]:
+    engine = SimpleNamespace(mesh=Mesh(Grid(2, 1, 2, 1)))
+    found = []
+    for kind, where, what in (
+        (DeepSpeedStrategy, "_deepspeed_engine", "all_reduce"),
+        (TrainersDeepSpeedStrategy, "_model", "reduce"),
+    ):
+        strategy = kind.__new__(kind)
+        vars(strategy)[where] = engine
+        value = torch.tensor(float(engine.mesh.rank("batch") + 1))
+        found += [
+            getattr(strategy, what)(value.clone(), reduce_op="sum").item(),
+            strategy.all_gather(value).flatten().tolist(),
+        ]
+    return found
+
+
+def test_deepspeed_strategy_sums_over_readers() -> None:
+    for found in run_ranks(sums_of_deepspeed_strategies, 4):
+        assert found == [3.0, [1.0, 2.0]] * 2

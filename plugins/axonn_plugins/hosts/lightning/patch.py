@@ -110,7 +110,7 @@ def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_deepspeed(module: ModuleType) -> None:
-    """Add to Fabric's or the Trainer's ``strategies.deepspeed``: samplers deal out to readers where its configuration has the block."""
+    """Add to Fabric's or the Trainer's ``strategies.deepspeed``: beside the block samplers, sums and gathers count readers."""
     kind = module.DeepSpeedStrategy
     if "axonn" in vars(kind):
         return
@@ -127,6 +127,25 @@ def patch_deepspeed(module: ModuleType) -> None:
         return {"num_replicas": ranks // same, "rank": self.global_rank // same}
 
     kind.distributed_sampler_kwargs = property(distributed_sampler_kwargs)
+    for name in ("reduce", "all_reduce", "all_gather"):
+        if hasattr(kind, name):
+            setattr(kind, name, _over_readers(getattr(kind, name)))
+
+
+def _over_readers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def over(self: Any, tensor: Any, group: Any = None, *rest: Any, **named: Any) -> Any:
+        import torch.distributed as dist
+
+        from axonn_tp import Mesh
+
+        engine = getattr(self, "_deepspeed_engine", None) or getattr(self, "model", None)
+        mesh = getattr(engine, "mesh", None)
+        if isinstance(mesh, Mesh) and group in (None, dist.group.WORLD):
+            group = mesh.group("batch")
+        return original(self, tensor, group, *rest, **named)
+
+    return over
 
 
 def _patch_script(module: ModuleType) -> None:
