@@ -187,7 +187,7 @@ def write(given: Mapping[str, Tensor], config: Any, folder: Path) -> list[Path]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save(
             shards,  # type: ignore[arg-type]
-            storage_writer=FileSystemWriter(place),
+            storage_writer=FileSystemWriter(place, per_thread_copy_ahead=0),  # one by one, as the planner reads
             planner=_Planner(config.num_hidden_layers),
             no_dist=True,
         )
