@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import queue
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -245,12 +248,97 @@ def test_a_plain_models_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     same(tensors(tmp_path / "plain"), dict(model.state_dict()))
 
 
+def megatron_folder(folder: Path, name: str) -> Path:
+    drawn(name).save_pretrained(folder / "hf")
+    converted(folder / "hf", folder / "megatron", "--to", "megatron")
+    (folder / "megatron" / "config.json").unlink()
+    return folder / "megatron"
+
+
+@pytest.mark.parametrize("to", ["litgpt", "megatron"])
+@pytest.mark.parametrize(
+    "wrong", [{"vocab_size": 60}, {"num_attention_heads": 8, "head_dim": 4}, {"num_hidden_layers": 1}]
+)
+def test_weights_that_are_not_the_configurations_are_refused(
+    wrong: dict[str, int], to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("litgpt" if to == "litgpt" else "torch")
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "other", "--to", to)
+    file = tmp_path / "other" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "other"), str(tmp_path / "new"), "--to", "hf"]) == 2
+    printed = capsys.readouterr().err
+    assert "config.json" in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_of_a_models_arguments_keeps_its_configuration(tmp_path: Path) -> None:
+    converted(megatron_folder(tmp_path, "tied llama"), tmp_path / "ours", "--to", "axonn")
+    converted(tmp_path / "ours", tmp_path / "back", "--to", "hf")
+    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").tie_word_embeddings
+
+
+def change_arguments(folder: Path, **values: Any) -> None:
+    file = folder / "release" / "common.pt"
+    told = torch.load(file, weights_only=False)
+    vars(told["args"]).update(values)
+    torch.save(told, file)
+
+
+def test_megatrons_arguments_are_read_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of its own kinds, too, and say how positions are scaled."""
+    folder = megatron_folder(tmp_path, "llama")
+    Backend = enum.Enum("Backend", ["auto"], module="megatron_that_is_not_there")  # noqa: N806
+    module = ModuleType(Backend.__module__)
+    vars(module)["Backend"] = Backend
+    with monkeypatch.context() as there:
+        there.setitem(sys.modules, Backend.__module__, module)
+        change_arguments(
+            folder, attention_backend=Backend["auto"], use_rope_scaling=True, rope_scaling_factor=32.0, rotary_base=777
+        )
+    converted(folder, tmp_path / "back", "--to", "hf")
+    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    rope = transformers.AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 32.0, 777.0)
+    told = megatron_names.arguments(transformers.AutoConfig.from_pretrained(tmp_path / "back"))
+    assert told.use_rope_scaling and told.rope_scaling_factor == 32.0
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
+        ({"rotary_percent": 0.5}, "has no config.json"),
+        ({"rotary_interleaved": True}, "has no config.json"),
+    ],
+)
+def test_what_hfs_models_do_not_compute_is_refused(
+    values: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = megatron_folder(tmp_path, "llama")
+    change_arguments(folder, **values)
+    assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_scaled_positions_that_megatron_has_not_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "megatron"]) == 2
+    assert "--use-rope-scaling" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
         ("llama", ["nowhere", "new", "--to", "hf"], "is no folder"),
         ("llama", [".", "new", "--to", "hf"], "holds none of"),
         ("llama", ["hf", "hf", "--to", "litgpt"], "is there already"),
+        ("llama", ["hf", "hf/config.json/new", "--to", "hf"], "cannot be made"),
         ("llama", ["hf", "new", "--to", "hf", "--shard-size", "big"], '--shard-size = "big" is not a size'),
         ("llama", ["hf", "new", "--to", "gguf"], '--to = "gguf" is not known'),
         ("mixtral", ["hf", "new", "--to", "megatron"], 'model_type = "mixtral" has no place in Megatron'),

@@ -92,21 +92,39 @@ def in_file_names(tensors: Mapping[str, Tensor], config: Any, folder: Path) -> d
         ConfigError: they are not of the model.
     """
     model = bare_model(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in expected.keys() ^ tensors.keys():
-        where = "lacks" if name in expected else "has"
-        raise ConfigError(f"{folder} {where} {name}, unlike the model of config.json; give the model's own --config")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise ConfigError(
-                f"{name} is {tuple(tensor.shape)} in {folder} and {expected[name]} by config.json; give the model's own --config"
-            )
+    _compare(tensors, model.state_dict(), folder)
     tied = getattr(model, "all_tied_weights_keys", {})
     kept = {name: tensor for name, tensor in tensors.items() if not _is_tied(tensors, name, tied)}
     from transformers.core_model_loading import revert_weight_conversion
 
     with recording():
         return revert_weight_conversion(model, kept)
+
+
+def check(tensors: Mapping[str, Tensor], config: Any, folder: Path) -> None:
+    """See that tensors by the names of HF's files are those of the model; what it ties may be left out.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = bare_model(config)
+    tied = getattr(model, "all_tied_weights_keys", {}).keys() - tensors.keys()
+    kept = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    _compare(tensors, revert_weight_conversion(model, kept), folder)
+
+
+def _compare(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor], folder: Path) -> None:
+    for name in sorted(model.keys() ^ tensors.keys()):
+        where = "lacks" if name in model else "has"
+        raise ConfigError(f"{folder} {where} {name}, unlike the model of config.json; give the model's own --config")
+    for name, tensor in tensors.items():
+        shape, expected = tuple(tensor.shape), tuple(model[name].shape)
+        if shape != expected:
+            raise ConfigError(
+                f"{name} is {shape} in {folder} and {expected} by config.json; give the model's own --config"
+            )
 
 
 def _is_tied(tensors: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> bool:
@@ -152,8 +170,13 @@ def write(tensors: Mapping[str, Tensor], config: Any, folder: Path, shard_bytes:
         index = {"metadata": total, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     if config is not None:
-        if not config.architectures:
-            config.architectures = [class_of(config).__name__]
-        config.dtype = dtype_of(tensors)
-        config.save_pretrained(folder)
+        write_configuration(config, tensors, folder)
     return files
+
+
+def write_configuration(config: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write config.json of a model of these tensors."""
+    if not config.architectures:
+        config.architectures = [class_of(config).__name__]
+    config.dtype = dtype_of(tensors)
+    config.save_pretrained(folder)
