@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import queue
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import axonn_plugins
@@ -240,6 +237,19 @@ def test_no_more_than_a_tensor_is_held(tmp_path: Path, monkeypatch: pytest.Monke
     same(tensors(tmp_path / "hf3"), tensors(tmp_path / "hf"))
 
 
+def test_nothing_is_lost_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of ours has what from_pretrained makes of a folder: one type, and no tensor that is not the model's."""
+    model = drawn("llama").to(torch.bfloat16)
+    model.model.norm.float()
+    model.save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "cast", "--to", "axonn")
+    assert "torch.float32 became torch.bfloat16" in capsys.readouterr().out
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(file) | {"nobody.weight": torch.ones(3)}, file, {"format": "pt"})
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "axonn"]) == 2
+    assert "unexpected keys nobody.weight" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_a_plain_models_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
@@ -278,58 +288,6 @@ def test_a_checkpoint_of_a_models_arguments_keeps_its_configuration(tmp_path: Pa
     converted(tmp_path / "ours", tmp_path / "back", "--to", "hf")
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").tie_word_embeddings
-
-
-def change_arguments(folder: Path, **values: Any) -> None:
-    file = folder / "release" / "common.pt"
-    told = torch.load(file, weights_only=False)
-    vars(told["args"]).update(values)
-    torch.save(told, file)
-
-
-def test_megatrons_arguments_are_read_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are of its own kinds, too, and say how positions are scaled."""
-    folder = megatron_folder(tmp_path, "llama")
-    Backend = enum.Enum("Backend", ["auto"], module="megatron_that_is_not_there")  # noqa: N806
-    module = ModuleType(Backend.__module__)
-    vars(module)["Backend"] = Backend
-    with monkeypatch.context() as there:
-        there.setitem(sys.modules, Backend.__module__, module)
-        change_arguments(
-            folder, attention_backend=Backend["auto"], use_rope_scaling=True, rope_scaling_factor=32.0, rotary_base=777
-        )
-    converted(folder, tmp_path / "back", "--to", "hf")
-    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
-    rope = transformers.AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
-    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 32.0, 777.0)
-    told = megatron_names.arguments(transformers.AutoConfig.from_pretrained(tmp_path / "back"))
-    assert told.use_rope_scaling and told.rope_scaling_factor == 32.0
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
-        ({"rotary_percent": 0.5}, "has no config.json"),
-        ({"rotary_interleaved": True}, "has no config.json"),
-    ],
-)
-def test_what_hfs_models_do_not_compute_is_refused(
-    values: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = megatron_folder(tmp_path, "llama")
-    change_arguments(folder, **values)
-    assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf"]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
-
-
-def test_scaled_positions_that_megatron_has_not_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drawn("llama").save_pretrained(tmp_path / "hf")
-    file = tmp_path / "hf" / "config.json"
-    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
-    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "megatron"]) == 2
-    assert "--use-rope-scaling" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

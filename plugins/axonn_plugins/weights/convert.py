@@ -59,7 +59,14 @@ def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path 
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
-    return f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB"
+    return f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB{_cast(weights.tensors, tensors)}"
+
+
+def _cast(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:
+    """Types that tensors no longer have, in words."""
+    kept = {tensor.dtype for tensor in after.values()}
+    lost = {tensor.dtype for tensor in before.values()} - kept
+    return f"; {', '.join(sorted(map(str, lost)))} became {', '.join(sorted(map(str, kept)))}" if lost else ""
 
 
 def _give_memory_back() -> None:

@@ -63,13 +63,18 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with tensors by the names of HF's files, which stay unread.
 
     Raises:
-        ConfigError: tensors are missing, or of other shapes.
+        ConfigError: tensors are missing, or there are others, or they have other shapes.
     """
     with recording():
         model, told = class_of(config).from_pretrained(
-            None, config=config, state_dict=dict(tensors), dtype=dtype_of(tensors), output_loading_info=True
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype_of(tensors),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if told.get(what):
             raise ConfigError(
                 f"the weights do not fit config.json: {what.replace('_', ' ')} {sorted(map(str, told[what]))[0]}; give the model's own --config"
