@@ -35,10 +35,17 @@ def _replaced(folder: Path) -> Path:
 
 
 class SummingWriter(FileSystemWriter):
-    """torch's writer of files, which notes the checksum of every piece it wrote in `sums`."""
+    """torch's writer of files, which notes the checksum of every piece it wrote in `sums`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where to.
+        one_by_one: ask for a piece when the one before it is written; else, with a GPU, for several at once.
+    """
+
+    def __init__(self, folder: Path, one_by_one: bool = False) -> None:
         super().__init__(folder)
+        if one_by_one:
+            self.per_thread_copy_ahead = 0
         self.sums: Sums = {}
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:  # noqa: D102

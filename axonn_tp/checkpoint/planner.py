@@ -79,7 +79,7 @@ class Shard:
 class SavePlanner(DefaultSavePlanner):
     """Writes each rectangle once: of ranks that hold the same, torch picks the one with the least to write.
 
-    What is still in a file is read when it is written.
+    What is still in a file is read when it is written, by a writer that asks for a piece when the one before it is written.
 
     Args:
         place: the grid, and this rank's place on it. The state dict holds `Shard`s.

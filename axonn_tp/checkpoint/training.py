@@ -34,6 +34,7 @@ from axonn_tp.checkpoint.randomness import random_state, set_random_state, sourc
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
 from axonn_tp.checkpoint.sums import flush, in_words
+from axonn_tp.grid.lazy import LazyTensor
 from axonn_tp.grid.mesh import Grid, Mesh
 
 
@@ -126,7 +127,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
     ranks.together(lambda: files.begin(folder), only=0)
-    writer = SummingWriter(files.aside(folder))
+    # The planner drops what it read of a file when the next piece is asked for.
+    unread = any(isinstance(shard.tensor, LazyTensor) for shard in shards.values())
+    writer = SummingWriter(files.aside(folder), one_by_one=unread)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -59,6 +59,12 @@ class Source:
             return self._read(cut)
         return self.held if cut is None else self.held[cut]
 
+    def copy(self) -> Source:
+        """The values as they are now, whatever is done to these later."""
+        made = Source(self._read, self.origin)
+        made.held = None if self.held is None else self.held.clone()
+        return made
+
     def hold(self) -> Tensor:
         """The values, which from now on are in memory and may be changed."""
         if self.held is None:
@@ -127,10 +133,7 @@ class LazyTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            source = Source(self.source.read, self.source.origin)
-            if self.source.held is not None:
-                source.held = self.source.held.clone()
-            copied = LazyTensor(_bare(self), source).requires_grad_(self.requires_grad)
+            copied = LazyTensor(_bare(self), self.source.copy()).requires_grad_(self.requires_grad)
             copied.__dict__.update({key: v for key, v in self.__dict__.items() if key != "source"})
             memo[id(self)] = copied
         return memo[id(self)]
@@ -179,10 +182,9 @@ def _empty(value: Any) -> Any:
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    source = tensor.source
-    held = None if source.held is None else source.held.to(dtype, copy=True)
+    source = tensor.source.copy()
     made = Source(lambda cut: source.read(cut).to(dtype), f"{source.origin} as {dtype}")
-    made.held = held
+    made.held = None if source.held is None else source.held.to(dtype)
     return LazyTensor(_bare(tensor).to(dtype), made)
 
 
@@ -209,7 +211,10 @@ def _recorded(func: Any, args: tuple, kwargs: dict) -> Any:
                 if cut is None:
                     return result
                 _latest[:] = [compute, result]
-            return _latest[1] if cut is None else _latest[1][cut]
+            result = _latest[1]
+            if cut is None:  # whoever has all of it may change it
+                _latest[:] = [None, None]
+            return result if cut is None else result[cut]
 
         return Source(read, origin if number is None else f"{origin}[{number}]")
 

@@ -102,6 +102,45 @@ def test_what_is_changed_stays_changed(file: Path) -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_copy_keeps_its_values_when_the_tensor_changes(file: Path) -> None:
+    first = lazy_tensors(file)["half"]
+    with recording():
+        turned = lazy_tensors(file)["a"].t()
+    expected, whole = first.clone(), turned.source.read().clone()
+    copied, cast, of_turned = copy.deepcopy(first), first.float(), turned.double()
+    turned.source.read((slice(0, 2), slice(0, 2)))
+    with torch.no_grad():
+        first.zero_()
+        turned.zero_()
+    assert torch.equal(copied, expected) and torch.equal(cast, expected.float())
+    assert torch.equal(of_turned, whole.double()) and not turned.any()
+
+
+def test_a_gpus_writer_reads_no_further_than_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU torch asks for several pieces before it writes the first."""
+    from torch.distributed.checkpoint import filesystem
+
+    class Ahead(filesystem._SerialCpuLoader):
+        def __init__(self, resolve: Any, **keywords: Any) -> None:
+            super().__init__(resolve)
+
+        def values(self) -> Iterator[tuple[Tensor, object]]:
+            yield from list(super().values())
+
+    model = serial()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    lazy = lazy_tensors(tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        unread = GPT(CONFIG)
+    unread.load_state_dict(lazy, assign=True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", Ahead)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    save(tmp_path / "saved", unread, None)
+    monkeypatch.undo()
+    for name, tensor in lazy_tensors(tmp_path / "saved").items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
 def serial() -> GPT:
     torch.manual_seed(3)
     return GPT(CONFIG)

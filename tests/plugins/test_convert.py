@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import axonn_plugins
@@ -237,6 +237,19 @@ def test_no_more_than_a_tensor_is_held(tmp_path: Path, monkeypatch: pytest.Monke
     same(tensors(tmp_path / "hf3"), tensors(tmp_path / "hf"))
 
 
+def test_nothing_is_lost_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of ours has what from_pretrained makes of a folder: one type, and no tensor that is not the model's."""
+    model = drawn("llama").to(torch.bfloat16)
+    model.model.norm.float()
+    model.save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "cast", "--to", "axonn")
+    assert "torch.float32 became torch.bfloat16" in capsys.readouterr().out
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(file) | {"nobody.weight": torch.ones(3)}, file, {"format": "pt"})
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "axonn"]) == 2
+    assert "unexpected keys nobody.weight" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_a_plain_models_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
@@ -245,12 +258,45 @@ def test_a_plain_models_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     same(tensors(tmp_path / "plain"), dict(model.state_dict()))
 
 
+def megatron_folder(folder: Path, name: str) -> Path:
+    drawn(name).save_pretrained(folder / "hf")
+    converted(folder / "hf", folder / "megatron", "--to", "megatron")
+    (folder / "megatron" / "config.json").unlink()
+    return folder / "megatron"
+
+
+@pytest.mark.parametrize("to", ["litgpt", "megatron"])
+@pytest.mark.parametrize(
+    "wrong", [{"vocab_size": 60}, {"num_attention_heads": 8, "head_dim": 4}, {"num_hidden_layers": 1}]
+)
+def test_weights_that_are_not_the_configurations_are_refused(
+    wrong: dict[str, int], to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("litgpt" if to == "litgpt" else "torch")
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "other", "--to", to)
+    file = tmp_path / "other" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "other"), str(tmp_path / "new"), "--to", "hf"]) == 2
+    printed = capsys.readouterr().err
+    assert "config.json" in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_of_a_models_arguments_keeps_its_configuration(tmp_path: Path) -> None:
+    converted(megatron_folder(tmp_path, "tied llama"), tmp_path / "ours", "--to", "axonn")
+    converted(tmp_path / "ours", tmp_path / "back", "--to", "hf")
+    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
         ("llama", ["nowhere", "new", "--to", "hf"], "is no folder"),
         ("llama", [".", "new", "--to", "hf"], "holds none of"),
         ("llama", ["hf", "hf", "--to", "litgpt"], "is there already"),
+        ("llama", ["hf", "hf/config.json/new", "--to", "hf"], "cannot be made"),
         ("llama", ["hf", "new", "--to", "hf", "--shard-size", "big"], '--shard-size = "big" is not a size'),
         ("llama", ["hf", "new", "--to", "gguf"], '--to = "gguf" is not known'),
         ("mixtral", ["hf", "new", "--to", "megatron"], 'model_type = "mixtral" has no place in Megatron'),

@@ -47,17 +47,26 @@ def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path 
     weights = open_weights(source, config)
     aside = target.with_name(f"{target.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         tensors = _WRITERS[to](weights, aside, shard_bytes)
         _copy_side_files(weights.beside, aside)
         aside.rename(target)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be made: {error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
-    return f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB"
+    return f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB{_cast(weights.tensors, tensors)}"
+
+
+def _cast(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:
+    """Types that tensors no longer have, in words."""
+    kept = {tensor.dtype for tensor in after.values()}
+    lost = {tensor.dtype for tensor in before.values()} - kept
+    return f"; {', '.join(sorted(map(str, lost)))} became {', '.join(sorted(map(str, kept)))}" if lost else ""
 
 
 def _give_memory_back() -> None:
@@ -104,7 +113,10 @@ def _to_axonn(weights: Weights, target: Path, shard_bytes: int) -> Mapping[str, 
     """By the names of the model that loads it: LitGPT's own, or HF's in memory."""
     tensors = weights.tensors
     if weights.names == "megatron" or weights.format == "hf":
-        tensors = hf.loaded(*weights.in_hf_names()).state_dict()
+        config, named = weights.in_hf_names()
+        tensors = hf.loaded(config, named).state_dict()
+        if weights.format != "hf":
+            hf.write_configuration(config, named, target)
     shards: dict[str, Shard] = {}
     first: dict[int, str] = {}
     notes: Notes = {"aliases": {}, "modules": {}}

@@ -63,13 +63,18 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with tensors by the names of HF's files, which stay unread.
 
     Raises:
-        ConfigError: tensors are missing, or of other shapes.
+        ConfigError: tensors are missing, or there are others, or they have other shapes.
     """
     with recording():
         model, told = class_of(config).from_pretrained(
-            None, config=config, state_dict=dict(tensors), dtype=dtype_of(tensors), output_loading_info=True
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype_of(tensors),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if told.get(what):
             raise ConfigError(
                 f"the weights do not fit config.json: {what.replace('_', ' ')} {sorted(map(str, told[what]))[0]}; give the model's own --config"
@@ -92,21 +97,39 @@ def in_file_names(tensors: Mapping[str, Tensor], config: Any, folder: Path) -> d
         ConfigError: they are not of the model.
     """
     model = bare_model(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in expected.keys() ^ tensors.keys():
-        where = "lacks" if name in expected else "has"
-        raise ConfigError(f"{folder} {where} {name}, unlike the model of config.json; give the model's own --config")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise ConfigError(
-                f"{name} is {tuple(tensor.shape)} in {folder} and {expected[name]} by config.json; give the model's own --config"
-            )
+    _compare(tensors, model.state_dict(), folder)
     tied = getattr(model, "all_tied_weights_keys", {})
     kept = {name: tensor for name, tensor in tensors.items() if not _is_tied(tensors, name, tied)}
     from transformers.core_model_loading import revert_weight_conversion
 
     with recording():
         return revert_weight_conversion(model, kept)
+
+
+def check(tensors: Mapping[str, Tensor], config: Any, folder: Path) -> None:
+    """See that tensors by the names of HF's files are those of the model; what it ties may be left out.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = bare_model(config)
+    tied = getattr(model, "all_tied_weights_keys", {}).keys() - tensors.keys()
+    kept = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    _compare(tensors, revert_weight_conversion(model, kept), folder)
+
+
+def _compare(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor], folder: Path) -> None:
+    for name in sorted(model.keys() ^ tensors.keys()):
+        where = "lacks" if name in model else "has"
+        raise ConfigError(f"{folder} {where} {name}, unlike the model of config.json; give the model's own --config")
+    for name, tensor in tensors.items():
+        shape, expected = tuple(tensor.shape), tuple(model[name].shape)
+        if shape != expected:
+            raise ConfigError(
+                f"{name} is {shape} in {folder} and {expected} by config.json; give the model's own --config"
+            )
 
 
 def _is_tied(tensors: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> bool:
@@ -152,8 +175,13 @@ def write(tensors: Mapping[str, Tensor], config: Any, folder: Path, shard_bytes:
         index = {"metadata": total, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     if config is not None:
-        if not config.architectures:
-            config.architectures = [class_of(config).__name__]
-        config.dtype = dtype_of(tensors)
-        config.save_pretrained(folder)
+        write_configuration(config, tensors, folder)
     return files
+
+
+def write_configuration(config: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write config.json of a model of these tensors."""
+    if not config.architectures:
+        config.architectures = [class_of(config).__name__]
+    config.dtype = dtype_of(tensors)
+    config.save_pretrained(folder)

@@ -6,10 +6,12 @@ The files are torch.distributed.checkpoint's, so that neither Megatron nor a pro
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.weights import hf
-from axonn_plugins.weights.megatron_names import arguments, configuration, rules
+from axonn_plugins.weights.megatron_names import Rule, arguments, configuration, rules
 from axonn_tp.checkpoint.lazily import of_pieces
 from axonn_tp.checkpoint.planner import Place, SavePlanner, Shard
 from axonn_tp.grid.layout import Layout
@@ -96,10 +98,36 @@ def _check(config: Any) -> None:
         )
 
 
+class _Unpickler(pickle.Unpickler):
+    """Makes something of kinds that are not installed, such as Megatron's, which its arguments are also of."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: D102
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            return type(name, (), {"__init__": lambda self, *arguments: None})
+
+
+def _told(folder: Path) -> Any:
+    """The arguments that Megatron kept; None where it kept none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    file = folder / _COMMON
+    if not file.is_file():
+        return None
+    pickles = ModuleType("pickles")
+    vars(pickles).update(Unpickler=_Unpickler, load=pickle.load)
+    try:
+        return torch.load(file, map_location="cpu", pickle_module=pickles, weights_only=False).get("args")
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+
+
 def hf_configuration(folder: Path) -> Any:
     """HF's configuration of a model, by the arguments that Megatron kept; None where it kept none, or they are of no family here."""
-    file = folder / _COMMON
-    told = torch.load(file, map_location="cpu", weights_only=False).get("args") if file.is_file() else None
+    told = _told(folder)
     keys = None if told is None else configuration(told)
     if keys is None:
         return None
@@ -115,6 +143,8 @@ def to_hf(given: Mapping[str, Tensor], config: Any, folder: Path) -> tuple[Any, 
         ConfigError: the model has no place in Megatron's, or tensors are missing or unknown.
     """
     _check(config)
+    if getattr(_told(folder), "apply_layernorm_1p", False):
+        raise ConfigError(f"{folder} was trained with --apply-layernorm-1p, which no HF model computes")
     left, made = dict(given), dict[str, Tensor]()
     with recording():
         for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -122,14 +152,25 @@ def to_hf(given: Mapping[str, Tensor], config: Any, folder: Path) -> tuple[Any, 
                 left[name] = left[name].narrow(0, 0, min(config.vocab_size, left[name].shape[0]))
         for rule in rules(config):
             if rule.ours in left:
-                made |= zip(rule.theirs, rule.split(left.pop(rule.ours)), strict=True)
+                made |= zip(rule.theirs, _cut(rule, left.pop(rule.ours), folder), strict=True)
             elif not rule.optional:
                 raise ConfigError(f"{folder} lacks {rule.ours}, unlike the model of config.json; give its own --config")
     if left:
-        raise ConfigError(f"{folder} has {min(left)}, which has no place in an HF model of type {config.model_type}")
+        raise ConfigError(
+            f"{folder} has {min(left)}, which has no place in the {config.model_type} of config.json; give its own --config"
+        )
     table = next(rule.theirs[0] for rule in rules(config) if rule.ours == "embedding.word_embeddings.weight")
     hf.untie_if_different(config, made, "lm_head.weight", table)
     return config, made
+
+
+def _cut(rule: Rule, tensor: Tensor, folder: Path) -> tuple[Tensor, ...]:
+    try:
+        return rule.split(tensor)
+    except RuntimeError:  # torch, of sizes that it cannot cut so
+        raise ConfigError(
+            f"{rule.ours} is {tuple(tensor.shape)} in {folder}, unlike the model of config.json; give its own --config"
+        ) from None
 
 
 def from_hf(given: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -179,7 +220,12 @@ class _Planner(SavePlanner):
 
 
 def write(given: Mapping[str, Tensor], config: Any, folder: Path) -> list[Path]:
-    """Write a folder that Megatron's --load reads, a tensor at a time."""
+    """Write a folder that Megatron's --load reads, a tensor at a time.
+
+    Raises:
+        ConfigError: Megatron has no argument for what the model computes.
+    """
+    told = arguments(config)
     place = folder / "release"
     place.mkdir(parents=True, exist_ok=True)
     shards = {name: Shard(tensor, Layout(tuple(tensor.shape))) for name, tensor in _stacked(given).items()}
@@ -187,11 +233,11 @@ def write(given: Mapping[str, Tensor], config: Any, folder: Path) -> list[Path]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save(
             shards,  # type: ignore[arg-type]
-            storage_writer=FileSystemWriter(place),
+            storage_writer=FileSystemWriter(place, per_thread_copy_ahead=0),  # one by one, as the planner reads
             planner=_Planner(config.num_hidden_layers),
             no_dist=True,
         )
-    torch.save({"args": arguments(config), "iteration": 0, "checkpoint_version": 3.0}, place / _COMMON)
+    torch.save({"args": told, "iteration": 0, "checkpoint_version": 3.0}, place / _COMMON)
     backend = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     (place / _BACKEND).write_text(json.dumps(backend | {f"{name}_version": 1 for name in backend}))
     (folder / _LATEST).write_text("release")

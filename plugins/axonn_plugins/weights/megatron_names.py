@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axonn_plugins.config import ConfigError
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron has no arguments for."""
 _LAYER, _ATTENTION, _MLP = "decoder.layers.{}.", "self_attention.", "mlp."
 
 
@@ -115,8 +119,24 @@ def _from_groups(groups: int, queries: int, size: int, fused: Tensor) -> tuple[T
     return tuple(part.reshape(-1, *rest) for part in parts)
 
 
+def _scaled(rope: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments of scaled rotary positions."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return {"use_rope_scaling": False}
+    if kind != "llama3" or any(rope[key] != value for key, value in _LLAMA3.items()):
+        raise ConfigError(
+            f"config.json: rope_parameters = {rope} are not what Megatron's --use-rope-scaling computes, which is llama3 with {_LLAMA3}"
+        )
+    return {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+
+
 def arguments(config: Any) -> Namespace:
-    """What Megatron's scripts are told of a model, which they keep with a checkpoint."""
+    """What Megatron's scripts are told of a model, which they keep with a checkpoint.
+
+    Raises:
+        ConfigError: they have no such rotary positions.
+    """
     gpt2, heads = config.model_type == "gpt2", config.num_attention_heads
     groups = heads if gpt2 else config.num_key_value_heads
     rope = {} if gpt2 else dict(config.rope_parameters or {})
@@ -132,6 +152,7 @@ def arguments(config: Any) -> Namespace:
         position_embedding_type="learned_absolute" if gpt2 else "rope",
         rotary_base=int(rope.get("rope_theta", 10000)),
         rotary_percent=1.0,
+        **_scaled(rope),
         normalization="LayerNorm" if gpt2 else "RMSNorm",
         norm_epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
         swiglu=not gpt2,
@@ -167,6 +188,13 @@ def configuration(told: Any) -> dict[str, Any] | None:
         return None
     if given.get("position_embedding_type") != "rope" or given.get("num_experts"):
         return None
+    if given.get("rotary_percent", 1.0) != 1 or given.get("rotary_interleaved"):
+        return None
+    if given.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+        return None
+    rope = {"rope_type": "default", "rope_theta": float(given.get("rotary_base", 10000))}
+    if given.get("use_rope_scaling"):
+        rope |= {"rope_type": "llama3", "factor": given.get("rope_scaling_factor", 8.0), **_LLAMA3}
     grouped = given.get("group_query_attention") and given.get("num_query_groups")
     kind = "qwen3" if given.get("qk_layernorm") else "qwen2" if given.get("add_qkv_bias") else "llama"
     return {
@@ -181,6 +209,6 @@ def configuration(told: Any) -> dict[str, Any] | None:
         "head_dim": given.get("kv_channels") or told.hidden_size // told.num_attention_heads,
         "max_position_embeddings": told.max_position_embeddings,
         "rms_norm_eps": given.get("norm_epsilon", 1e-5),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(given.get("rotary_base", 10000))},
+        "rope_parameters": rope,
         "tie_word_embeddings": tied,
     }

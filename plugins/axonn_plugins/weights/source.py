@@ -59,10 +59,14 @@ class Weights:
             ConfigError: they cannot be told.
         """
         config = self.configuration()
-        if self.names == "litgpt":
-            return litgpt.to_hf(self.tensors, litgpt.own_configuration(self.beside, config), config)
-        if self.names == "megatron":
-            return megatron.to_hf(self.tensors, config, self.folder)
+        if self.names in ("litgpt", "megatron"):
+            if self.names == "litgpt":
+                own = litgpt.own_configuration(self.beside, config)
+                config, tensors = litgpt.to_hf(self.tensors, own, config)
+            else:
+                config, tensors = megatron.to_hf(self.tensors, config, self.folder)
+            hf.check(tensors, config, self.folder)
+            return config, tensors
         if self.format == "axonn":
             return config, hf.in_file_names(self.tensors, config, self.folder)
         return config, dict(self.tensors)

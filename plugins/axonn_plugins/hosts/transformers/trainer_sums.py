@@ -49,6 +49,11 @@ def _weight(self: Any, part: Part) -> float:
     return float(not isinstance(part, Nothing)) if self._axonn_counted else part.share
 
 
+def _counted(loss: Any, weight: float) -> Any:
+    """A loss as it counts: where that is nothing it may be of no token, and nan."""
+    return loss * weight if weight else loss.new_zeros(())
+
+
 def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def step(self: Any, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Any:
@@ -56,7 +61,7 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, model, inputs, *rest, **keywords)
         weight = _weight(self, inputs)
         with weighing(weight):
-            return original(self, model, inputs, *rest, **keywords) * weight
+            return _counted(original(self, model, inputs, *rest, **keywords), weight)
 
     return step
 
@@ -95,7 +100,7 @@ def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs
     with weighing(part.share):
         loss, *of_rows = original(model, part, *rest, **kw)
     if loss is not None:
-        loss = self.accelerator.reduce(loss * _weight(self, part), "mean")
+        loss = self.accelerator.reduce(_counted(loss, _weight(self, part)), "mean")
     return loss, *(found.filled(one) for one in of_rows)
 
 
