@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from tests.distributed import run_ranks
 from tests.huggingface.test_readers import Sentences, forget, gpt2, settings, transformers
 
 GOLDFISH: dict[str, Any] = {"k": 2, "h": 2}
+BY_PLACE = {"labels": list(inspect.signature(gpt2().forward).parameters).index("labels"), "shifts": True}
 GRIDS: dict[str, tuple[dict[str, Any], int]] = {
     "gx": ({"tensor_parallel": {"gx": 2, "plan": "auto"}}, 1),
     "gz": ({"tensor_parallel": {"gz": 2, "plan": "auto"}}, 2),
@@ -77,7 +79,9 @@ def every_grid() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for how, (counts, evaluation) in HOW.items():
         for name, (block, readers) in GRIDS.items():
-            config = settings(None) | {"axonn": {"goldfish": GOLDFISH | {"evaluation": evaluation}} | block}
+            config = settings(None) | {
+                "axonn": {"goldfish": GOLDFISH | {"evaluation": evaluation} | (BY_PLACE if not counts else {})} | block
+            }
             found[f"{name}, {how}"] = attempt(partial(trained, config, readers, counts, evaluation))
     return found
 

@@ -67,7 +67,7 @@ class LabelMask:
         """
         if not self.active(training):
             return inputs, keywords
-        place = self._place(inputs, keywords)
+        place = self.place(inputs, keywords)
         if place is None:
             if training and torch.is_grad_enabled():
                 raise ConfigError(
@@ -84,8 +84,8 @@ class LabelMask:
             )
         return inputs, {**keywords, place: self.labels(keywords[place])}
 
-    def _place(self, inputs: tuple, keywords: dict[str, Any]) -> int | str | None:
-        """Where the labels are in a call."""
+    def place(self, inputs: tuple, keywords: dict[str, Any]) -> int | str | None:
+        """Where the labels are in a call: a place of `inputs`, or a name; None where they are not given."""
         wanted = self.block.labels
         name = self._names[wanted] if isinstance(wanted, int) and wanted < len(self._names) else wanted
         if isinstance(name, str) and keywords.get(name) is not None:
@@ -113,7 +113,7 @@ class LabelMask:
         Returns:
             None where nothing was masked, or the script itself says how many targets to divide by.
         """
-        place = self._place(inputs, keywords) if self.active(training) else None
+        place = self.place(inputs, keywords) if self.active(training) else None
         if place is None or dist.get_world_size(readers) == 1 or keywords.get("num_items_in_batch") is not None:
             return None
         labels = inputs[place] if isinstance(place, int) else keywords[place]

@@ -57,8 +57,7 @@ def _mask(self: Any) -> Any:
 
 def _without_targets(self: Any, part: Part) -> Part:
     """A row that is filled in has none, where it is targets that are counted."""
-    if isinstance(part, Nothing) and _by_kept(self):
-        name = _mask(self).block.labels
+    if isinstance(part, Nothing) and _by_kept(self) and (name := _mask(self).place((), part)) is not None:
         part[name] = torch.full_like(part[name], IGNORED)
     return part
 
