@@ -116,7 +116,7 @@ def write_times(folder: Path, machine: Machine, times: Mapping[str, Mapping[str,
             with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as partial:
                 json.dump({"machine": asdict(machine), "products": products}, partial, indent=1)
             os.replace(partial.name, path)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
         if partial is not None:
             Path(partial.name).unlink(missing_ok=True)
         warnings.warn(f"{path} could not be written, so the next run times its matmuls again: {error}", stacklevel=2)

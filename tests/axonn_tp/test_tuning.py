@@ -202,3 +202,12 @@ def ranks_that_disagree(folder: Path) -> dict[Product, dict[str, float]]:
 def test_all_ranks_follow_rank_0(tmp_path: Path) -> None:
     assert run_ranks(ranks_that_disagree, 2, tmp_path) == [{PRODUCT: GOOD}] * 2
     assert read_times(tmp_path, Machine.of(CPU)) == {NAME: GOOD}
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquire(*given: object, **named: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    with pytest.warns(UserWarning, match="could not be written, so .* flock"):
+        write_times(tmp_path, Machine.of(CPU), {NAME: GOOD})

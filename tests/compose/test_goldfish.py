@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_args
 
 import deepspeed
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.goldfish import Strategy, goldfish_labels
+from axonn_plugins.hosts.common.goldfish import Weight
 from axonn_plugins.hosts.plain import compose
 from axonn_tp import factorisations
 from tests.compose.training import ready
@@ -201,6 +204,35 @@ SAID: dict[str, tuple[Any, str]] = {
 }
 
 
+class Said(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class Told:
+    loss: Tensor
+
+
+LOGITS = torch.zeros(2, 2)
+FORMS: dict[str, tuple[Any, Any]] = {
+    "a scalar": (lambda loss: loss, lambda output: output),
+    "first of a tuple": (lambda loss: (loss, LOGITS), lambda output: output[0]),
+    "last of a tuple": (lambda loss: (LOGITS, loss), lambda output: output[1]),
+    "of a list": (lambda loss: [None, LOGITS, torch.tensor(3), loss], lambda output: output[3]),
+    "of a dictionary": (lambda loss: {"loss": loss}, lambda output: output["loss"]),
+    "of an object": (lambda loss: SimpleNamespace(loss=loss), lambda output: output.loss),
+    "of a named tuple": (lambda loss: Said(torch.tensor(2.0), loss), lambda output: output.loss),
+    "of a dataclass": (Told, lambda output: output.loss),
+}
+"""What models return of a loss, and where it is in that."""
+
+
+def weighed_forms() -> dict[str, float]:
+    kept = torch.tensor((3, 1, 0, 4)[dist.get_rank()])
+    return {name: of(Weight(kept, None).of(make(torch.tensor(1.5)))).item() for name, (make, of) in FORMS.items()}
+
+
 def on_grids() -> dict[str, Any]:
     """What hosts find on every grid of these ranks, DeepSpeed with the published hash, and what one process does."""
     ready(staged=False)
@@ -220,6 +252,7 @@ def on_four() -> dict[str, Any]:
     square: Sizes = {"gx": 2, "gy": 2, "gz": 1}
     found["its own loss"] = attempt(by_deepspeed, square, OF_ITSELF), serial(OF_ITSELF)
     found["ZeRO-3"] = attempt(by_deepspeed, None, OF_ITSELF, 3), serial(OF_ITSELF)
+    found["forms"] = weighed_forms()
     for name, (function, _) in SAID.items():
         found[name] = refused(function)
     return found
@@ -249,6 +282,11 @@ def test_a_model_of_transformers_is_known_to_shift_its_labels(ranks: list[dict[s
         found, wanted = rank[name]
         assert not isinstance(found, str), found
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_loss_is_found_in_what_a_model_returns(ranks: list[dict[str, Any]], name: str) -> None:
+    assert [rank["forms"][name] for rank in ranks] == [2.25, 0.75, 0.0, 3.0]
 
 
 @pytest.mark.parametrize("name", SAID)

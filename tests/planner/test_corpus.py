@@ -31,7 +31,7 @@ def test_all_tables_are_there() -> None:
 
 
 def test_rates_become_the_seconds_that_were_published_elsewhere() -> None:
-    """2T tokens of 80B on 8,192 GCDs take 25.5 days (000, section 5.3.4); 6,667 tokens/s a GPU are 2.458 s for 16 samples on 8."""
+    """2T tokens of 80B on 8,192 GCDs take 25.5 days (000, section 5.3.3); 6,667 tokens/s a GPU are 2.458 s for 16 samples on 8."""
     [row] = [row for row in of("gordon_bell") if row.model == "gpt-80b"]
     assert row.seconds * 2e12 / (row.batch * 2048) / 86400 == pytest.approx(25.5, rel=0.01)
     [row] = [row for row in of("torchtitan") if row.value == 6667]

@@ -175,6 +175,7 @@ def test_dry_run_says_what_the_papers_scale_needs(
     ("words", "said"),
     [
         (["--seeds", "1", "x"], "--seeds 1 x is not a list of whole numbers; write them as in --seeds 1 2 3"),
+        (["--seeds", f"1,{2**63}"], f"--seeds {2**63} is not below 2**63, as random numbers need; give a smaller one"),
         (["--hidden", "66"], "--hidden 66 does not divide into --heads 4"),
         (["--grid", "8,1,1,1"], "--hidden 64 with 4 heads does not divide by gx = 8"),
         (["--grid", "1,1,3,1"], "--batch 8 does not divide by gz*gdata = 3 of --grid 1,1,3,1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
+from axonn_recipes.memorization import recipe
 from axonn_recipes.memorization.pages import documents, order
 from axonn_recipes.memorization.settings import BUCKETS, LOSSES, SUFFIX, asked, resolve
 
@@ -96,14 +98,27 @@ def test_a_checkpoint_goes_on_on_a_grid(checkpoint: Path, data: Path, tmp_path: 
     assert set(json.loads((tmp_path / "2,1,2,1" / "results.json").read_text())) == set(LOSSES)
 
 
+def test_another_checkpoint_of_one_name_has_another_folder(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"exact": dict.fromkeys(BUCKETS, 0.0), "accuracy": dict.fromkeys(BUCKETS, 0.5), "held_out": [2.0, 1.0]}
+    monkeypatch.setattr(recipe, "launch", lambda *_: [found | {"parameters": 3, "seconds": 1.0}])
+    other, runs = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name)), tmp_path / "runs"
+    for folder in (checkpoint, other):
+        words = [*WANTED, "--checkpoint", str(folder), "--data", str(data), "--seeds", "3", "--runs", str(runs)]
+        assert main(["train", "memorization", *words, "--grid", "1,1,1,1"]) == 0
+    assert {folder.name for folder in runs.iterdir()} == {"memorization", "memorization-2"}
+
+
 def test_documents_are_those_long_enough(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     settings = resolve(asked([*WANTED, "--grid", "1,1,1,1"]))
     found = documents(data, tokenizer(checkpoint), settings)
     first = (data / "01.txt").read_text().split()[:72]
     assert [f"w{number}" for number in found.held_out[0].tolist()] == first
-    (tmp_path / "one.jsonl").write_text('{"text": "w1"}\n{"title": "w2"}\n')
-    with pytest.raises(ConfigError, match='one.jsonl, line 2: not an object with a "text"'):
-        documents(tmp_path, tokenizer(checkpoint), settings)
+    for line in ('{"title": "w2"}', '{"text": null}'):
+        (tmp_path / "one.jsonl").write_text(f'{{"text": "w1"}}\n{line}\n')
+        with pytest.raises(ConfigError, match='one.jsonl, line 2: not an object with a "text"'):
+            documents(tmp_path, tokenizer(checkpoint), settings)
     (tmp_path / "one.jsonl").write_text('{"text": "w1"}\n')
     with pytest.raises(ConfigError, match="make 0 pages of 72 tokens and 0 held out"):
         documents(tmp_path, tokenizer(checkpoint), settings)

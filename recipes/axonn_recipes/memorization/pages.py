@@ -165,8 +165,11 @@ def _texts(folder: Path) -> Iterator[str]:
         with file.open(errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    yield json.loads(line)["text"]
+                    text = json.loads(line)["text"]
                 except (ValueError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
                     raise ConfigError(
                         f'--data {file}, line {number}: not an object with a "text"; write {{"text": "..."}}'
-                    ) from None
+                    )
+                yield text

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.dry_run:
         return 0
     models, pages = _read(options, settings)
-    folder = _folder(options, {"settings": _plain(settings), "pages": pages.digest})
+    whose = None if options.checkpoint is None else str(options.checkpoint.resolve())
+    folder = _folder(options, {"settings": _plain(settings), "pages": pages.digest, "checkpoint": whose})
     if first:
         print(f"{pages.source}: {len(pages.learned):,} pages, {len(pages.held_out)} held out\n", flush=True)
     cells: report.Cells = {}

@@ -193,6 +193,8 @@ def resolve(options: Options) -> Settings:
         raise ConfigError(
             f"--micro-batch {settings.micro_batch} does not divide the {share} pages of a rank; use a divisor of it"
         )
+    if (largest := max(numbers("--seeds", options.seeds))) >= 2**63:
+        raise ConfigError(f"--seeds {largest} is not below 2**63, as random numbers need; give a smaller one")
     for hidden in numbers("--hidden", options.hidden) if options.scale == "laptop" else []:
         at_least_one_width(hidden, settings.shape)
     return settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import MutableMapping
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class LabelMask:
         """
         if not self.active(training):
             return inputs, keywords
-        place = self._place(inputs, keywords)
+        place = self.place(inputs, keywords)
         if place is None:
             if training and torch.is_grad_enabled():
                 raise ConfigError(
@@ -83,8 +84,8 @@ class LabelMask:
             )
         return inputs, {**keywords, place: self.labels(keywords[place])}
 
-    def _place(self, inputs: tuple, keywords: dict[str, Any]) -> int | str | None:
-        """Where the labels are in a call."""
+    def place(self, inputs: tuple, keywords: dict[str, Any]) -> int | str | None:
+        """Where the labels are in a call: a place of `inputs`, or a name; None where they are not given."""
         wanted = self.block.labels
         name = self._names[wanted] if isinstance(wanted, int) and wanted < len(self._names) else wanted
         if isinstance(name, str) and keywords.get(name) is not None:
@@ -112,7 +113,7 @@ class LabelMask:
         Returns:
             None where nothing was masked, or the script itself says how many targets to divide by.
         """
-        place = self._place(inputs, keywords) if self.active(training) else None
+        place = self.place(inputs, keywords) if self.active(training) else None
         if place is None or dist.get_world_size(readers) == 1 or keywords.get("num_items_in_batch") is not None:
             return None
         labels = inputs[place] if isinstance(place, int) else keywords[place]
@@ -175,21 +176,43 @@ class Weight:
         self._work: Any = dist.all_reduce(self._all, group=readers, async_op=True)
 
     def of(self, output: Any) -> Any:
-        """What a model returned, with its loss weighed: a scalar, the first of a tuple, or `loss` of a mapping."""
+        """What a model returned, with its loss weighed: a scalar, what is named `loss`, or the first scalar of several."""
         self._work.wait()
-        if isinstance(output, MutableMapping) and isinstance(output.get("loss"), Tensor):
-            output["loss"] = self._weigh(output["loss"])
+        if isinstance(output, Tensor):
+            return self._weigh(output)
+        named = output.get("loss") if isinstance(output, MutableMapping) else getattr(output, "loss", None)
+        if isinstance(named, Tensor):
+            return _with_loss(output, self._weigh(named))
+        if not isinstance(output, (tuple, list)):
             return output
-        if type(output) is tuple and output and isinstance(output[0], Tensor):
-            return (self._weigh(output[0]), *output[1:])
-        return self._weigh(output) if isinstance(output, Tensor) else output
+        scalars = (place for place, one in enumerate(output) if isinstance(one, Tensor) and _is_scalar(one))
+        if (place := next(scalars, None)) is None:
+            return output
+        found = [*output[:place], self._weigh(output[place]), *output[place + 1 :]]
+        return output._make(found) if hasattr(output, "_make") else type(output)(found)
 
     def _weigh(self, loss: Tensor) -> Tensor:
-        if loss.dim():
+        if not _is_scalar(loss):
             return loss
         factor = self._kept.double() * self._ranks / self._all
         # The mean over no targets is not a number.
         return torch.where(self._kept > 0, loss * factor.to(loss.dtype), torch.zeros_like(loss))
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return not tensor.dim() and tensor.is_floating_point()
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    if isinstance(output, MutableMapping):
+        output["loss"] = loss
+        return output
+    if hasattr(output, "_replace"):
+        return output._replace(loss=loss)
+    if is_dataclass(output):
+        return replace(output, loss=loss)  # type: ignore[type-var]
+    output.loss = loss
+    return output
 
 
 def _is_causal_of_transformers(model: nn.Module) -> bool:

@@ -104,8 +104,8 @@ def _of_kept_targets(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def count(self: Any, batch_samples: list, *rest: Any, **keywords: Any) -> Any:
         mask = getattr(self.model_wrapped, "label_mask", None)
-        if mask is not None and self.model.training:
-            batch_samples = [mask.arguments((), dict(batch), True)[1] for batch in batch_samples]
+        if mask is not None:
+            batch_samples = [mask.arguments((), dict(batch), self.model.training)[1] for batch in batch_samples]
         return original(self, batch_samples, *rest, **keywords)
 
     return count

@@ -9,8 +9,10 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, last, weighing
 
@@ -38,14 +40,30 @@ def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
             batches[-1] = found.part_of(batches[-1])
         own = [batch.counted() if isinstance(batch, Nothing) else batch for batch in batches]
         items = original(self, own, *rest, **keywords)
-        self._axonn_counted = items is not None and self.args.average_tokens_across_devices
+        self._axonn_counted = _by_kept(self) if items is None else self.args.average_tokens_across_devices
         return items
 
     return count
 
 
+def _by_kept(self: Any) -> bool:
+    """Whether the engine weighs the readers' losses by the targets that the goldfish loss keeps."""
+    return self.model.training and _mask(self) is not None
+
+
+def _mask(self: Any) -> Any:
+    return getattr(self.model_wrapped, "label_mask", None)
+
+
+def _without_targets(self: Any, part: Part) -> Part:
+    """A row that is filled in has none, where it is targets that are counted."""
+    if isinstance(part, Nothing) and _by_kept(self) and (name := _mask(self).place((), part)) is not None:
+        part[name] = torch.full_like(part[name], IGNORED)
+    return part
+
+
 def _weight(self: Any, part: Part) -> float:
-    """Of a reader's loss: where it is a sum over all readers' items, that of a row that is filled in is nothing."""
+    """Of a reader's loss: where it is its part of all readers' already, that of a row that is filled in is nothing."""
     return float(not isinstance(part, Nothing)) if self._axonn_counted else part.share
 
 
@@ -61,7 +79,7 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, model, inputs, *rest, **keywords)
         weight = _weight(self, inputs)
         with weighing(weight):
-            return _counted(original(self, model, inputs, *rest, **keywords), weight)
+            return _counted(original(self, model, _without_targets(self, inputs), *rest, **keywords), weight)
 
     return step
 
@@ -116,6 +134,9 @@ def _compute_loss(
     """Theirs, over the items of all readers also where a prediction step, as TRL's, does not count them."""
     if num_items_in_batch is None:
         num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+    mask = _mask(self)
+    if mask is not None and model is not self.model_wrapped:  # the engine's own model, which masks nothing
+        inputs = mask.arguments((), dict(inputs), model.training)[1]
     return original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **more)
 
 

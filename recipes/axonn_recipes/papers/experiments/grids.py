@@ -195,10 +195,7 @@ def placement(folder: Path) -> Found:
         )
         for aware in (True, False)
     }
-    values: dict[str, Value] = {
-        "place of the best grid, aware": 1,
-        "place of the best grid, agnostic": order[False].index(first) + 1,
-    }
+    values: dict[str, Value] = {"place of the best grid, agnostic": order[False].index(first) + 1}
     note = f"The placement-aware model's first grid, {_shown(at, first)}, stands for the one that was fastest when measured."
     return Found(values, {"ranks": lines("Grids by rank", "rank", "s of communication, aware", series)}, note=note)
 
