@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,7 @@ def test_draws_are_of_the_likeliest_tokens() -> None:
     drawn = [int(_choose(logits, Sampling(1.0, 0.75), generator)) for _ in range(2000)]
     assert set(drawn) == {1, 3} and abs(drawn.count(1) / 2000 - 0.5 / 0.8) < 0.05
     assert {int(_choose(logits, Sampling(1.0, 1e-6), generator)) for _ in range(20)} == {1}
+    assert {int(_choose(logits, Sampling(1e-300), generator)) for _ in range(20)} == {1}
     assert {int(_choose(logits, Sampling(5.0), generator)) for _ in range(200)} == {0, 1, 2, 3}
 
 
@@ -74,6 +77,7 @@ def test_draws_are_of_the_likeliest_tokens() -> None:
     [
         (["--tokens", "40"], "--prompt has 5 tokens, and with --tokens = 40 there must be 1 to 32"),
         (["--top-p", "0"], "--top-p = 0.0 is not above 0"),
+        (["--seed", str(2**70)], "--seed = 1180591620717411303424 is not"),
         (["--gz", "0"], "--gz = 0 is not a number from 1"),
     ],
 )
@@ -82,3 +86,20 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert main(["generate", str(folder), "--prompt", PROMPT, *arguments]) == 2
     assert words in capfd.readouterr().err
+
+
+def test_a_damaged_generation_config_is_one_sentence(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text("{")
+    assert main(["generate", str(tmp_path / "hf"), "--prompt", PROMPT, "--tokens", "3"]) == 2
+    assert "generation_config.json cannot be read" in capfd.readouterr().err
+
+
+def test_weights_of_other_sizes_are_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 64}))
+    assert main(["generate", str(tmp_path / "hf"), "--prompt", PROMPT, "--tokens", "3"]) == 2
+    assert "mlp.down_proj.weight, (32, 48) and not (32, 64)" in capfd.readouterr().err

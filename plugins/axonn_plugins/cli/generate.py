@@ -59,6 +59,8 @@ class Options:
             raise ConfigError(
                 f"--temperature = {self.temperature} is not a number from 0; use 0 for the likeliest token"
             )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed = {self.seed} is not a number from 0 below 2**63; correct it")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p = {self.top_p} is not above 0 and at most 1; use 1 for all tokens")
 

@@ -87,7 +87,12 @@ def _ends(model: Any, folder: Path) -> set[int]:
 
     told = model.generation_config
     if (folder / "generation_config.json").is_file():
-        told = GenerationConfig.from_pretrained(folder)
+        try:
+            told = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder / 'generation_config.json'} cannot be read: {' '.join(str(error).split())}"
+            ) from None
     ends = told.eos_token_id
     return set(ends) if isinstance(ends, list) else {ends} - {None}
 
@@ -127,7 +132,9 @@ def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> T
     """The id of a token, of shape (1,)."""
     if sampling.temperature == 0:
         return logits.argmax().view(1)
-    probabilities, order = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)
+    # Of the distance to the largest, so that nothing overflows however cold it is.
+    colder = (logits - logits.max()).double() / sampling.temperature
+    probabilities, order = torch.softmax(colder, 0).sort(descending=True)
     # The first is drawn from in any case.
     kept = probabilities.masked_fill(probabilities.cumsum(0) - probabilities >= sampling.top_p, 0)
     return order[torch.multinomial(kept, 1, generator=generator)]

@@ -77,9 +77,14 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if told.get(what):
             raise ConfigError(
-                f"the weights do not fit config.json: {what.replace('_', ' ')} {sorted(map(str, told[what]))[0]}; give the model's own --config"
+                f"the weights do not fit config.json: {what.replace('_', ' ')} {min(map(_said, told[what]))}; give the model's own --config"
             )
     return model
+
+
+def _said(key: Any) -> str:
+    """A name, which transformers gives with shapes where they differ."""
+    return key if isinstance(key, str) else f"{key[0]}, {tuple(key[1])} and not {tuple(key[2])}"
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
