@@ -18,20 +18,10 @@ from axonn_plugins.hosts.transformers.last_batch import Last, Nothing  # noqa: E
 def test_a_loss_over_no_token_is_not_spread(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All labels of the row may be left out, as of a prompt that fills it; the mean over its tokens is then nan."""
     sent: list[Tensor] = []
-<<<<<<< HEAD
     accelerator = SimpleNamespace(reduce=lambda loss, how: sent.append(loss) or loss)
     trainer: Any = SimpleNamespace(
         accelerator=accelerator, _axonn_counted=counted, model=SimpleNamespace(training=True), model_wrapped=None
     )
-=======
-
-    def reduce(loss: Tensor, how: str) -> Tensor:
-        sent.append(loss)
-        return loss
-
-    accelerator = SimpleNamespace(reduce=reduce)
-    trainer: Any = SimpleNamespace(accelerator=accelerator, _axonn_counted=counted)
->>>>>>> rev1
     batch = {"labels": torch.full((2, 3), -100)}
     monkeypatch.setattr(trainer_sums, "last", lambda inputs: Last(rows=2, own=0, share=0.0))
 
