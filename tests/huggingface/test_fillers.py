@@ -18,7 +18,12 @@ from axonn_plugins.hosts.transformers.last_batch import Last, Nothing  # noqa: E
 def test_a_loss_over_no_token_is_not_spread(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All labels of the row may be left out, as of a prompt that fills it; the mean over its tokens is then nan."""
     sent: list[Tensor] = []
-    accelerator = SimpleNamespace(reduce=lambda loss, how: sent.append(loss) or loss)
+
+    def reduce(loss: Tensor, how: str) -> Tensor:
+        sent.append(loss)
+        return loss
+
+    accelerator = SimpleNamespace(reduce=reduce)
     trainer: Any = SimpleNamespace(
         accelerator=accelerator, _axonn_counted=counted, model=SimpleNamespace(training=True), model_wrapped=None
     )
