@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -161,7 +160,7 @@ def import_safetensors(model: nn.Module, mesh: Mesh | None, file: str | os.PathL
     Args:
         model: a model that `parallelize` split, or a serial one.
         mesh: its mesh; None for a serial model.
-        file: a safetensors file of the serial model's state dict, or an HF folder with model.safetensors or its parts and their index.
+        file: a safetensors file of the serial model's state dict.
 
     Raises:
         CheckpointError: names the tensor that is missing, unknown, or of another shape; the same on every rank.
@@ -174,15 +173,18 @@ def import_safetensors(model: nn.Module, mesh: Mesh | None, file: str | os.PathL
 
 @torch.no_grad()
 def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -> None:
-    with ExitStack() as stack:
-        stored = _stored(file, stack)
-        names = set(stored)
+    try:
+        opened = safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
+    with opened as stored:
+        names = set(stored.keys())
         source = {known: other for other, known in aliases.items() if other in names}
         source |= {name: name for name in shards if name in names}
         for name, shard in shards.items():
             if name not in source:
                 raise CheckpointError(f"{file} has no {name}; import it into the model that it is of")
-            shape = tuple(stored[source[name]].get_slice(source[name]).get_shape())
+            shape = tuple(stored.get_slice(source[name]).get_shape())
             if shape != shard.layout.serial_shape:
                 raise CheckpointError(
                     f"{name} has shape {shape} in {file} and {shard.layout.serial_shape} here; import it into the model that it is of"
@@ -191,19 +193,5 @@ def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -
             raise CheckpointError(f"{file} has {name}, which the model has not; import it into the model that it is of")
         for name, shard in shards.items():
             # A tensor without dims cannot be sliced.
-            known, opened = source[name], stored[source[name]]
-            shard.fill(opened.get_slice(known) if shard.layout.serial_shape else opened.get_tensor(known), place)
-
-
-def _stored(file: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file that has a tensor, by the tensor's name; without buffers that HF no longer keeps."""
-    files, index = [file], file / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            files = [file / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        elif file.is_dir():
-            files = [file / "model.safetensors"]
-        opened = [stack.enter_context(safe_open(one, framework="pt")) for one in files]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
-    return {name: one for one in opened for name in one.keys() if not name.endswith(".rotary_emb.inv_freq")}  # noqa: SIM118
+            whole = stored.get_slice(source[name]) if shard.layout.serial_shape else stored.get_tensor(source[name])
+            shard.fill(whole, place)

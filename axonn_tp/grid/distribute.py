@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.grid.layout import Layout
-from axonn_tp.grid.lazy import LazyTensor
+from axonn_tp.grid.lazy import LazyTensor, forget
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.grid.regions import regions
 
@@ -47,6 +47,7 @@ def _read_shard(lazy: LazyTensor, layout: Layout, grid: Grid, coordinates: Mappi
     flat = torch.zeros(layout.local_numel(grid), dtype=lazy.dtype)
     for region in regions(layout, grid, coordinates):
         region.view(flat).copy_(lazy.source.read(region.cut))
+    forget()
     return flat if layout.over_z and grid.gz > 1 else flat.view(layout.block_shape(grid))
 
 

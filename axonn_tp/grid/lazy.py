@@ -38,6 +38,11 @@ def recording() -> Iterator[None]:
         _recording -= 1
 
 
+def forget() -> None:
+    """Let go of what rectangles of the last tensor were read of."""
+    _latest[:] = [None, None]
+
+
 class Source:
     """Where a lazy tensor's values come from; copies and other views of the tensor share it.
 
@@ -206,14 +211,14 @@ def _recorded(func: Any, args: tuple, kwargs: dict) -> Any:
         def read(cut: Cut | None) -> Tensor:
             # The rectangles of one tensor are read one after the other.
             if _latest[0] is not compute:
-                _latest[:] = [None, None]
+                forget()
                 result = compute()
                 if cut is None:
                     return result
                 _latest[:] = [compute, result]
             result = _latest[1]
             if cut is None:  # whoever has all of it may change it
-                _latest[:] = [None, None]
+                forget()
             return result if cut is None else result[cut]
 
         return Source(read, origin if number is None else f"{origin}[{number}]")

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from axonn_tp import Mesh, layout_of, parallelize
-from axonn_tp.checkpoint import import_safetensors
 from axonn_tp.comm import meeting
 from axonn_tp.layers.exports import as_shards
 from tests.axonn_tp.families import GROUPED, hf
@@ -63,14 +62,6 @@ def exported(name: str, mesh: Mesh, folder: Path) -> dict[str, Any]:
     dist.barrier()
     again, ids = type(serial).from_pretrained(folder / name, dtype=torch.float64), torch.arange(12)[None]
     report["logits"] = (again(ids).logits - serial(ids).logits).abs().max().item()
-    if dist.get_rank() == 0:
-        serial.save_pretrained(folder / f"{name} in parts", max_shard_size="20KB")
-    dist.barrier()
-    with torch.device("meta"):
-        empty = build(name)
-    parallelize(empty, mesh, "auto")
-    import_safetensors(empty, mesh, folder / f"{name} in parts")
-    report["imported"] = different(empty.state_dict(), wanted)
     with torch.no_grad():
         for parameter in serial.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -119,7 +110,7 @@ def test_whole(name: str, ranks: list[dict[str, Any]]) -> None:
         assert found["shards"] > 10
         assert found["different"] == [] and found["part"] == []
         assert found["shared"] == found["in serial"] and len(found["shared"]) == (2 if name == "tied" else 1)
-        assert found["logits"] < 1e-10 and found["imported"] == []
+        assert found["logits"] < 1e-10
         assert found["loaded, assign=False"] == found["loaded, assign=True"] == []
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,10 +49,17 @@ def main(arguments: list[str]) -> int:
     """
     options = read(Options, arguments, "axonn convert")
     size = _bytes(options.shard_size)
+    _give_memory_back()
     done = convert(options.source, options.target, options.to, size, options.config)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"{done}; at most {held / 2**30:.2f} GiB of memory")
     return 0
+
+
+def _give_memory_back() -> None:
+    """Have glibc return what tensors leave behind, which it would keep in pieces between others."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
 
 
 def _bytes(text: str) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,6 @@ def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path 
     """
     if target.exists():
         raise ConfigError(f"{target} is there already; name a folder that is not")
-    _give_memory_back()
     weights = open_weights(source, config)
     aside = target.with_name(f"{target.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
@@ -67,12 +64,6 @@ def _cast(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:
     kept = {tensor.dtype for tensor in after.values()}
     lost = {tensor.dtype for tensor in before.values()} - kept
     return f"; {', '.join(sorted(map(str, lost)))} became {', '.join(sorted(map(str, kept)))}" if lost else ""
-
-
-def _give_memory_back() -> None:
-    """Have glibc return what tensors leave behind, which it would keep in pieces between others."""
-    with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
 
 
 def _copy_side_files(folder: Path, target: Path) -> None:

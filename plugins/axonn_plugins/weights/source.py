@@ -14,8 +14,6 @@ from axonn_plugins.weights import hf, litgpt, megatron
 from axonn_tp.checkpoint import CheckpointError, lazy_tensors
 from axonn_tp.checkpoint.files import MARKER
 
-FORMATS = ("hf", "litgpt", "megatron", "axonn")
-
 
 @dataclass
 class Weights:
@@ -80,7 +78,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
         config: a folder or file with the model's configuration, where that is not in `folder`.
 
     Raises:
-        ConfigError: it is none of `FORMATS`, or is damaged.
+        ConfigError: it is none of these formats, or is damaged.
     """
     kind, found = _recognised(folder)
     beside = folder if config is None else (config.parent if config.is_file() else config)

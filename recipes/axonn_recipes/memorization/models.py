@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.plain import Run
 from axonn_recipes.memorization.settings import HEADS, LAYERS
 from axonn_recipes.models.gpt import GPT, GPTConfig
+from axonn_tp.checkpoint import lazy_loading
 
 
 class Model(Protocol):
@@ -31,10 +31,7 @@ class Model(Protocol):
         """How its layers use the grid, as in the block."""
 
     def build(self) -> nn.Module:
-        """The serial model, from torch's random numbers, or on the meta device."""
-
-    def fill(self, run: Run) -> None:
-        """Give the split model its weights, where `build` has not."""
+        """The serial model, from torch's random numbers, or with weights that are still in their files."""
 
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
         """The mean loss of pages (rows, tokens)."""
@@ -72,9 +69,6 @@ class Small:
     def build(self) -> nn.Module:  # noqa: D102
         return GPT(GPTConfig(256, self.tokens - 1, LAYERS, HEADS, self.hidden))
 
-    def fill(self, run: Run) -> None:  # noqa: D102
-        pass
-
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:  # noqa: D102
         return model(rows[:, :-1], rows[:, 1:])
 
@@ -102,19 +96,13 @@ class Checkpoint:
         return self.folder.resolve().name
 
     def build(self) -> nn.Module:  # noqa: D102
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder), dtype=self.dtype)
+        with lazy_loading():
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype)
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
-
-    def fill(self, run: Run) -> None:  # noqa: D102
-        from axonn_tp.checkpoint import import_safetensors
-
-        import_safetensors(run.model, run.mesh, self.folder)
-        run.optimizer.refresh_masters()
 
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:  # noqa: D102
         return model(input_ids=rows, labels=rows).loss

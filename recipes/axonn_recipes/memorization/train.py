@@ -54,7 +54,6 @@ def train(model: Model, pages: Pages, settings: Settings, loss: str, seed: int) 
         return torch.optim.AdamW(groups, lr=settings.lr, betas=_BETAS, weight_decay=0.0, fused=True)
 
     run = compose(serial, adamw, settings.block(loss, model.labels, model.plan), stage=1, max_norm=_CLIP)
-    model.fill(run)
     found = order(settings, len(pages.learned), seed)
     held_out = []
     quiet = True if dist.get_rank() else None  # None: shown on a terminal only
