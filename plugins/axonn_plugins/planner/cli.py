@@ -40,7 +40,7 @@ class Options:
         tokens_per_batch: positions of a step, instead of --batch; 2M is 2·1024·1024.
         sequence: positions of a sample; else the model's.
         strategy: how layers are split.
-        mode: paper: as published, with its defects; default: corrected.
+        mode: paper: as published, with its defects; roofline: corrected.
         recompute: activation checkpointing of whole layers.
         interleave: parts of the model on each pipeline stage.
         samo: share that is pruned, with SAMO's state, such as 0.9.
@@ -75,7 +75,7 @@ class Options:
     tokens_per_batch: Annotated[str | None, _SIZE] = None
     sequence: str | None = None
     strategy: Literal["1d", "2d", "summa", "axonn", "all"] = "all"
-    mode: Mode = "default"
+    mode: Mode = "roofline"
     fix: Annotated[
         str | None,
         conf.arg(
@@ -188,7 +188,7 @@ def _strategies(name: str, mode: Mode, fixed: dict[str, int], setting: Setting) 
     if more and (name == "axonn" or mode == "paper"):
         which = "--strategy axonn" if name == "axonn" else "--mode paper"
         raise ConfigError(
-            f"{more} is modelled for 1d, 2d and summa in the default mode, not with {which}; leave one of the two out"
+            f"{more} is modelled for 1d, 2d and summa in --mode roofline, not with {which}; leave one of the two out"
         )
     apart = bool(mode == "paper" or setting.interleave > 1 or setting.experts or more)
     return tuple(

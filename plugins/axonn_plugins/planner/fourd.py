@@ -41,7 +41,7 @@ def search(
     model: Model,
     gpus: int,
     batch: int,
-    mode: Mode = "default",
+    mode: Mode = "roofline",
     top: int = 10,
     constraints: Constraints | None = None,
     setting: Setting | None = None,
@@ -82,7 +82,7 @@ def times(
     at: Grids,
     m: Number,
     batch: int,
-    mode: Mode = "default",
+    mode: Mode = "roofline",
     setting: Setting | None = None,
 ) -> tuple[Times, Communication]:
     """Seconds of a step by part, and of its collectives whether hidden or not.
@@ -119,7 +119,7 @@ def times(
 
 
 def memory(
-    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "default", setting: Setting | None = None
+    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "roofline", setting: Setting | None = None
 ) -> Memory:
     """Bytes of a GPU. In the published model, only state counts, and data-parallel ranks repeat it.
 

@@ -128,7 +128,7 @@ def search(
     strategy: Strategy,
     gpus: int,
     batch: int,
-    mode: Mode = "default",
+    mode: Mode = "roofline",
     top: int = 10,
     constraints: Constraints | None = None,
     setting: Setting | None = None,

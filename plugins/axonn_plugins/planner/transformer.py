@@ -20,8 +20,8 @@ from axonn_plugins.planner.work import Number, Work
 
 Strategy = Literal["1d", "2d", "summa"]
 STRATEGIES: tuple[Strategy, ...] = ("1d", "2d", "summa")
-Mode = Literal["default", "paper"]
-MODES: tuple[Mode, ...] = ("default", "paper")
+Mode = Literal["roofline", "paper"]
+MODES: tuple[Mode, ...] = ("roofline", "paper")
 
 
 @dataclass(frozen=True)
