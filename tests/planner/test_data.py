@@ -110,14 +110,10 @@ def test_hf_configurations(tmp_path):
     assert (loaded.layers, loaded.hidden, loaded.sequence, loaded.f) == (12, 768, 1024, 3072)
     path.write_text(json.dumps(llama))
     loaded = model.load(str(tmp_path))
-    assert loaded.f == 21504 and loaded.kv == 8
-    # The table of tokens counts once here, twice in the published 8.03 billion.
-    assert (loaded.parameters + 128256 * 4096) / 1e9 == pytest.approx(8.03, rel=0.005)
+    assert loaded.f == 14336 and loaded.gated and loaded.kv == 8
+    assert loaded.parameters / 1e9 == pytest.approx(8.03, rel=0.001)
     path.write_text(json.dumps({"model_type": "vlm", "text_config": llama}))
     assert model.load(str(path)).layers == 32
-    path.write_text(json.dumps(llama | {"num_local_experts": 8}))
-    with pytest.raises(ConfigError, match="num_local_experts = 8"):
-        model.load(str(path))
 
 
 BAD_MACHINES = [
