@@ -224,15 +224,18 @@ def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
 def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     """Floating-point operations of a step by Narayanan's formula: 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation, 3/4 without.
 
-    Of a U-Net, those of its products, two for each multiplication, and twice as many in backward.
+    The formula is of MLPs four times as wide as the hidden size. Of U-Nets, gated models and experts, those of their products, two for each
+    multiplication, and twice as many in backward.
 
     Args:
-        model: what is trained; a transformer's MLP is taken to be four times as wide as its hidden size.
+        model: what is trained.
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
-    if not isinstance(model, Transformer):
-        return (8 if recompute else 6) * batch * sum(block.count * block.products for block in model.blocks)
+    if not isinstance(model, Transformer) or model.gated or model.experts:
+        products = sum(block.count * block.products for block in model.blocks)
+        head = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
+        return batch * ((8 if recompute else 6) * products + 6 * head)
     s, depth, h = model.sequence, model.layers, model.hidden
     layers = 1 + s / (6 * h)
     head = model.vocabulary / (16 * depth * h)
