@@ -36,6 +36,8 @@ class Machine:
         slow_latency: of a message there.
         interfaces: network interfaces for each GPU.
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
+        product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
+        fp8: peak of matrix multiplication in 8 bits; None where there is none.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
         bandwidth_efficiency: share of both networks' bandwidths that is reached.
@@ -64,6 +66,8 @@ class Machine:
     slow_latency: float
     interfaces: float = 1.0
     sustained: float | None = None
+    product_half: float | None = None
+    fp8: float | None = None
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
     bandwidth_efficiency: float = 0.7
@@ -89,7 +93,7 @@ _QUANTITIES = {
     "slow_bandwidth": "bandwidth",
     "slow_latency": "time",
 }
-_OPTIONAL_QUANTITIES = {"sustained": "rate", "flop_latency": "time"}
+_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "flop_latency": "time"}
 _OPTIONAL = (
     "name",
     "interfaces",
@@ -98,6 +102,7 @@ _OPTIONAL = (
     "bandwidth_efficiency",
     "assumed",
     "within",
+    "product_half",
     "collective_error",
     "reduce_scatter",
 )
@@ -178,7 +183,7 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
     for key in ("flop_efficiency", "bandwidth_efficiency"):
         if key in table:
             values[key] = files.number(at(key), table[key], most=1.0)
-    for key in ("interfaces", "collective_error", "reduce_scatter"):
+    for key in ("interfaces", "product_half", "collective_error", "reduce_scatter"):
         if key in table:
             values[key] = files.number(at(key), table[key])
     if "assumed" in table:
