@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -90,5 +91,5 @@ def _times(clock: Clock, asked: Sequence[Shape], dtype: torch.dtype) -> dict[Sha
         out = torch.empty(m, n, device=clock.device, dtype=dtype)
         # As often in a row as takes what starting and a barrier take for nothing.
         times = int(min(max(2e8 // (m * k * n), 1), 100))
-        found[m, k, n] = clock.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), times)
+        found[m, k, n] = clock.seconds(partial(torch.mm, a, b, out=out), times)
     return found
