@@ -74,8 +74,17 @@ def stored(block: Block, at: Grids, samples: Floats) -> Floats:
 def _attention(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
     share = np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
     heads, kv_heads = samples * attention.heads / share, samples * np.maximum(attention.kv_heads / share, 1)
-    positions, cost = attention.positions, vector_cost(machine)
-    return work.attention(heads, kv_heads, positions, positions, attention.width, cost, attention.value_width)
+    positions = attention.positions
+    return work.attention(
+        heads,
+        kv_heads,
+        positions,
+        positions,
+        attention.width,
+        vector_cost(machine),
+        attention.value_width,
+        causal=machine.calibration is not None,
+    )
 
 
 def _vector_work(one: Between, samples: Floats, fused: bool) -> list[work.Work]:

@@ -264,8 +264,9 @@ def layer_times(
     size = _local(model, strategy, mode, at)
     groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
     forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
-    for part, of_layer in layers_of(model, strategy, mode, size, vector_cost(machine), at.nd):
-        for operation in _trained(machine, of_layer, model, strategy, size, setting):
+    causal = machine.calibration is not None
+    for part, of_layer in layers_of(model, strategy, mode, size, vector_cost(machine), at.nd, causal):
+        for operation in _trained(of_layer, machine, model, strategy, size, setting):
             forward += part * _direction(machine, operation, groups, False)
             backward += part * _direction(machine, operation, groups, True)
     return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
@@ -286,7 +287,7 @@ def _direction(
 
 
 def _trained(
-    machine: Machine, found: list[Operation], model: Transformer, strategy: Strategy, size: Local, setting: Setting
+    found: list[Operation], machine: Machine, model: Transformer, strategy: Strategy, size: Local, setting: Setting
 ) -> list[Operation]:
     """Of a layer, as it is trained."""
     if machine.calibration is not None:
