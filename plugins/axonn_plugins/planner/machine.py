@@ -31,6 +31,8 @@ class Machine:
         slow_bandwidth: of one network interface, between domains.
         slow_latency: of a message there.
         interfaces: network interfaces for each GPU.
+        host: GPUs of one host, where a domain joins several; 0 for as many as a domain has.
+        device: what a rank computes on.
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
@@ -58,6 +60,8 @@ class Machine:
     slow_bandwidth: float
     slow_latency: float
     interfaces: float = 1.0
+    host: int = 0
+    device: Literal["cuda", "cpu"] = "cuda"
     sustained: float | None = None
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
@@ -83,6 +87,8 @@ _OPTIONAL_QUANTITIES = {"sustained": "rate", "flop_latency": "time"}
 _OPTIONAL = (
     "name",
     "interfaces",
+    "host",
+    "device",
     *_OPTIONAL_QUANTITIES,
     "flop_efficiency",
     "bandwidth_efficiency",
@@ -168,6 +174,12 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
             values[key] = files.number(at(key), table[key])
     if "assumed" in table:
         values["assumed"] = files.text(at("assumed"), table["assumed"])
+    if "host" in table:
+        values["host"] = files.whole(at("host"), table["host"])
+    if "device" in table:
+        if table["device"] not in ("cuda", "cpu"):
+            raise ConfigError(f'{at("device")} = {table["device"]!r} is not known; write "cuda" or "cpu"')
+        values["device"] = table["device"]
     if "within" in table:
         values["within"] = _rings(at("within"), table["within"])
     return Machine(
