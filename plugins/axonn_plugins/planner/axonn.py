@@ -14,6 +14,7 @@ from operator import add
 import numpy as np
 import numpy.typing as npt
 
+from axonn_plugins.planner.collectives import reached
 from axonn_plugins.planner.layers import Linear
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
@@ -122,11 +123,13 @@ def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:
         at: the grids.
         aware: False for the placement-agnostic model, in which all are the bandwidth between nodes.
     """
-    inter = node_bandwidth(machine)
     found, inner = [], np.ones(len(at), np.int64)
     for size in at.axes:
         outer = inner * size
+        inter = node_bandwidth(machine, outer / np.maximum(inner, machine.domain))
         across = inter / np.minimum(machine.domain, inner)
+        if machine.calibration is not None:
+            across = np.minimum(across, _within(machine, inner, size))
         found.append(
             np.where(outer <= machine.domain, _within(machine, inner, size), across) if aware else across * 0 + inter
         )
@@ -134,9 +137,9 @@ def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:
     return Bandwidths(*found)
 
 
-def node_bandwidth(machine: Machine) -> float:
-    """β_inter: bytes a second between two nodes, over all their interfaces."""
-    return machine.slow_bandwidth * machine.interfaces * machine.domain * machine.bandwidth_efficiency
+def node_bandwidth(machine: Machine, nodes: Number = 2) -> Number:
+    """β_inter: bytes a second between two of a group's nodes, over all their interfaces."""
+    return machine.slow_bandwidth * machine.interfaces * machine.domain * reached(machine, nodes)[1]
 
 
 def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwidths, repeats: Repeats) -> Communication:
@@ -224,7 +227,7 @@ def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
 
 def _within(machine: Machine, inner: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Floats:
     """Measured bandwidths of simultaneous groups of a node, by how many are inside one another and by size, or the network's."""
-    table = np.full(len(inner), machine.fast_bandwidth * machine.bandwidth_efficiency)
+    table = np.full(len(inner), machine.fast_bandwidth * reached(machine, 1)[0])
     for (before, members), bandwidth in machine.within.items():
         table[(inner == before) & (size == members)] = bandwidth
     return table

@@ -10,6 +10,7 @@ from axonn_plugins.planner import work
 from axonn_plugins.planner.axonn import Floats, Grids
 from axonn_plugins.planner.layers import Attention, Between, Block, Linear
 from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.rates import Unit, spent, vector_cost
 from axonn_plugins.planner.work import Number
 
 
@@ -47,17 +48,17 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
         for over_k, over_n in [(at.gx, at.gy) if linear.transposed else (at.gy, at.gx)]
     ]
     attention = [] if block.attention is None else [_attention(machine, block.attention, at, samples)]
-    vector = [_between(one, samples / (at.gx * at.gy)) for one in block.between]
-    forward, backward = np.zeros((2, len(at))), np.zeros((2, len(at)))
-    for done, peak in [
-        *((one, machine.tensor) for one in [*products, *attention]),
-        *((one, machine.vector) for one in vector),
-    ]:
-        forward += _roofline(machine, done.flops, done.moved, peak)
-        backward += _roofline(machine, done.backward_flops, done.backward_moved, peak)
-    gradients = [
-        _roofline(machine, one.backward_flops, one.backward_moved, machine.tensor).sum(axis=0) / 2 for one in products
+    reached = machine.calibration is not None
+    vector = [
+        one for each in block.between for one in _vector_work(each, samples / (at.gx * at.gy), reached)
     ]
+    forward, backward = np.zeros((2, len(at))), np.zeros((2, len(at)))
+    units: list[tuple[Unit, list[work.Work]]] = [("tensor", products), ("attention", attention), ("vector", vector)]
+    for unit, several in units:
+        for done in several:
+            forward += np.stack(np.broadcast_arrays(*spent(machine, unit, done.flops, done.moved)))
+            backward += np.stack(np.broadcast_arrays(*spent(machine, unit, done.backward_flops, done.backward_moved, True)))
+    gradients = [sum(spent(machine, "tensor", one.backward_flops, one.backward_moved, True)) / 2 for one in products]
     return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
 
 
@@ -82,8 +83,18 @@ def stored(block: Block, at: Grids, samples: Floats) -> Floats:
 def _attention(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
     share = np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
     heads, kv_heads = samples * attention.heads / share, samples * np.maximum(attention.kv_heads / share, 1)
-    positions, ratio = attention.positions, machine.tensor / machine.vector
-    return work.attention(heads, kv_heads, positions, positions, attention.width, ratio)
+    positions = attention.positions
+    return work.attention(heads, kv_heads, positions, positions, attention.width, vector_cost(machine))
+
+
+def _vector_work(one: Between, samples: Floats, fused: bool) -> list[work.Work]:
+    """Of an operation between products; fused, biases and dropout are part of a neighbour, and each norm comes with a residual sum."""
+    if not fused:
+        return [_between(one, samples)]
+    if one.kind in ("bias", "dropout"):
+        return []
+    sums = [work.residual(samples * one.positions * one.width)] if one.kind == "norm" else []
+    return [_between(one, samples), *sums]
 
 
 def _between(one: Between, samples: Floats) -> work.Work:
@@ -102,6 +113,3 @@ def _convolution_moves(linear: Linear, samples: Floats, over_k: Number, over_n: 
     return {"moved": moved, "backward_moved": 2 * moved}
 
 
-def _roofline(machine: Machine, flops: Number, moved: Number, peak: float) -> Floats:
-    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
-    return np.stack(np.broadcast_arrays(compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)))

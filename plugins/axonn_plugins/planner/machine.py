@@ -10,8 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
+from axonn_plugins.planner.calibration import Calibration, ours
+from axonn_plugins.planner.work import Number
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Machine:
             all-reduce, as gloo does.
         collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
             within (000, chapter 6).
+        calibration: what training reaches of all this; None for the papers' assumptions.
     """
 
     name: str
@@ -71,6 +76,11 @@ class Machine:
     collective_error: float | None = None
     reduce_scatter: float = 1.0
     collectives: Literal["native", "pccl"] = "native"
+    calibration: Calibration | None = None
+
+    def domains(self, gpus: Number) -> Number:
+        """How many hold so many GPUs."""
+        return np.maximum(gpus / self.domain, 1)
 
 
 _QUANTITIES = {
@@ -146,6 +156,11 @@ def load(name: str, option: str = "--machine") -> Machine:
         return machine
     size = files.whole(f"{option} = {name!r}: the number after -nvs", domain)
     return replace(machine, name=f"{machine.name}-nvs{size}", domain=size)
+
+
+def calibrated(machine: Machine, mode: str) -> Machine:
+    """With the fitted coefficients in the mode that is named for them."""
+    return replace(machine, calibration=machine.calibration or ours()) if mode == "calibrated" else machine
 
 
 def parse(where: str, table: dict[str, Any], name: str) -> Machine:

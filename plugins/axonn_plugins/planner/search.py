@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.space import placed, shapes
 from axonn_plugins.planner.step import Candidates, Memory, Setting, Times, memory, times
@@ -146,8 +146,9 @@ def search(
         constraints: which configurations count.
         setting: how it is trained.
     """
+    machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
+    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven)
     if not len(whole):
         return Found([], [], 0, 0, 0)
     held = memory(model, strategy, mode, whole, batch, setting)
@@ -175,8 +176,9 @@ def faster_but_too_large(
     setting: Setting | None = None,
 ) -> Plan | None:
     """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
+    machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
+    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven)
     if not len(whole):
         return None
     large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)
@@ -196,11 +198,12 @@ def faster_but_too_large(
     )[0]
 
 
-def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int) -> Candidates:
+def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int, uneven: bool) -> Candidates:
     """Those whose layers and microbatches divide as interleaving asks."""
     if parts == 1:
         return at
-    divides = (model.layers % (at.np * parts) == 0) & (batch // at.nd // at.bm % at.np == 0)
+    short = -model.layers % (at.np * parts)
+    divides = (short < at.np if uneven else short == 0) & (batch // at.nd // at.bm % at.np == 0)
     return at.take(divides | (at.np == 1))
 
 

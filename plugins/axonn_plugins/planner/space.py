@@ -32,7 +32,7 @@ def factorizations(n: int, parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple((first, *rest) for first in divisors(n) for rest in factorizations(n // first, parts - 1))
 
 
-def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Candidates:
+def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven: bool = False) -> Candidates:
     """Configurations before placement, in which each axis has one GPU of a domain.
 
     Args:
@@ -40,10 +40,11 @@ def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Can
         strategy: of tensor parallelism.
         gpus: n1 · n2 · np · nd.
         batch: samples of a step.
+        uneven: whether some stages may have a layer less than others.
     """
     rows = [
         (n1, n2, stages, replicas, microbatch, panels)
-        for n1, n2, stages, replicas in _splits(model, strategy, gpus, batch)
+        for n1, n2, stages, replicas in _splits(model, strategy, gpus, batch, uneven)
         for microbatch in divisors(batch // replicas)
         if microbatch * model.sequence % _positions_divisor(strategy, n1, n2) == 0
         for panels in _panels(model, strategy, n1, n2)
@@ -81,7 +82,7 @@ def _with(at: Candidates, shape: npt.NDArray, near: npt.NDArray) -> Candidates:
     return Candidates(few.n1, few.n2, few.np, few.nd, few.bm, few.panels, *near)
 
 
-def _splits(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Iterator[tuple[int, int, int, int]]:
+def _splits(model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven: bool) -> Iterator[tuple[int, int, int, int]]:
     """Sizes of the four groups that divide what they split."""
     for n1 in divisors(gpus):
         if any(size % n1 for size in (model.heads, model.hidden, model.f)):
@@ -97,7 +98,7 @@ def _splits(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> It
                 continue
             for stages in divisors(gpus // n1 // n2):
                 replicas = gpus // n1 // n2 // stages
-                if model.layers % stages == 0 and batch % replicas == 0:
+                if (uneven and stages <= model.layers or model.layers % stages == 0) and batch % replicas == 0:
                     yield n1, n2, stages, replicas
 
 

@@ -16,12 +16,13 @@ import numpy as np
 from axonn_plugins.planner import work
 from axonn_plugins.planner.collectives import Collective, Kind
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.rates import Unit
 from axonn_plugins.planner.work import Number, Work
 
 Strategy = Literal["1d", "2d", "summa"]
 STRATEGIES: tuple[Strategy, ...] = ("1d", "2d", "summa")
-Mode = Literal["roofline", "paper"]
-MODES: tuple[Mode, ...] = ("roofline", "paper")
+Mode = Literal["calibrated", "roofline", "paper"]
+MODES: tuple[Mode, ...] = ("calibrated", "roofline", "paper")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Operation:
     """
 
     name: str
-    unit: Literal["tensor", "vector"]
+    unit: Unit
     work: Work
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
