@@ -110,7 +110,9 @@ def test_the_default_corrects_the_two_defects():
     widths = [local(GPT3_1T, "summa", mode, 4.0, 2.0, 1.0, 4.0).norm_width for mode in ("roofline", "paper")]
     assert widths == [25600 / 4, 2048 / 4]
     for gpus in (512, 4096):
-        wrong, right = (search(on, GPT3_1T, "summa", gpus, 4096, mode).best[0].seconds for mode in ("paper", "roofline"))
+        wrong, right = (
+            search(on, GPT3_1T, "summa", gpus, 4096, mode).best[0].seconds for mode in ("paper", "roofline")
+        )
         assert 0 < right / wrong - 1 < 0.06
 
 
