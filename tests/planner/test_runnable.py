@@ -25,7 +25,8 @@ from axonn_plugins.hosts.deepspeed import states_config
 from axonn_plugins.hosts.deepspeed.tensor.config import check
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.answer import Question, answer
-from axonn_plugins.planner.runnable import Runnable, runnable, split_of
+from axonn_plugins.planner.runnable import Runnable, runnable
+from axonn_plugins.planner.split import split_of
 from axonn_plugins.planner.step import Setting
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid
@@ -86,7 +87,7 @@ def test_what_nobody_runs_is_said() -> None:
     )
     made = runnable(asked, answer(asked, 1).best[0])
     assert made.ds_config is None and made.megatron is not None
-    assert "--num-layers-per-virtual-pipeline-stage 3" in made.megatron
+    assert "--num-virtual-stages-per-pipeline-rank 2" in made.megatron
 
 
 DEEPSPEED = {

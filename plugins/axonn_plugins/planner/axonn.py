@@ -145,6 +145,9 @@ def node_bandwidth(machine: Machine, nodes: Number = 2) -> Number:
 def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwidths, repeats: Repeats) -> Communication:
     """Equations 5.1 to 5.5 of one layer.
 
+    Experts are shared out among data-parallel ranks; an all-to-all over them brings what goes in, and another takes what comes out, in
+    forward and backward.
+
     Args:
         layer: its sizes.
         samples: of a data-parallel group in a step; m, its rows, are each sample's positions.
@@ -153,16 +156,21 @@ def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwid
         repeats: how often each runs.
     """
     gx, gy, beta_x, beta_y = (at.gy, at.gx, beta.y, beta.x) if layer.transposed else (at.gx, at.gy, beta.x, beta.y)
-    gz, gdata = at.gz, at.gdata
-    weights = 2 * layer.weights / (gx * gy)
+    gz, ranks = at.gz, expert_ranks(layer, at)
+    gdata = at.gdata // ranks
+    weights = 2 * layer.weights / (gx * gy) / ranks
     outputs = 2 * samples * layer.gives * layer.n / (gz * gx)
     inputs = 2 * samples * layer.takes * layer.k / (gz * gy)
-    shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz)
+    shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz) / ranks
+    exchanged = (
+        2 * samples * (layer.gives * layer.n if layer.transposed else layer.takes * layer.k) / (at.gx * at.gy * gz)
+    )
+    exchange = (ranks - 1) / ranks * exchanged / beta.data
     return Communication(
         gather=repeats.gathers * repeats.accumulation * (gz - 1) * weights / gz / beta.z,
         scatter=repeats.accumulation * (gz - 1) / gz * weights / 2 * repeats.scatter_bytes / beta.z,
-        forward=repeats.sums * 2 * (gy - 1) / gy * outputs / beta_y,
-        backward=2 * (gx - 1) / gx * inputs / beta_x,
+        forward=repeats.sums * (2 * (gy - 1) / gy * outputs / beta_y + exchange),
+        backward=2 * (gx - 1) / gx * inputs / beta_x + exchange,
         data=2 * (gdata - 1) / gdata * shared / beta.data,
     )
 
@@ -190,14 +198,23 @@ def communication(
 
 
 def state_bytes(model: Model, at: Grids, each: float = 16.0) -> Floats:
-    """Bytes of weights, gradients and optimizer state of a GPU, which data-parallel ranks repeat.
+    """Bytes of weights, gradients and optimizer state of a GPU, which data-parallel ranks repeat, but for experts that they share out.
 
     Args:
         model: what is trained.
         at: the grids.
         each: bytes a parameter; 16 in mixed precision with Adam.
     """
-    return each * model.parameters / (at.gx * at.gy * at.gz)
+    shards = at.gx * at.gy * at.gz
+    if not isinstance(model, Transformer) or not model.experts:
+        return each * model.parameters / shards
+    routed = model.expert_parameters / np.gcd(at.gdata, model.experts)
+    return each * (model.parameters - model.expert_parameters + routed) / shards
+
+
+def expert_ranks(layer: Linear, at: Grids) -> npt.NDArray[np.int64]:
+    """Data-parallel ranks among which a layer's experts are shared out; 1 without."""
+    return np.gcd(at.gdata, layer.copies)
 
 
 def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
@@ -210,15 +227,18 @@ def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
 def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     """Floating-point operations of a step by Narayanan's formula: 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation, 3/4 without.
 
-    Of a U-Net, those of its products, two for each multiplication, and twice as many in backward.
+    The formula is of MLPs four times as wide as the hidden size. Of U-Nets, gated models and experts, those of their products, two for each
+    multiplication, and twice as many in backward.
 
     Args:
-        model: what is trained; a transformer's MLP is taken to be four times as wide as its hidden size.
+        model: what is trained.
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
-    if not isinstance(model, Transformer):
-        return (8 if recompute else 6) * batch * sum(block.count * block.products for block in model.blocks)
+    if not isinstance(model, Transformer) or model.gated or model.experts:
+        products = sum(block.count * block.products for block in model.blocks)
+        head = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
+        return batch * ((8 if recompute else 6) * products + 6 * head)
     s, depth, h = model.sequence, model.layers, model.hidden
     layers = 1 + s / (6 * h)
     head = model.vocabulary / (16 * depth * h)

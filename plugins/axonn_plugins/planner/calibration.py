@@ -64,4 +64,6 @@ def read(path: Path) -> Calibration:
 def written(found: Calibration) -> str:
     """The text of its file."""
     numbers: Mapping[str, float] = asdict(found)
-    return 'source = "axonn plan --validate --fit, on every second system of the corpus"\n' + "".join(f"{name} = {value:.4g}\n" for name, value in numbers.items())
+    return 'source = "axonn plan --validate --fit, on every second system of the corpus"\n' + "".join(
+        f"{name} = {value:.4g}\n" for name, value in numbers.items()
+    )

@@ -10,8 +10,8 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.answer import Answer, Question, answer
 from axonn_plugins.planner.existing import Existing
 from axonn_plugins.planner.report import GB, configuration, excess, none_fits, plan_json
-from axonn_plugins.planner.runnable import split_of
 from axonn_plugins.planner.search import AnyPlan
+from axonn_plugins.planner.split import split_of
 
 _WORDS = {
     "compute": "compute",

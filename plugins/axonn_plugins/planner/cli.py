@@ -33,8 +33,8 @@ class Options:
         batch: samples of a step, over all GPUs.
         tokens_per_batch: positions of a step, instead of --batch; 2M is 2·1024·1024.
         sequence: positions of a sample; else the model's.
-        strategy: how layers are split; by default as this suite and Megatron do, and in the paper mode all.
-        mode: paper: as published, with its defects; roofline: corrected.
+        strategy: how layers are split; by default as this suite does, and in the paper mode all.
+        mode: calibrated: by published measurements; roofline: 004, corrected; paper: as published, with its defects.
         recompute: activation checkpointing of whole layers.
         interleave: parts of the model on each pipeline stage.
         samo: share that is pruned, with SAMO's state, such as 0.9.
@@ -70,7 +70,7 @@ class Options:
     tokens_per_batch: Annotated[str | None, _SIZE] = None
     sequence: str | None = None
     strategy: Literal["1d", "2d", "summa", "axonn", "all"] | None = None
-    mode: Mode = "roofline"
+    mode: Mode = "calibrated"
     fix: Annotated[
         str | None,
         conf.arg(

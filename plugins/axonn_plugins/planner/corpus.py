@@ -86,9 +86,7 @@ class Measurement:
         """What the model would run; where nothing fits, without a limit of memory, as what ran is known. None where it has no such."""
         trained = model.load(self.model, sequence=self.sequence)
         on = replace(machine.load(self.machine), calibration=calibration)
-        asked = Question(
-            on, trained, self.gpus, self.batch, (self.strategy,), mode, self.fixed or None, self.setting
-        )
+        asked = Question(on, trained, self.gpus, self.batch, (self.strategy,), mode, self.fixed or None, self.setting)
         best = answer(asked, 1).best or answer(replace(asked, machine=replace(on, memory=math.inf)), 1).best
         return best[0] if best else None
 
@@ -110,7 +108,8 @@ def read(path: Path) -> tuple[Measurement, ...]:
     files.keys(where, table, ("source", "assumed", "row"), ("machine", "common"))
     source, assumed = (files.text(f"{where}: {key}", table[key]) for key in ("source", "assumed"))
     rows = [
-        _row(f"{where}: row {at}", {"machine": table.get("machine")} | table.get("common", {}) | row) for at, row in enumerate(table["row"], 1)
+        _row(f"{where}: row {at}", {"machine": table.get("machine")} | table.get("common", {}) | row)
+        for at, row in enumerate(table["row"], 1)
     ]
     return tuple(Measurement(table=path.stem, source=source, assumed=assumed, **row) for row in rows)
 

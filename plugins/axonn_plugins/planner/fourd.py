@@ -20,6 +20,7 @@ from axonn_plugins.planner.axonn import (
     Repeats,
     bandwidths,
     communication,
+    expert_ranks,
     grids,
     layer_communication,
     ranked,
@@ -143,8 +144,9 @@ def memory(
         two = state_bytes(model, at, 2.0)
         return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
     two, kept = state_bytes(model, at, 2.0), setting.kept
-    largest = max(linear.weights for block in model.blocks for linear in block.linears)
-    at_once = model.parameters if _gathers(setting) == 1 else 2 * largest
+    of_linears = [linear.weights / expert_ranks(linear, at) for block in model.blocks for linear in block.linears]
+    shards = at.gx * at.gy * at.gz
+    at_once = two / 2 * shards if _gathers(setting) == 1 else 2 * reduce(np.maximum, of_linears)
     gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
     each = [stored(block, at, samples) for block in model.blocks]
@@ -153,7 +155,7 @@ def memory(
         kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
         activations = 2 * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
     index = kept * two if setting.sparsity else 0 * two
-    optimizer = kept * state_bytes(model, at, 12.0) / at.gdata + index
+    optimizer = kept * (12.0 * model.parameters / shards) / at.gdata + index
     return Memory(two + gathered, kept * two, optimizer, activations)
 
 

@@ -38,6 +38,8 @@ class Machine:
         host: GPUs of one host, where a domain joins several; 0 for as many as a domain has.
         device: what a rank computes on.
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
+        product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
+        fp8: peak of matrix multiplication in 8 bits; None where there is none.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
         bandwidth_efficiency: share of both networks' bandwidths that is reached.
@@ -68,6 +70,8 @@ class Machine:
     host: int = 0
     device: Literal["cuda", "cpu"] = "cuda"
     sustained: float | None = None
+    product_half: float | None = None
+    fp8: float | None = None
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
     bandwidth_efficiency: float = 0.7
@@ -93,7 +97,7 @@ _QUANTITIES = {
     "slow_bandwidth": "bandwidth",
     "slow_latency": "time",
 }
-_OPTIONAL_QUANTITIES = {"sustained": "rate", "flop_latency": "time"}
+_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "flop_latency": "time"}
 _OPTIONAL = (
     "name",
     "interfaces",
@@ -104,6 +108,7 @@ _OPTIONAL = (
     "bandwidth_efficiency",
     "assumed",
     "within",
+    "product_half",
     "collective_error",
     "reduce_scatter",
 )
@@ -155,7 +160,9 @@ def load(name: str, option: str = "--machine") -> Machine:
     if domain is None:
         return machine
     size = files.whole(f"{option} = {name!r}: the number after -nvs", domain)
-    return replace(machine, name=f"{machine.name}-nvs{size}", domain=size)
+    return replace(
+        machine, name=f"{machine.name}-nvs{size}", domain=size, host=min(machine.host or machine.domain, size)
+    )
 
 
 def calibrated(machine: Machine, mode: str) -> Machine:
@@ -184,7 +191,7 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
     for key in ("flop_efficiency", "bandwidth_efficiency"):
         if key in table:
             values[key] = files.number(at(key), table[key], most=1.0)
-    for key in ("interfaces", "collective_error", "reduce_scatter"):
+    for key in ("interfaces", "product_half", "collective_error", "reduce_scatter"):
         if key in table:
             values[key] = files.number(at(key), table[key])
     if "assumed" in table:

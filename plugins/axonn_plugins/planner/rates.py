@@ -14,8 +14,6 @@ _SUSTAINED = 0.8
 """Of the peak, where no large product was measured: from 0.51 (MI300X) to 0.87 (A100) in stas00/ml-engineering."""
 _LAUNCH = 4e-6
 """Seconds between a kernel's start and the next one's, of GPUs that are kept busy."""
-_CAUSAL = 0.5
-"""Of attention's operations, those that a causal mask leaves."""
 
 
 def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool = False) -> tuple[Number, Number]:
@@ -24,7 +22,7 @@ def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool
     Args:
         machine: where it runs.
         unit: products, fused attention, or all else, which a calibrated machine takes to wait for memory alone.
-        flops: operations, of attention those of all positions with all.
+        flops: operations.
         moved: bytes between the GPU and its memory.
         back: whether it is part of backward.
     """
@@ -35,8 +33,9 @@ def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool
         return compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)
     if unit == "vector":
         return _LAUNCH, reached.passes * moved / machine.memory_bandwidth
-    rate = reached.products * sustained(machine) if unit == "tensor" else reached.attention * machine.vector / _CAUSAL
-    compute = _LAUNCH + (reached.backward if back else 1.0) * flops / rate
+    rate = reached.products * sustained(machine) if unit == "tensor" else reached.attention * machine.vector
+    half = machine.product_half if unit == "tensor" else None
+    compute = (_LAUNCH if half is None else half / rate) + (reached.backward if back else 1.0) * flops / rate
     return compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)
 
 

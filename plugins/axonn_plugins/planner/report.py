@@ -164,7 +164,7 @@ def none_fits(asked: Answer) -> str:
             f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}; ask for another number or batch"
         )
     return (
-        f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {model.hidden} and {model.f} features, "
+        f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {' and '.join(map(str, model.features))} features, "
         f"np {model.layers} layers, and nd a batch of {question.batch}, and their product with n2 be {question.gpus}; "
         "ask for another number or batch"
     )

@@ -148,7 +148,9 @@ def search(
     """
     machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven)
+    whole = _interleaved(
+        constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven
+    )
     if not len(whole):
         return Found([], [], 0, 0, 0)
     held = memory(model, strategy, mode, whole, batch, setting)
@@ -178,7 +180,9 @@ def faster_but_too_large(
     """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
     machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven)
+    whole = _interleaved(
+        constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven
+    )
     if not len(whole):
         return None
     large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)

@@ -82,10 +82,12 @@ def _with(at: Candidates, shape: npt.NDArray, near: npt.NDArray) -> Candidates:
     return Candidates(few.n1, few.n2, few.np, few.nd, few.bm, few.panels, *near)
 
 
-def _splits(model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven: bool) -> Iterator[tuple[int, int, int, int]]:
+def _splits(
+    model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven: bool
+) -> Iterator[tuple[int, int, int, int]]:
     """Sizes of the four groups that divide what they split."""
     for n1 in divisors(gpus):
-        if any(size % n1 for size in (model.heads, model.hidden, model.f)):
+        if any(size % n1 for size in (model.heads, *model.features)):
             continue
         if strategy == "1d" and (model.heads + 2 * model.kv) * model.q // n1 < _SMALLEST:
             continue

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from axonn_plugins.planner.collectives import Kind, point_to_point, seconds
 from axonn_plugins.planner.experts import exchange_seconds, exchanged_bytes, share
+from axonn_plugins.planner.experts import layers as layers_of
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.rates import spent, vector_cost
 from axonn_plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
-from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations
+from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, local
 from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
@@ -180,8 +181,8 @@ def memory(
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     weights = (lies.shared + lies.expert) * layers
     sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
-    of_layer = operations(model, strategy, mode, size, 1.0)
-    layer = sum(operation.work.stored for operation in of_layer)
+    kinds = layers_of(model, strategy, mode, size, 1.0, at.nd)
+    layer = sum(part * operation.work.stored for part, of_layer in kinds for operation in of_layer)
     in_flight = np.minimum(at.np, batch / at.nd / at.bm)
     if setting.interleave > 1:
         in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
@@ -191,7 +192,7 @@ def memory(
         if setting.stashing:
             kept_inputs = (
                 kept_inputs
-                + _stashed(of_layer, at)
+                + sum(part * _stashed(of_layer, at) for part, of_layer in kinds)
                 + exchanged_bytes(model, strategy, size, setting.experts, setting.dropping)
             )
         activations = kept_inputs * layers * in_flight + layer
@@ -226,7 +227,7 @@ def times(
     size = _local(model, strategy, mode, at)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at, setting)
-    if setting.experts:
+    if lies.mixture:
         layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies, setting.dropping))
     if setting.recompute:
         twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
@@ -240,7 +241,7 @@ def times(
     bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches) / setting.interleave
 
     collective = seconds(machine, Kind.GATHER, 2 * setting.kept * lies.shared, *lies.replicas)
-    if setting.experts:
+    if lies.mixture:
         collective = collective + seconds(machine, Kind.GATHER, 2 * setting.kept * lies.expert, *lies.expert_replicas)
     hides = 1.0 if machine.calibration is None else machine.calibration.hidden
     hiding = hides * collective
@@ -263,9 +264,11 @@ def layer_times(
     size = _local(model, strategy, mode, at)
     groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
     forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
-    for operation in _operations(machine, model, strategy, mode, size, setting):
-        forward += _direction(machine, operation, groups, False)
-        backward += _direction(machine, operation, groups, True)
+    causal = machine.calibration is not None
+    for part, of_layer in layers_of(model, strategy, mode, size, vector_cost(machine), at.nd, causal):
+        for operation in _trained(of_layer, machine, model, strategy, size, setting):
+            forward += part * _direction(machine, operation, groups, False)
+            backward += part * _direction(machine, operation, groups, True)
     return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
 
 
@@ -283,11 +286,10 @@ def _direction(
     return np.stack(np.broadcast_arrays(compute, waiting, communicate))
 
 
-def _operations(
-    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, size: Local, setting: Setting
+def _trained(
+    found: list[Operation], machine: Machine, model: Transformer, strategy: Strategy, size: Local, setting: Setting
 ) -> list[Operation]:
     """Of a layer, as it is trained."""
-    found = operations(model, strategy, mode, size, vector_cost(machine))
     if machine.calibration is not None:
         # One kernel does these along with its neighbour.
         found = [one for one in found if not one.name.endswith(("bias", "dropout"))]
@@ -302,9 +304,10 @@ def _operations(
 def _distinct_layers(
     machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, setting: Setting
 ) -> LayerTimes:
-    """As `layer_times`, each distinct layer once: stages, data-parallel ranks and their placement do not change a layer."""
+    """As `layer_times`, each distinct layer once: stages, and data-parallel ranks but for experts, do not change a layer."""
     key = np.zeros(len(at), np.int64)
-    for column in (at.n1, at.n2, at.bm, at.panels, at.v1, at.v2):
+    shared_out = (at.nd,) if model.experts else ()
+    for column in (at.n1, at.n2, at.bm, at.panels, at.v1, at.v2, *shared_out):
         values, index = np.unique(column, return_inverse=True)
         key = key * len(values) + index
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)

@@ -121,7 +121,9 @@ def verdict(compared: Sequence[Compared]) -> str:
         for name, half in halves.items()
     ]
     right = order(compared)
-    return "\n".join([*lines, f"Of {len(right)} pairs of frameworks on one model, {_share(right)} come in the right order."])
+    return "\n".join(
+        [*lines, f"Of {len(right)} pairs of frameworks on one model, {_share(right)} come in the right order."]
+    )
 
 
 def order(compared: Sequence[Compared]) -> list[bool]:
