@@ -18,7 +18,7 @@ from axonn_plugins.planner.collectives import reached
 from axonn_plugins.planner.layers import Linear
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
-from axonn_plugins.planner.space import factorizations
+from axonn_plugins.planner.space import divisors, factorizations
 from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
@@ -26,12 +26,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grids:
-    """4D grids, an array for each axis, innermost first."""
+    """4D grids, an array for each axis, innermost first; and stages of a pipeline, each of which has such a grid; None: of one."""
 
     gx: npt.NDArray[np.int64]
     gy: npt.NDArray[np.int64]
     gz: npt.NDArray[np.int64]
     gdata: npt.NDArray[np.int64]
+    stages: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.gx)
@@ -41,9 +42,19 @@ class Grids:
         """All four."""
         return self.gx, self.gy, self.gz, self.gdata
 
+    @property
+    def depth(self) -> npt.NDArray[np.int64]:
+        """Stages."""
+        return np.ones(len(self), np.int64) if self.stages is None else self.stages
+
+    @property
+    def gpus(self) -> npt.NDArray[np.int64]:
+        """Of all axes and stages."""
+        return self.gx * self.gy * self.gz * self.gdata * self.depth
+
     def take(self, chosen: npt.NDArray) -> Grids:
         """Some of them, by index or mask."""
-        return Grids(*(axis[chosen] for axis in self.axes))
+        return Grids(*(axis[chosen] for axis in self.axes), None if self.stages is None else self.stages[chosen])
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,20 @@ def grids(model: Model, gpus: int, batch: int) -> Grids:
     for size in features:
         fits &= (size % gx == 0) & (size % gy == 0)
     return Grids(*table[:, fits])
+
+
+def staged(model: Transformer, gpus: int, batch: int) -> Grids:
+    """Every number of stages that each have a layer, and every grid of the rest of the GPUs.
+
+    Args:
+        model: what is trained.
+        gpus: gx · gy · gz · gdata · stages.
+        batch: samples of a step.
+    """
+    counts = [count for count in divisors(gpus) if count <= model.layers]
+    each = [grids(model, gpus // count, batch) for count in counts]
+    axes = [np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True)]
+    return Grids(*axes, stages=np.repeat(np.array(counts, np.int64), [len(one) for one in each]))
 
 
 def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:

@@ -24,8 +24,10 @@ from axonn_plugins.planner.axonn import (
     grids,
     layer_communication,
     ranked,
+    staged,
     state_bytes,
 )
+from axonn_plugins.planner.collectives import point_to_point
 from axonn_plugins.planner.compute import Layer, layer_times, stored
 from axonn_plugins.planner.layers import Block
 from axonn_plugins.planner.machine import Machine, calibrated
@@ -57,11 +59,12 @@ def search(
         batch: samples of a step.
         mode: "paper" for collectives alone.
         top: how many grids are returned.
-        constraints: which grids count, by gx, gy, gz, gdata and m.
+        constraints: which grids count, by gx, gy, gz, gdata, stages and m.
         setting: how it is trained.
     """
     machine = calibrated(machine, mode)
-    at, m = _with_microbatches(grids(model, gpus, batch), batch, mode)
+    every = staged if mode == "calibrated" and isinstance(model, Transformer) else grids
+    at, m = _with_microbatches(every(model, gpus, batch), batch, mode)  # type: ignore[arg-type]
     kept = _mask(at, m, constraints or Constraints())
     at, m = at.take(kept), m[kept]
     if not len(at):
@@ -106,9 +109,9 @@ def times(
         return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
     share = 1.0 if machine.calibration is None else machine.calibration.hidden
     compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
-    talked = Communication(none, none, none, none, none)
+    talked, of_stage = Communication(none, none, none, none, none), _of_stage(model, at)
     for block in model.blocks:
-        count = block.count * m
+        count = block.count * of_stage * m
         layer = layer_times(machine, block, at, batch / (at.gz * at.gdata * m))
         parts = _communication(machine, block, at, batch / at.gdata / m, setting)
         for part in parts:
@@ -122,8 +125,15 @@ def times(
     if machine.calibration is not None and isinstance(model, Transformer):
         head, optimizer = _ends(machine, model, at, batch / (at.gz * at.gdata * m), setting)
         compute, waiting = compute + m * head[0], waiting + m * head[1] + optimizer
-    spent = Times(compute, waiting, exposed, talked.data, none, none)
-    return spent.waited(machine, at.gx * at.gy * at.gz * at.gdata), talked
+    pipeline = bubble = none
+    if at.stages is not None:
+        first = model.blocks[0].linears[0]
+        message = 2 * batch / (at.gz * at.gdata * m) * first.takes * first.k / (at.gx * at.gy)
+        near = np.clip(machine.domain // (at.gpus // at.stages), 1, at.stages)
+        pipeline = 2 * m * point_to_point(machine, message, at.stages, near, False)
+        bubble = (at.stages - 1) * (compute + waiting + exposed + pipeline) / m
+    spent = Times(compute, waiting, exposed, talked.data, pipeline, bubble)
+    return spent.waited(machine, at.gpus), talked
 
 
 def memory(
@@ -143,20 +153,28 @@ def memory(
     if mode == "paper":
         two = state_bytes(model, at, 2.0)
         return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
-    two, kept = state_bytes(model, at, 2.0), setting.kept
+    of_stage = _of_stage(model, at)
+    two, kept = of_stage * state_bytes(model, at, 2.0), setting.kept
     of_linears = [linear.weights / expert_ranks(linear, at) for block in model.blocks for linear in block.linears]
     shards = at.gx * at.gy * at.gz
     at_once = two / 2 * shards if _gathers(setting) == 1 else 2 * reduce(np.maximum, of_linears)
     gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
     each = [stored(block, at, samples) for block in model.blocks]
-    activations = reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
+    in_flight = of_stage * np.minimum(at.depth, m)
+    activations = in_flight * reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
     if setting.recompute:
         kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
-        activations = 2 * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
+        activations = 2 * in_flight * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
     index = kept * two if setting.sparsity else 0 * two
-    optimizer = kept * (12.0 * model.parameters / shards) / at.gdata + index
+    optimizer = of_stage * kept * (12.0 * model.parameters / shards) / at.gdata + index
     return Memory(two + gathered, kept * two, optimizer, activations)
+
+
+def _of_stage(model: Model, at: Grids) -> Floats:
+    """Share of the layers that the fullest stage has."""
+    count = sum(block.count for block in model.blocks)
+    return np.ceil(count / at.depth) / count
 
 
 def _ends(
@@ -165,7 +183,7 @@ def _ends(
     """Seconds of a micro-batch's output layer and loss (compute, waiting for memory), and of the optimizer's step."""
     plane, one = (at.gx * at.gy).astype(np.float64), np.ones(len(at))
     size = local(model, "1d", "roofline", plane, one, samples, one)
-    own = setting.kept * model.parameters / (plane * at.gz * at.gdata)
+    own = setting.kept * model.parameters / (plane * at.gz * at.gdata * at.depth)
     return output_seconds(machine, model, size), optimizer_seconds(machine, own)
 
 
@@ -252,7 +270,7 @@ def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.nda
 def _mask(at: Grids, m: np.ndarray, constraints: Constraints) -> np.ndarray:
     mask = np.ones(len(at), bool)
     for name, size in constraints.fixed.items():
-        mask &= (m if name == "m" else getattr(at, name)) == size
+        mask &= (m if name == "m" else at.depth if name == "stages" else getattr(at, name)) == size
     return mask
 
 
@@ -265,6 +283,7 @@ def _plan(
         gy=int(at.gy[i]),
         gz=int(at.gz[i]),
         gdata=int(at.gdata[i]),
+        stages=int(at.depth[i]),
         microbatches=int(m[i]),
         seconds=float(timed.total[i]) if timed else np.nan,
         parts=pick(timed),

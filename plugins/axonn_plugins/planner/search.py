@@ -57,6 +57,7 @@ class GridPlan:
 
     Attributes:
         collectives: seconds of equations 5.1 to 5.5, hidden ones included.
+        stages: of a pipeline, each of which has such a grid.
     """
 
     gx: int
@@ -69,12 +70,21 @@ class GridPlan:
     bytes: float
     holds: dict[str, float]
     collectives: dict[str, float]
+    stages: int = 1
     strategy: Literal["axonn"] = "axonn"
 
     @property
     def sizes(self) -> dict[str, int]:
         """What distinguishes it, by letter."""
-        return {"gx": self.gx, "gy": self.gy, "gz": self.gz, "gdata": self.gdata, "m": self.microbatches}
+        stages = {"stages": self.stages} if self.stages > 1 else {}
+        return {
+            "gx": self.gx,
+            "gy": self.gy,
+            "gz": self.gz,
+            "gdata": self.gdata,
+            **stages,
+            "m": self.microbatches,
+        }
 
 
 AnyPlan = Plan | GridPlan
@@ -155,7 +165,7 @@ def search(
         return Found([], [], 0, 0, 0)
     held = memory(model, strategy, mode, whole, batch, setting)
     fits = held.total <= machine.memory
-    at = constraints.keep(placed(whole.take(fits), gpus, machine.domain), placement=True)
+    at = constraints.keep(placed(whole.take(fits), gpus, machine.domain, uneven), placement=True)
     nearest = _smallest(whole, held, ~fits, strategy, batch, top)
     if not len(at):
         return Found([], nearest, len(whole), int(fits.sum()), 0)
@@ -186,7 +196,7 @@ def faster_but_too_large(
     if not len(whole):
         return None
     large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)
-    at = constraints.keep(placed(large, gpus, machine.domain), placement=True)
+    at = constraints.keep(placed(large, gpus, machine.domain, uneven), placement=True)
     if not len(at):
         return None
     timed, held = (

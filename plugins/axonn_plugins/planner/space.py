@@ -54,27 +54,42 @@ def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven
     return Candidates(*table.T, *ones)
 
 
-def placed(at: Candidates, gpus: int, domain: int) -> Candidates:
+def placed(at: Candidates, gpus: int, domain: int, uneven: bool = False) -> Candidates:
     """Each configuration with every way to fill domains: v1 · v2 · vp · vd GPUs of one, each a divisor of its group.
 
     Args:
         at: configurations before placement.
         gpus: of a configuration.
         domain: GPUs that the fast network joins; all GPUs are within one where they are no more.
+        uneven: whether groups may straddle domains that none fills; they count as if domains were the largest that some fill.
     """
     groups = np.stack([at.n1, at.n2, at.np, at.nd])
     if gpus <= domain:
         return _with(at, np.arange(len(at)), groups)
-    ways = np.array(factorizations(domain, 4), np.int64)
     # Configurations of one split of the GPUs follow one another, and are placed alike.
     begins = np.ones(len(at), bool)
     begins[1:] = (groups[:, 1:] != groups[:, :-1]).any(axis=0)
-    fits = (groups[:, begins].T[:, None, :] % ways[None] == 0).all(axis=2)
-    chosen = [np.flatnonzero(one) for one in fits]
     split = np.cumsum(begins) - 1
-    shape = np.repeat(np.arange(len(at)), fits.sum(axis=1)[split])
-    way = np.concatenate([chosen[one] for one in split]) if len(at) else np.zeros(0, np.int64)
-    return _with(at, shape, ways[way].T)
+    ways = _ways(groups[:, begins].T, domain, uneven)
+    counts = np.array([len(one) for one in ways], np.int64)
+    shape = np.repeat(np.arange(len(at)), counts[split])
+    near = np.concatenate([ways[one] for one in split]) if len(at) else np.zeros((0, 4), np.int64)
+    return _with(at, shape, near.T)
+
+
+def _ways(splits: npt.NDArray, domain: int, uneven: bool) -> list[npt.NDArray]:
+    """How each split of the GPUs fills domains."""
+    found = [np.zeros((0, 4), np.int64)] * len(splits)
+    left = np.arange(len(splits))
+    for size in range(domain, 0 if uneven else domain - 1, -1):
+        ways = np.array(factorizations(size, 4), np.int64)
+        fits = (splits[left][:, None, :] % ways[None] == 0).all(axis=2)
+        for one, which in zip(left, fits, strict=True):
+            found[one] = ways[which]
+        left = left[~fits.any(axis=1)]
+        if not len(left):
+            break
+    return found
 
 
 def _with(at: Candidates, shape: npt.NDArray, near: npt.NDArray) -> Candidates:
