@@ -82,7 +82,7 @@ def test_settings_of_grids():
 def test_the_command(capsys):
     base = "plan --model gpt3-13b --machine summit --gpus 384 --batch 1536 --recompute"
     assert cli.main(f"{base} --strategy all --samo 0.9 --interleave 2".split()) == 0
-    assert "axonn" not in capsys.readouterr().out
+    assert "axonn gx" not in capsys.readouterr().out
     for wrong, message in (
         ("--samo 1.0", '--samo = "1.0" is not a share below 1'),
         ("--samo 90%", '--samo = "90%" is not a share below 1'),

@@ -35,6 +35,8 @@ class Machine:
         slow_bandwidth: of one network interface, between domains.
         slow_latency: of a message there.
         interfaces: network interfaces for each GPU.
+        host: GPUs of one host, where a domain joins several; 0 for as many as a domain has.
+        device: what a rank computes on.
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
         product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
         fp8: peak of matrix multiplication in 8 bits; None where there is none.
@@ -65,6 +67,8 @@ class Machine:
     slow_bandwidth: float
     slow_latency: float
     interfaces: float = 1.0
+    host: int = 0
+    device: Literal["cuda", "cpu"] = "cuda"
     sustained: float | None = None
     product_half: float | None = None
     fp8: float | None = None
@@ -97,6 +101,8 @@ _OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "flop_latency": "tim
 _OPTIONAL = (
     "name",
     "interfaces",
+    "host",
+    "device",
     *_OPTIONAL_QUANTITIES,
     "flop_efficiency",
     "bandwidth_efficiency",
@@ -154,7 +160,9 @@ def load(name: str, option: str = "--machine") -> Machine:
     if domain is None:
         return machine
     size = files.whole(f"{option} = {name!r}: the number after -nvs", domain)
-    return replace(machine, name=f"{machine.name}-nvs{size}", domain=size)
+    return replace(
+        machine, name=f"{machine.name}-nvs{size}", domain=size, host=min(machine.host or machine.domain, size)
+    )
 
 
 def calibrated(machine: Machine, mode: str) -> Machine:
@@ -188,6 +196,12 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
             values[key] = files.number(at(key), table[key])
     if "assumed" in table:
         values["assumed"] = files.text(at("assumed"), table["assumed"])
+    if "host" in table:
+        values["host"] = files.whole(at("host"), table["host"])
+    if "device" in table:
+        if table["device"] not in ("cuda", "cpu"):
+            raise ConfigError(f'{at("device")} = {table["device"]!r} is not known; write "cuda" or "cpu"')
+        values["device"] = table["device"]
     if "within" in table:
         values["within"] = _rings(at("within"), table["within"])
     return Machine(

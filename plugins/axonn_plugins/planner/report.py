@@ -10,6 +10,7 @@ from axonn_plugins.planner.answer import Answer, sensitivity, too_large
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
+from axonn_plugins.planner.runnable import runnable
 from axonn_plugins.planner.search import AnyPlan, Plan
 from axonn_plugins.planner.uncertainty import WHOLE, step_range
 
@@ -210,8 +211,10 @@ def configuration(plan: AnyPlan) -> str:
 def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     """The answer as JSON's types: seconds, bytes, and the paper's letters."""
     question, machine = asked.question, asked.question.machine
-    best = [_plan(plan, machine) for plan in asked.best]
+    best = [plan_json(plan, machine) for plan in asked.best]
+    start: dict[str, Any] = dict.fromkeys(("ds_config", "megatron", "launch", "notes"))
     if asked.best:
+        start = vars(runnable(question, asked.best[0]))
         span = step_range(machine, question.model, asked.best[0], question.mode, question.batch)
         best[0]["seconds_range"] = [span.low, span.high]
         rate = flops_a_gpu(asked)
@@ -230,7 +233,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
         "reason": None if best else none_fits(asked),
         "best": best[0] if best else None,
         "plans": best,
-        "infeasible": [_plan(plan, machine) for plan in asked.nearest],
+        **start,
+        "infeasible": [plan_json(plan, machine) for plan in asked.nearest],
         "searched": {
             strategy: {"configurations": one.shapes, "fitting": one.fitting, "placed": one.candidates}
             for strategy, one in asked.found.items()
@@ -238,7 +242,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     }
 
 
-def _plan(plan: AnyPlan, machine: Machine) -> dict[str, Any]:
+def plan_json(plan: AnyPlan, machine: Machine) -> dict[str, Any]:
+    """A plan as JSON's types."""
     timed = bool(plan.parts)
     letters = _letters(plan) if isinstance(plan, Plan) else {**plan.sizes, "collectives": plan.collectives}
     return {

@@ -20,6 +20,7 @@ def toml(found: Measured, size: str, where: str) -> str:
         f'vector = "{found.vector / 1e9:.5g} GFLOP/s"',
         f'memory = "{found.memory / 1e9:.5g} GB"',
         f'memory_bandwidth = "{found.memory_bandwidth / 1e9:.5g} GB/s"',
+        *(['device = "cpu"'] if found.device == "CPU" else []),
         f"domain = {found.ranks}",
         f'fast_bandwidth = "{_fast(found) / 1e9:.5g} GB/s"',
         f'fast_latency = "{_latency(found) * 1e6:.5g} us"',
