@@ -125,7 +125,7 @@ def _batch(raw: Mapping[str, Any], sizes: Mapping[str, int], samples: int | None
     notes = [f'{key} is "auto": the best value is taken' for key in left[0 if samples is None else 1 :]]
     gz, gdata = (sizes.get(axis, 1) for axis in ("gz", "gdata"))
     batch.check({**known, batch.KEYS[0]: total}, gz, gdata)
-    total = total or micro * (steps or 1) * gz * gdata
+    total = total or (micro or 1) * (steps or 1) * gz * gdata
     if micro and "gdata" in sizes:
         return total, total // (gz * gdata * micro), []
     return total, steps or (None if left or "gdata" not in sizes else 1), notes
