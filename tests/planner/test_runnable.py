@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from axonn_plugins.hosts.deepspeed import states_config
 from axonn_plugins.hosts.deepspeed.tensor.config import check
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.answer import Question, answer
+from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.runnable import Runnable, runnable
 from axonn_plugins.planner.split import split_of
 from axonn_plugins.planner.step import Setting
@@ -34,15 +36,33 @@ from tests.distributed import run_ranks
 from tests.megatron.harness import CHECKOUT, missing, run
 
 TINY = "layers=2,hidden=256,heads=8,vocabulary=64,sequence=8"
-MODELS = ("gpt3-xl", "gpt-20b", "llama3-8b", "layers=6,hidden=768,heads=12,kv_heads=4,vocabulary=1000,sequence=1000")
+LLAMA = Transformer(
+    "llama",
+    layers=3,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    sequence=8,
+    gated=True,
+    untied=True,
+    feed_forward=512,
+    vocabulary=64,
+)
+MODELS = (
+    "gpt3-xl",
+    "llama3-8b",
+    "mixtral-8x7b",
+    "layers=6,hidden=768,heads=12,kv_heads=4,vocabulary=1000,sequence=1000",
+)
 MACHINES = ("perlmutter", "h100", "summit", "cpu", "b200-nvs64")
 SETTINGS = (Setting(), Setting(recompute=True), Setting(sparsity=0.9), Setting(recompute=True, keep_gathered=True))
 
 
-def started(name: str, gpus: int, batch: int, strategy: str, fixed: dict[str, int], **setting: object) -> Runnable:
-    asked = Question(
-        machine.load("cpu"), model.load(name), gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting)
-    )
+def started(
+    trained: str | Transformer, gpus: int, batch: int, strategy: str, fixed: dict[str, int], **setting: object
+) -> Runnable:
+    trained = model.load(trained) if isinstance(trained, str) else trained
+    asked = Question(machine.load("cpu"), trained, gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting))
     return runnable(asked, answer(asked, 1).best[0])
 
 
@@ -95,7 +115,8 @@ DEEPSPEED = {
     "data": ("axonn", {"gy": 2, "gdata": 2}, {}),
     "samo": ("axonn", {"gx": 2, "gdata": 2}, {"sparsity": 0.5}),
     "1d": ("1d", {"n1": 4, "bm": 4}, {}),
-    "stages": ("1d", {"n1": 2, "np": 2, "bm": 2}, {}),
+    "stages of 1d": ("1d", {"n1": 2, "np": 2, "bm": 2}, {"recompute": True}),
+    "stages": ("axonn", {"gz": 2, "stages": 2, "m": 2}, {}),
 }
 
 
@@ -153,7 +174,7 @@ def test_deepspeed_starts_as_printed() -> None:
 
 MEGATRON = {
     "grid": (2, TINY, 2, "axonn", {"gx": 2}, {"recompute": True}),
-    "1d": (2, f"{TINY},kv_heads=2", 4, "1d", {"np": 2}, {}),
+    "1d": (2, LLAMA, 4, "1d", {"np": 2}, {}),
     "samo": (2, TINY, 2, "axonn", {"gz": 2}, {"sparsity": 0.5}),
 }
 
@@ -167,6 +188,49 @@ def test_megatron_starts_as_printed() -> None:
         cases[name] = (gpus, [*shlex.split(flags), "--train-iters", "2"])
     for name, result in run(Path(CHECKOUT, "pretrain_gpt.py"), cases).items():
         assert "error" not in result and len(result["losses"]) == 2, f"{name}: {result}"
+
+
+PARSED = {
+    "llama3-70b": ("axonn", 64, {"gx": 4, "gz": 4, "stages": 4}, {"recompute": True}),
+    "llama3-405b": ("1d", 128, {"n1": 8, "np": 16}, {}),
+    "deepseek-v2-lite": ("1d", 64, {"np": 1}, {}),
+    "qwen3-30b-a3b": ("1d", 64, {"n1": 2, "np": 4}, {"interleave": 2}),
+    "gpt3-xl": ("1d", 16, {"n1": 2, "nd": 8}, {"experts": 16}),
+}
+_PARSE = """
+import json, os, sys
+import axonn_plugins
+axonn_plugins.activate()
+from megatron.training.arguments import parse_args, validate_args
+for name, gpus, words in json.loads(sys.stdin.read()):
+    os.environ.update(WORLD_SIZE=str(gpus), RANK="0")
+    sys.argv = ["pretrain_gpt.py", *words]
+    args = validate_args(parse_args(), {})
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size
+    print("PARSED", json.dumps([name, sizes, args.num_experts, args.moe_layer_freq, args.expert_model_parallel_size]))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_megatron_parses_what_is_for_gpus() -> None:
+    lines = []
+    for name, (strategy, gpus, fixed, setting) in PARSED.items():
+        on = replace(machine.load("h100"), memory=1e13)
+        asked = Question(on, model.load(name), gpus, 128, (strategy,), fixed=fixed, setting=Setting(**setting))
+        flags = runnable(asked, answer(asked, 1).best[0]).megatron
+        assert flags is not None
+        lines.append((name, gpus, [*shlex.split(flags), "--transformer-impl", "local"]))
+    variables = {**os.environ, "PYTHONPATH": CHECKOUT, "AXONN_MEGATRON_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE], input=json.dumps(lines), text=True, capture_output=True, env=variables
+    )
+    said = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("PARSED")]
+    found = {name: rest for name, *rest in said}
+    assert found.keys() == PARSED.keys(), done.stderr[-2000:]
+    assert found["llama3-70b"][0] == [4, 4, 4] and found["llama3-405b"][0] == [8, 16, 1]
+    assert found["deepseek-v2-lite"][2] == [0, *[1] * 26] and found["deepseek-v2-lite"][1] == 64
+    assert found["qwen3-30b-a3b"][1:3] == [128, [1] * 48] and found["qwen3-30b-a3b"][3] == 8
+    assert found["gpt3-xl"][1:] == [16, [0, 1] * 12, 8]
 
 
 def test_torchrun_starts_as_printed(tmp_path: Path) -> None:
