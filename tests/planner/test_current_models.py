@@ -140,6 +140,9 @@ def test_transformers_modules_have_as_many(family):
         ({"first_k_dense_replace": 1}, 1, 1, 47),
         ({"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, 1, 1, 3),
         ({"num_hidden_layers": 4, "moe_layer_freq": [0, 0, 1, 1]}, 2, 1, 2),
+        ({"num_hidden_layers": 5, "moe_layer_freq": 2}, 2, 1, 3),
+        ({"num_hidden_layers": 2, "num_experts": [64, 64], "num_experts_per_tok": [8, 8]}, 0, 1, 2),
+        ({"attn_type_list": [1] * 48}, 0, 1, 48),
     ],
 )
 def test_layers_with_experts(change, dense, every, sparse, monkeypatch):
@@ -156,6 +159,8 @@ def test_layers_with_experts(change, dense, every, sparse, monkeypatch):
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
         ({"model_type": "jetmoe"}, 'model_type = "jetmoe"'),
         ({"num_experts": [64, 64]}, r"experts = \[64, 64\]"),
+        ({"attn_type_list": [0, 1]}, "attn_type_list has 0, linear attention"),
+        ({"moe_layer_freq": "2"}, "does not say in numbers which layers have its 128 experts"),
         ({"num_experts_per_tok": None}, "None for each token"),
         ({"num_experts_per_tok": 200}, "an experts_per_token from 1 to 128"),
         ({"num_hidden_layers": "48"}, "num_hidden_layers = '48' is not a whole number"),

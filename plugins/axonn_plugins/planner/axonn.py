@@ -264,8 +264,8 @@ def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     """
     if not isinstance(model, Transformer) or model.gated or model.experts:
         products = sum(block.count * block.products for block in model.blocks)
-        head = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
-        return batch * ((8 if recompute else 6) * products + 6 * head)
+        output = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
+        return batch * ((8 if recompute else 6) * products + 6 * output)
     s, depth, h = model.sequence, model.layers, model.hidden
     layers = 1 + s / (6 * h)
     head = model.vocabulary / (16 * depth * h)

@@ -115,7 +115,7 @@ def read(path: Path) -> tuple[Measurement, ...]:
 
 
 _NEEDED = ("framework", "model", "machine", "gpus", "batch", "strategy")
-_SETTING = ("recompute", "interleave", "sparsity", "experts")
+_SETTING = ("recompute", "interleave", "sparsity", "experts", "fused")
 
 
 def _row(where: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def errors(rows: Sequence[Measurement], calibration: Calibration) -> list[float]
 
 def _loss(rows: Sequence[Measurement], calibration: Calibration) -> float:
     of = {system: [row for row in rows if row.system == system] for system in systems(rows)}
-    return statistics.mean(statistics.mean(abs(error) for error in errors(each, calibration)) for each in of.values())
+    off = ([error**2 for error in errors(each, calibration)] for each in of.values())
+    return statistics.mean(math.sqrt(statistics.mean(each)) for each in off)
 
 
 def _spread(rows: Sequence[Measurement], calibration: Calibration) -> float:

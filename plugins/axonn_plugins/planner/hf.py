@@ -6,7 +6,8 @@ What a configuration leaves out is what its class in transformers says, where tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from axonn_plugins.config.base import ConfigError
@@ -49,7 +50,7 @@ _TIED = (*_POSITIONS, "gpt_neo", "bloom", "falcon", "mpt", "gemma", "cohere", "s
 _NOT_KNOWN = {
     "layers of state-space models": ("ssm_", "mamba_", "state_size", "time_step_rank", "hybrid_override_pattern"),
     "recurrent layers": ("lru_width", "rwkv_", "attention_hidden_size", "mlstm_", "qk_dim_factor"),
-    "linear attention": ("linear_num_", "linear_attn_config", "attn_type_list"),
+    "linear attention": ("linear_num_", "linear_attn_config"),
     "layers that differ from one another": ("block_configs", "num_query_heads_per_layer", "num_global_key_value_heads"),
     "cross-attention": ("cross_attention_layers",),
     "layers that share their parameters": ("num_hidden_groups",),
@@ -132,8 +133,20 @@ def _completed(table: Mapping[str, Any]) -> Mapping[str, Any]:
     with contextlib.suppress(Exception):  # not installed, a family that it does not know, or keys that it refuses
         from transformers import CONFIG_MAPPING
 
-        return CONFIG_MAPPING[table["model_type"]].from_dict(dict(table)).to_dict()
+        with _silent(logging.getLogger("transformers")):
+            return CONFIG_MAPPING[table["model_type"]].from_dict(dict(table)).to_dict()
     return table
+
+
+@contextlib.contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    """Without warnings, which are of rotary embeddings and the like."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _given(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +170,8 @@ def _refuse(where: str, family: str, table: Mapping[str, Any]) -> None:
     other = [one for one in table.get("layer_types", ()) if one not in _ATTENTIONS]
     if other:
         raise ConfigError(f'{where}: layer_types has "{other[0]}", {use}')
+    if 0 in table.get("attn_type_list", ()):
+        raise ConfigError(f"{where}: attn_type_list has 0, linear attention, {use}")
     if table.get("is_encoder_decoder"):
         raise ConfigError(f"{where}: is_encoder_decoder is true, {use}")
     if family.startswith(_OTHER_FAMILIES):
@@ -175,31 +190,40 @@ def _mixture(where: str, table: Mapping[str, Any], sizes: Mapping[str, Any]) -> 
     count = _first(table, _EXPERTS)
     if count in (None, 0, 1):
         return {}
-    width, per_token = _first(table, _EXPERT_WIDTH), _first(table, _PER_TOKEN)
-    if not all(isinstance(one, int) for one in (count, width, per_token)):
+    layers, width, per_token = sizes["layers"], _first(table, _EXPERT_WIDTH), _first(table, _PER_TOKEN)
+    shared = _first(table, _SHARED) or 0
+    count, width, per_token, shared = (_alike(one, layers) for one in (count, width, per_token, shared))
+    if not all(isinstance(one, int) for one in (count, width, per_token, shared)):
         raise ConfigError(
             f"{where}: experts = {count!r}, of {width!r} features, {per_token!r} for each token, are not whole numbers; give a model "
             "whose layers have the same experts"
         )
-    shared = _first(table, _SHARED_WIDTH)
-    if shared is None:
-        shared = (_first(table, _SHARED) or 0) * width
+    shared = shared * width if _first(table, _SHARED_WIDTH) is None else _first(table, _SHARED_WIDTH)
     if "interleave_moe_layer_step" in table:  # Llama 4 has one besides, and says so nowhere
         shared = width
-    sparse = _sparse(table, sizes["layers"])
-    dense = sparse.index(True) if any(sparse) else sizes["layers"]
-    every = next((step for step in range(1, len(sparse)) if _pattern(len(sparse), dense, step) == sparse), 0)
-    if not every:  # not a pattern of ours: as many, the last ones
-        dense, every = len(sparse) - sum(sparse), 1
-    first = dense + 1 - every if every > 1 else dense
+    try:
+        sparse = _sparse(table, layers)
+    except (TypeError, ZeroDivisionError):
+        raise ConfigError(f"{where} does not say in numbers which layers have its {count} experts; mend it") from None
+    start = sparse.index(True) if any(sparse) else layers
+    every = next((step for step in range(1, layers) if _pattern(layers, start, step) == sparse), 1)
+    dense = max(start + 1 - every, 0)
+    if (layers - dense) // every != sum(sparse):  # not a pattern of ours: as many, the last ones
+        dense, every = layers - sum(sparse), 1
     return {
         "experts": count,
         "experts_per_token": per_token,
         "expert_feed_forward": width,
         "shared_feed_forward": shared,
-        "dense_layers": max(first, 0),
+        "dense_layers": dense,
         "sparse_every": every,
     }
+
+
+def _alike(value: Any, layers: int) -> Any:
+    """Of a list with a number for each layer, the one that all of them are."""
+    same = isinstance(value, list) and len(value) == layers and len(set(value)) == 1
+    return value[0] if same else value
 
 
 def _pattern(layers: int, first: int, every: int) -> list[bool]:
@@ -208,7 +232,7 @@ def _pattern(layers: int, first: int, every: int) -> list[bool]:
 
 def _sparse(table: Mapping[str, Any], layers: int) -> list[bool]:
     """Which layers have experts."""
-    kinds, listed, every = table.get("mlp_layer_types"), table.get("moe_layers"), table.get("moe_layer_freq", 1)
+    kinds, listed, every = table.get("mlp_layer_types"), table.get("moe_layers"), table.get("moe_layer_freq") or 1
     if kinds:
         return [kind == "sparse" for kind in kinds]
     if isinstance(every, list):

@@ -105,7 +105,8 @@ def _from_file(path: Path, option: str) -> Model:
     path = path / "config.json" if path.is_dir() else path
     table = files.read(option, path)
     if is_hf(table):
-        return parse(str(path), sizes_of(str(path), table), path.resolve().parent.name or "model", f"HF {path.name}")
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return parse(str(path), sizes_of(str(path), table), name or "model", f"HF {path.name}")
     return parse(str(path), table, path.stem)
 
 

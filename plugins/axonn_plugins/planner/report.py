@@ -57,13 +57,23 @@ def heading(asked: Answer) -> str:
     )
     mode = f", {as_published}" if question.mode == "paper" else ""
     lines = [
-        f"{model.name}: {model.described}, {model.parameters / 1e9:.4g} billion parameters"
-        + (f" ({model.source})" if model.source else ""),
+        f"{model.name}: {model.described}, {_billions(model)}" + (f" ({model.source})" if model.source else ""),
         f"{machine.name}: {machine.memory / GB:g} GB a GPU, domains of {machine.domain} ({machine.source})",
         *([f"assumed: {machine.assumed}"] if machine.assumed else []),
         f"{question.batch} samples of {model.sample} a step{mode}",
     ]
     return "\n".join(lines)
+
+
+def _active(model: Model) -> int:
+    """Parameters that a position meets."""
+    return model.active_parameters if isinstance(model, Transformer) else model.parameters
+
+
+def _billions(model: Model) -> str:
+    active = _active(model)
+    of_token = "" if active == model.parameters else f", {active / 1e9:.4g} of a token"
+    return f"{model.parameters / 1e9:.4g} billion parameters{of_token}"
 
 
 def searched(asked: Answer) -> str:
@@ -213,6 +223,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
             best[0]["days"] = _days(asked, tokens)
     return {
         "model": question.model.name,
+        "parameters": question.model.parameters,
+        "active_parameters": _active(question.model),
         "machine": machine.name,
         "gpus": question.gpus,
         "batch": question.batch,
