@@ -86,6 +86,14 @@ def test_float32_is_said(asked):
     assert "in float32 weights and activations take twice" in asked({"train_batch_size": 1024})[1]
 
 
+def test_offloading_is_said(asked):
+    stock = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for raw in (stock, {"axonn": grid(offload_optimizer={})}):
+        assert "the optimizer's state is in host memory" in asked({"train_batch_size": 1024, **BF16, **raw})[1]
+    off = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
+    assert "host memory" not in asked({"train_batch_size": 1024, **BF16, **off})[1]
+
+
 WRONG = [
     ({"train_batch_size": 1000, "axonn": grid(gz=64)}, ASKED, "train_batch_size = 1000 does not divide by gz*gdata = 64*4"),
     ({"train_batch_size": 1024, "axonn": grid(gx=3)}, ASKED, "--gpus = 256 is not a multiple of gx*gy*gz = 3"),

@@ -27,7 +27,7 @@ from axonn_plugins.hosts.deepspeed.tensor.config import check
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.answer import Question, answer
 from axonn_plugins.planner.model import Transformer
-from axonn_plugins.planner.runnable import Runnable, runnable
+from axonn_plugins.planner.runnable import runnable
 from axonn_plugins.planner.split import split_of
 from axonn_plugins.planner.step import Setting
 from axonn_recipes.models.gpt import GPT, GPTConfig
@@ -58,15 +58,13 @@ MACHINES = ("perlmutter", "h100", "summit", "cpu", "b200-nvs64")
 SETTINGS = (Setting(), Setting(recompute=True), Setting(sparsity=0.9), Setting(recompute=True, keep_gathered=True))
 
 
-def started(
-    trained: str | Transformer, gpus: int, batch: int, strategy: str, fixed: dict[str, int], **setting: object
-) -> Runnable:
+def started(trained, gpus, batch, strategy, fixed, **setting):
     trained = model.load(trained) if isinstance(trained, str) else trained
     asked = Question(machine.load("cpu"), trained, gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting))
     return runnable(asked, answer(asked, 1).best[0])
 
 
-def test_any_answer_is_a_configuration_that_is_taken() -> None:
+def test_any_answer_is_a_configuration_that_is_taken():
     taken = 0
     for (name, where), strategy, (gpus, batch) in itertools.product(
         itertools.product(MODELS, MACHINES), ("axonn", "1d"), ((8, 48), (24, 24), (64, 640))
@@ -94,7 +92,7 @@ def test_any_answer_is_a_configuration_that_is_taken() -> None:
     assert taken > 200
 
 
-def test_what_nobody_runs_is_said() -> None:
+def test_what_nobody_runs_is_said():
     asked = Question(machine.load("a100"), model.load("gpt3-xl"), 16, 16, ("2d",))
     made = runnable(asked, answer(asked, 1).best[0])
     assert made.ds_config is None and made.megatron is None and "nothing here runs 2d" in made.notes[0]
@@ -138,7 +136,7 @@ class _Head(nn.Module):
         return self.head(self.norm(x))
 
 
-def _steps() -> dict[str, tuple[int, int, bool]]:
+def _steps():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # a kernel for inference alone, compiled for a minute
     )
@@ -167,7 +165,7 @@ def _steps() -> dict[str, tuple[int, int, bool]]:
     return found
 
 
-def test_deepspeed_starts_as_printed() -> None:
+def test_deepspeed_starts_as_printed():
     for found in run_ranks(_steps, 4):
         assert found == dict.fromkeys(DEEPSPEED, (1, 8, True))
 
@@ -180,7 +178,7 @@ MEGATRON = {
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_megatron_starts_as_printed() -> None:
+def test_megatron_starts_as_printed():
     cases = {}
     for name, (gpus, sizes, batch, strategy, fixed, setting) in MEGATRON.items():
         flags = started(sizes, gpus, batch, strategy, fixed, **setting).megatron
@@ -212,7 +210,7 @@ for name, gpus, words in json.loads(sys.stdin.read()):
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_megatron_parses_what_is_for_gpus() -> None:
+def test_megatron_parses_what_is_for_gpus():
     lines = []
     for name, (strategy, gpus, fixed, setting) in PARSED.items():
         on = replace(machine.load("h100"), memory=1e13)
@@ -233,7 +231,7 @@ def test_megatron_parses_what_is_for_gpus() -> None:
     assert found["gpt3-xl"][1:] == [16, [0, 1] * 12, 8]
 
 
-def test_torchrun_starts_as_printed(tmp_path: Path) -> None:
+def test_torchrun_starts_as_printed(tmp_path):
     (tmp_path / "train.py").write_text("import os, sys; open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))")
     made = started(TINY, 2, 8, "axonn", {})
     line = next(line for line in made.text.splitlines() if "train.py" in line)

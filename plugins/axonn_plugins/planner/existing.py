@@ -71,6 +71,10 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         notes.append(
             "neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"
         )
+    if given.offload_optimizer is not None or _section(zero, "offload_optimizer").get("device", "none") != "none":
+        notes.append(
+            "the optimizer's state is in host memory: a GPU holds less than is said here, and a step takes longer"
+        )
     fixed = sizes if steps is None else {**sizes, "m": steps}
     return Existing(fixed, total, stage, _setting(given, setting), given.tensor_parallel is not None, tuple(notes))
 
@@ -127,7 +131,7 @@ def _batch(raw: Mapping[str, Any], sizes: Mapping[str, int], samples: int | None
     notes = [f'{key} is "auto": the best value is taken' for key in left[0 if samples is None else 1 :]]
     gz, gdata = (sizes.get(axis, 1) for axis in ("gz", "gdata"))
     batch.check({**known, batch.KEYS[0]: total}, gz, gdata)
-    total = total or micro * (steps or 1) * gz * gdata
+    total = total or (micro or 1) * (steps or 1) * gz * gdata
     if micro and "gdata" in sizes:
         return total, total // (gz * gdata * micro), []
     return total, steps or (None if left or "gdata" not in sizes else 1), notes
