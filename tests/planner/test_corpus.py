@@ -63,7 +63,8 @@ def test_added_models_have_as_many_parameters_as_published(name: str, billions: 
 
 def test_megatrons_rows_are_predicted_as_its_recipe_says() -> None:
     """16.9 % on average, 28.2 % at most, as the planner's README has it."""
-    errors = [abs(row.predicted("roofline").seconds / row.seconds - 1) for row in of("megatron")]
+    rows = [replace(row, setting=replace(row.setting, fused=True)) for row in of("megatron")]
+    errors = [abs(row.predicted("roofline").seconds / row.seconds - 1) for row in rows]
     assert sum(errors) / len(errors) == pytest.approx(0.169, abs=2e-3)
     assert max(errors) == pytest.approx(0.282, abs=2e-3)
 

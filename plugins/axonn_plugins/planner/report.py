@@ -102,7 +102,8 @@ def verdict(asked: Answer, tokens: float | None = None) -> str:
         "  time: " + ", ".join(f"{_words(part)} {share:.1%}" for part, share in parts if share > 0),
         "  memory: " + ", ".join(f"{part} {size / GB:.1f} GB" for part, size in plan.holds.items()),
         f"  the longest part is {_words(parts[0][0])}, then {_words(parts[1][0])}",
-        f"  {span.low:.4g} to {span.high:.4g} s {span.source}" + _whole_error(question.model),
+        f"  {span.low:.4g} to {span.high:.4g} s {span.source}"
+        + ("" if question.mode == "calibrated" else _whole_error(question.model)),
     ]
     rate = flops_a_gpu(asked)
     if rate is not None:
