@@ -8,7 +8,7 @@ import pytest
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import axonn, fourd, machine, model
-from axonn_plugins.planner.choose import Candidate, Choice, candidate, choose, seconds, sentence
+from axonn_plugins.planner.choose import Candidate, Choice, candidate, choose, seconds, seconds_by_axis, sentence
 from axonn_tp import Grid
 from axonn_tp.plan.volumes import Volume
 
@@ -40,11 +40,30 @@ def candidates(gpus: int, batch: int) -> list[Candidate]:
 
 
 def test_the_published_ranks():
-    choices = choose(replace(PERLMUTTER, memory=36e9), candidates(32, 32))
+    as_measured = replace(PERLMUTTER, memory=36e9, device="cpu")
+    choices = choose(as_measured, candidates(32, 32))
     assert [(one.gx, one.gy, one.gz, one.gdata) for one in choices[:3]] == [(1, 1, 32, 1), (2, 1, 16, 1), (4, 1, 8, 1)]
     assert round(choices[0].seconds, 3) == 0.765
-    later = choose(replace(PERLMUTTER, memory=36e9, slow_latency=1e-3), candidates(32, 32))
+    later = choose(replace(as_measured, slow_latency=1e-3), candidates(32, 32))
     assert later[0].seconds == pytest.approx(choices[0].seconds + 10e-3)
+
+
+def test_compute_hides_a_calibrated_share_on_gpus():
+    on, every = replace(PERLMUTTER, memory=36e9), candidates(32, 32)
+    flops = axonn.model_flops(GPT_20B, 32) / 32
+    hiding = [replace(one, flops=flops) for one in every]
+    assert [(one.gx, one.gz) for one in choose(on, hiding)[:3]] == [(1, 32), (2, 16), (4, 8)]
+    exposed, left = seconds(on, every), seconds(on, hiding)
+    by_axis = seconds_by_axis(machine.calibrated(on, "calibrated"), every)
+    half = (by_axis["z"] + (by_axis["x"] + by_axis["y"]) / 2) / 2
+    assert exposed == pytest.approx(sum(by_axis.values())) and exposed - left == pytest.approx(
+        np.minimum(half, flops / 280e12)
+    )
+    # What takes longer than all compute is not hidden beyond that.
+    few = seconds(on, [replace(one, flops=1e9) for one in every])
+    assert np.all(exposed - few <= 1e9 / 280e12 * 1.0001)
+    cpu = replace(on, device="cpu")
+    assert seconds(cpu, hiding).tolist() == seconds(cpu, every).tolist()
 
 
 def test_reduce_scatters_take_as_long_as_they_do():

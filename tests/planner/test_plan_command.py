@@ -169,3 +169,31 @@ def test_wrong_tokens_per_batch(capsys):
     assert "use 2097152, which is --batch 1024" in run(f"{base} 2097153", capsys)[2]
     assert "is not a number of positions" in run(f"{base} 2T", capsys)[2]
     assert "arguments are required" in run("plan --model gpt-5b", capsys)[2]
+
+
+COMPETING = [
+    ("", {"axonn"}),
+    ("--fix gz=8", {"axonn"}),
+    ("--fix np=2", {"1d"}),
+    ("--interleave 2 --samo 0.9", {"1d"}),
+    ("--ted experts=4", {"1d"}),
+    ("--fix n2=2", {"2d", "summa"}),
+    ("--mode paper", {"1d", "2d", "summa"}),
+    ("--strategy all", {"1d", "2d", "summa", "axonn"}),
+]
+
+
+@pytest.mark.parametrize(("options", "strategies"), COMPETING)
+def test_what_the_suite_runs_competes_by_default(options, strategies, capsys):
+    code, out, _ = run(f"plan --model gpt3-xl --machine a100 --gpus 64 --batch 64 --json - {options}", capsys)
+    answered = json.loads(out)
+    found = {name for name, one in answered["searched"].items() if one["configurations"]}
+    assert code == 0 and found == strategies
+    runs = answered["best"]["strategy"] in ("1d", "axonn")
+    assert (answered["megatron"] is not None or "experts" in options) == runs
+    assert answered["launch"].startswith("torchrun --nnodes 16 --nproc-per-node 4 ")
+
+
+def test_a_batch_is_asked_for(capsys):
+    code, _, err = run("plan --model gpt3-xl --machine a100 --gpus 64", capsys)
+    assert code == 2 and "one of these arguments is required: --batch or --tokens-per-batch" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,8 @@ from axonn_plugins.hosts.deepspeed import states_config
 from axonn_plugins.hosts.deepspeed.tensor.config import check
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.answer import Question, answer
-from axonn_plugins.planner.runnable import Runnable, runnable
+from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.runnable import runnable
 from axonn_plugins.planner.split import split_of
 from axonn_plugins.planner.step import Setting
 from axonn_recipes.models.gpt import GPT, GPTConfig
@@ -34,19 +36,35 @@ from tests.distributed import run_ranks
 from tests.megatron.harness import CHECKOUT, missing, run
 
 TINY = "layers=2,hidden=256,heads=8,vocabulary=64,sequence=8"
-MODELS = ("gpt3-xl", "gpt-20b", "llama3-8b", "layers=6,hidden=768,heads=12,kv_heads=4,vocabulary=1000,sequence=1000")
+LLAMA = Transformer(
+    "llama",
+    layers=3,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    sequence=8,
+    gated=True,
+    untied=True,
+    feed_forward=512,
+    vocabulary=64,
+)
+MODELS = (
+    "gpt3-xl",
+    "llama3-8b",
+    "mixtral-8x7b",
+    "layers=6,hidden=768,heads=12,kv_heads=4,vocabulary=1000,sequence=1000",
+)
 MACHINES = ("perlmutter", "h100", "summit", "cpu", "b200-nvs64")
 SETTINGS = (Setting(), Setting(recompute=True), Setting(sparsity=0.9), Setting(recompute=True, keep_gathered=True))
 
 
-def started(name: str, gpus: int, batch: int, strategy: str, fixed: dict[str, int], **setting: object) -> Runnable:
-    asked = Question(
-        machine.load("cpu"), model.load(name), gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting)
-    )
+def started(trained, gpus, batch, strategy, fixed, **setting):
+    trained = model.load(trained) if isinstance(trained, str) else trained
+    asked = Question(machine.load("cpu"), trained, gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting))
     return runnable(asked, answer(asked, 1).best[0])
 
 
-def test_any_answer_is_a_configuration_that_is_taken() -> None:
+def test_any_answer_is_a_configuration_that_is_taken():
     taken = 0
     for (name, where), strategy, (gpus, batch) in itertools.product(
         itertools.product(MODELS, MACHINES), ("axonn", "1d"), ((8, 48), (24, 24), (64, 640))
@@ -74,7 +92,7 @@ def test_any_answer_is_a_configuration_that_is_taken() -> None:
     assert taken > 200
 
 
-def test_what_nobody_runs_is_said() -> None:
+def test_what_nobody_runs_is_said():
     asked = Question(machine.load("a100"), model.load("gpt3-xl"), 16, 16, ("2d",))
     made = runnable(asked, answer(asked, 1).best[0])
     assert made.ds_config is None and made.megatron is None and "nothing here runs 2d" in made.notes[0]
@@ -95,7 +113,8 @@ DEEPSPEED = {
     "data": ("axonn", {"gy": 2, "gdata": 2}, {}),
     "samo": ("axonn", {"gx": 2, "gdata": 2}, {"sparsity": 0.5}),
     "1d": ("1d", {"n1": 4, "bm": 4}, {}),
-    "stages": ("1d", {"n1": 2, "np": 2, "bm": 2}, {}),
+    "stages of 1d": ("1d", {"n1": 2, "np": 2, "bm": 2}, {"recompute": True}),
+    "stages": ("axonn", {"gz": 2, "stages": 2, "m": 2}, {}),
 }
 
 
@@ -117,7 +136,7 @@ class _Head(nn.Module):
         return self.head(self.norm(x))
 
 
-def _steps() -> dict[str, tuple[int, int, bool]]:
+def _steps():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # a kernel for inference alone, compiled for a minute
     )
@@ -146,20 +165,20 @@ def _steps() -> dict[str, tuple[int, int, bool]]:
     return found
 
 
-def test_deepspeed_starts_as_printed() -> None:
+def test_deepspeed_starts_as_printed():
     for found in run_ranks(_steps, 4):
         assert found == dict.fromkeys(DEEPSPEED, (1, 8, True))
 
 
 MEGATRON = {
     "grid": (2, TINY, 2, "axonn", {"gx": 2}, {"recompute": True}),
-    "1d": (2, f"{TINY},kv_heads=2", 4, "1d", {"np": 2}, {}),
+    "1d": (2, LLAMA, 4, "1d", {"np": 2}, {}),
     "samo": (2, TINY, 2, "axonn", {"gz": 2}, {"sparsity": 0.5}),
 }
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_megatron_starts_as_printed() -> None:
+def test_megatron_starts_as_printed():
     cases = {}
     for name, (gpus, sizes, batch, strategy, fixed, setting) in MEGATRON.items():
         flags = started(sizes, gpus, batch, strategy, fixed, **setting).megatron
@@ -169,7 +188,50 @@ def test_megatron_starts_as_printed() -> None:
         assert "error" not in result and len(result["losses"]) == 2, f"{name}: {result}"
 
 
-def test_torchrun_starts_as_printed(tmp_path: Path) -> None:
+PARSED = {
+    "llama3-70b": ("axonn", 64, {"gx": 4, "gz": 4, "stages": 4}, {"recompute": True}),
+    "llama3-405b": ("1d", 128, {"n1": 8, "np": 16}, {}),
+    "deepseek-v2-lite": ("1d", 64, {"np": 1}, {}),
+    "qwen3-30b-a3b": ("1d", 64, {"n1": 2, "np": 4}, {"interleave": 2}),
+    "gpt3-xl": ("1d", 16, {"n1": 2, "nd": 8}, {"experts": 16}),
+}
+_PARSE = """
+import json, os, sys
+import axonn_plugins
+axonn_plugins.activate()
+from megatron.training.arguments import parse_args, validate_args
+for name, gpus, words in json.loads(sys.stdin.read()):
+    os.environ.update(WORLD_SIZE=str(gpus), RANK="0")
+    sys.argv = ["pretrain_gpt.py", *words]
+    args = validate_args(parse_args(), {})
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size
+    print("PARSED", json.dumps([name, sizes, args.num_experts, args.moe_layer_freq, args.expert_model_parallel_size]))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_megatron_parses_what_is_for_gpus():
+    lines = []
+    for name, (strategy, gpus, fixed, setting) in PARSED.items():
+        on = replace(machine.load("h100"), memory=1e13)
+        asked = Question(on, model.load(name), gpus, 128, (strategy,), fixed=fixed, setting=Setting(**setting))
+        flags = runnable(asked, answer(asked, 1).best[0]).megatron
+        assert flags is not None
+        lines.append((name, gpus, [*shlex.split(flags), "--transformer-impl", "local"]))
+    variables = {**os.environ, "PYTHONPATH": CHECKOUT, "AXONN_MEGATRON_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE], input=json.dumps(lines), text=True, capture_output=True, env=variables
+    )
+    said = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("PARSED")]
+    found = {name: rest for name, *rest in said}
+    assert found.keys() == PARSED.keys(), done.stderr[-2000:]
+    assert found["llama3-70b"][0] == [4, 4, 4] and found["llama3-405b"][0] == [8, 16, 1]
+    assert found["deepseek-v2-lite"][2] == [0, *[1] * 26] and found["deepseek-v2-lite"][1] == 64
+    assert found["qwen3-30b-a3b"][1:3] == [128, [1] * 48] and found["qwen3-30b-a3b"][3] == 8
+    assert found["gpt3-xl"][1:] == [16, [0, 1] * 12, 8]
+
+
+def test_torchrun_starts_as_printed(tmp_path):
     (tmp_path / "train.py").write_text("import os, sys; open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))")
     made = started(TINY, 2, 8, "axonn", {})
     line = next(line for line in made.text.splitlines() if "train.py" in line)

@@ -122,6 +122,8 @@ def grids(model: Model, gpus: int, batch: int) -> Grids:
     gx, gy, gz, gdata = table
     features, heads = model.divides
     fits = (batch % (gz * gdata) == 0) & (heads % gx == 0)
+    if isinstance(model, Transformer):  # heads of keys and values are split, or each is repeated equally often
+        fits &= (model.kv % gx == 0) | (gx % model.kv == 0)
     for size in features:
         fits &= (size % gx == 0) & (size % gy == 0)
     return Grids(*table[:, fits])

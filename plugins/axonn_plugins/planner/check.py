@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,8 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.answer import Answer, Question, answer
 from axonn_plugins.planner.existing import Existing
 from axonn_plugins.planner.report import GB, configuration, excess, none_fits, plan_json
-from axonn_plugins.planner.search import AnyPlan
+from axonn_plugins.planner.runnable import block
+from axonn_plugins.planner.search import AnyPlan, GridPlan
 from axonn_plugins.planner.split import split_of
 
 _WORDS = {
@@ -86,7 +88,7 @@ def check(asked: Answer, existing: Existing) -> Checked:
 
 def _with_stage(plan: AnyPlan, stage: int) -> AnyPlan:
     """The same with what ZeRO's stage shares out over data-parallel ranks; the model's own is stage 1."""
-    assert plan.strategy == "axonn"
+    assert isinstance(plan, GridPlan)
     holds = dict(plan.holds)
     if stage == 0:
         holds["optimizer"] *= plan.gdata
@@ -119,7 +121,7 @@ def _lines(
         f"Better: {configuration(better)}, {better.seconds:.4g} s ({change:+.1%}), {better.bytes / GB:.1f} GB."
     )
     lines.append(_why(plan, better))
-    lines.append(f"To change: {_changes(plan, better, existing.batch)}.")
+    lines.append(f"To change: {_changes(question, existing, plan, better)}.")
     return lines
 
 
@@ -136,12 +138,13 @@ def _why(plan: AnyPlan, better: AnyPlan) -> str:
     return f"It saves {less}" + (f", and takes {more} more." if more else ".")
 
 
-def _changes(plan: AnyPlan, better: AnyPlan, batch: int) -> str:
-    old, new = split_of(plan, batch), split_of(better, batch)
+def _changes(question: Question, existing: Existing, plan: AnyPlan, better: AnyPlan) -> str:
+    old, new = split_of(plan, question.batch), split_of(better, question.batch)
     if old is None or new is None:
         return f"train by {better.strategy}"
-    pairs = ((name, getattr(old, key), getattr(new, key)) for key, name in _KEYS.items())
-    return (
-        ", ".join(f"{name} {before} to {after}" for name, before, after in pairs if before != after)
-        or "ZeRO's stage to 1"
-    )
+    pairs = [(key, getattr(old, key), getattr(new, key)) for key in _KEYS]
+    changed = [f"{_KEYS[key]} {before} to {after}" for key, before, after in pairs if before != after]
+    if existing.grid:
+        return ", ".join(changed) or "ZeRO's stage to 1"
+    samples = [f"{_KEYS[key]} to {after}" for key, _, after in pairs if key in ("microbatch", "accumulation")]
+    return f'add "axonn": {json.dumps(block(question, new))}, with ZeRO stage 1, ' + ", ".join(samples)

@@ -10,7 +10,8 @@ import numpy as np
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.axonn import Floats, Grids, bandwidths, ranked
-from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.machine import Machine, calibrated
+from axonn_plugins.planner.rates import sustained
 from axonn_tp import AXES, Grid
 from axonn_tp.plan.volumes import Volume
 
@@ -25,6 +26,7 @@ class Candidate:
         messages: one after another, by axis.
         state: bytes of weights, gradients and optimizer state.
         scattered: of the bytes sent, those in reduce-scatters, by axis.
+        flops: of a step's products, behind which collectives may hide; 0 for none.
     """
 
     sizes: tuple[int, int, int, int]
@@ -32,11 +34,12 @@ class Candidate:
     messages: Mapping[str, int]
     state: float
     scattered: Mapping[str, float] = field(default_factory=dict)
+    flops: float = 0.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A grid, its seconds of collectives in a step, and bytes of state of a rank."""
+    """A grid, its seconds of collectives in a step that nothing hides, and bytes of state of a rank."""
 
     gx: int
     gy: int
@@ -49,7 +52,7 @@ class Choice:
         return f"gx={self.gx} gy={self.gy} gz={self.gz} gdata={self.gdata}"
 
 
-def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float) -> Candidate:
+def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float, flops: float = 0.0) -> Candidate:
     """A grid that sends what `axonn_tp.plan.volumes.step_volumes` counts. What goes over several axes goes as fast as over the outermost."""
     sent: dict[str, float] = defaultdict(float)
     messages: dict[str, int] = defaultdict(int)
@@ -59,7 +62,7 @@ def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float) -> Candid
         sent[axis] += float(volume.sent)
         messages[axis] += volume.messages
         scattered[axis] += float(volume.scattered)
-    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state, scattered)
+    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state, scattered, flops)
 
 
 def outermost(axis: str, grid: Grid) -> str:
@@ -70,7 +73,8 @@ def outermost(axis: str, grid: Grid) -> str:
 def choose(machine: Machine, candidates: Sequence[Candidate]) -> list[Choice]:
     """Those that fit by the time of their collectives, equal ones with fewer and more inner axes first.
 
-    Bandwidths are the placement-aware model's (000, section 5.1.2); each message of a ring adds the latency of the network that it crosses.
+    Bandwidths are the placement-aware model's (000, section 5.1.2), as calibrated; each message of a ring adds the latency of the network
+    that it crosses.
 
     Args:
         machine: the networks, and the memory of a rank.
@@ -106,8 +110,19 @@ def sentence(choices: Sequence[Choice]) -> str:
 
 
 def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
-    """Of the collectives of a step on each grid."""
-    return np.sum(list(seconds_by_axis(machine, candidates).values()), axis=0)
+    """Of the collectives of a step on each grid that compute does not hide.
+
+    On GPUs, of what may run beside compute (all over z, and backward's half over x and y) the calibrated share is hidden. CPUs, whose cores
+    do both, hide nothing, and their rates are as measured.
+    """
+    if machine.device == "cpu":
+        return np.sum(list(seconds_by_axis(machine, candidates).values()), axis=0)
+    machine = calibrated(machine, "calibrated")
+    assert machine.calibration is not None
+    took = seconds_by_axis(machine, candidates)
+    beside = machine.calibration.hidden * (took["z"] + (took["x"] + took["y"]) / 2)
+    compute = np.array([one.flops for one in candidates]) / (machine.calibration.products * sustained(machine))
+    return np.sum(list(took.values()), axis=0) - np.minimum(beside, compute)
 
 
 def seconds_by_axis(machine: Machine, candidates: Sequence[Candidate]) -> dict[str, Floats]:

@@ -201,7 +201,7 @@ def _executed(mode: Mode, fixed: dict[str, int], setting: Setting) -> str:
 def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: Setting) -> tuple[AnyStrategy, ...]:
     """One, or all that know the given sizes.
 
-    The published model of 4D grids leaves compute out, so it competes with no other; and grids have no stages to interleave, nor experts.
+    The published model of 4D grids leaves compute out, so it competes with no other; nor are interleaved stages of grids modelled, or TED's experts.
     """
     name = given or _executed(mode, fixed, setting)
     knows = {
@@ -218,7 +218,7 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
         )
     if name == "axonn" and setting.interleave > 1:
         raise ConfigError(
-            f"--interleave = {setting.interleave} needs pipeline stages, which 4D grids do not have; leave it out, or choose 1d, 2d or summa"
+            f"--interleave = {setting.interleave} is not modelled for the stages of 4D grids; leave it out, or choose 1d, 2d or summa"
         )
     more = "--whole" if setting.whole else "" if setting.fused else "--attention plain"
     if more and (name == "axonn" or mode == "paper"):

@@ -29,6 +29,7 @@ class Existing:
         batch: samples of a step.
         stage: of ZeRO, whose shares of weights are z already.
         setting: how it trains.
+        grid: whether it has a grid of ours.
         notes: what the model does not see, or was not said.
     """
 
@@ -36,6 +37,7 @@ class Existing:
     batch: int
     stage: int
     setting: Setting
+    grid: bool
     notes: tuple[str, ...] = ()
 
 
@@ -65,12 +67,16 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         )
     sizes = _grid(raw, given, gpus, stages or 1, stage)
     total, steps, notes = _batch(raw, sizes, samples)
-    if not any(_section(raw, half).get("enabled") is True for half in ("bf16", "fp16")):
+    if not any(_section(raw, half).get("enabled") in (True, _AUTO) for half in ("bf16", "fp16")):
         notes.append(
             "neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"
         )
+    if given.offload_optimizer is not None or _section(zero, "offload_optimizer").get("device", "none") != "none":
+        notes.append(
+            "the optimizer's state is in host memory: a GPU holds less than is said here, and a step takes longer"
+        )
     fixed = sizes if steps is None else {**sizes, "m": steps}
-    return Existing(fixed, total, stage, _setting(given, setting), tuple(notes))
+    return Existing(fixed, total, stage, _setting(given, setting), given.tensor_parallel is not None, tuple(notes))
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -30,7 +30,10 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
     if not isinstance(model, Transformer):
         return "pretrain_gpt.py trains texts"
     ours = _ours(question, plan)
-    if ours and mixture(model, question.setting.experts) is not None:
+    experts = mixture(model, question.setting.experts) is not None
+    if experts and question.machine.device == "cpu":
+        return "its router of experts runs with transformer-engine only, which is for GPUs"
+    if ours and experts:
         return "on a grid its MoE layers own the dispatch of tokens; TED is for DeepSpeed, and --strategy 1d for Megatron's own experts"
     if ours and model.latent:
         return "on a grid multi-latent attention makes shares that it does not know; --strategy 1d is Megatron's own"

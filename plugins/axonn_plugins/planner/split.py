@@ -30,5 +30,5 @@ def split_of(plan: AnyPlan, batch: int) -> Split | None:
     """How a plan deals out ranks and samples; 1D is a grid of x and data alone. None for what nobody runs, 2D and SUMMA."""
     if isinstance(plan, GridPlan):
         samples = batch // (plan.gz * plan.gdata * plan.microbatches)
-        return Split(plan.gx, plan.gy, plan.gz, plan.gdata, 1, samples, plan.microbatches)
+        return Split(plan.gx, plan.gy, plan.gz, plan.gdata, plan.stages, samples, plan.microbatches)
     return Split(plan.n1, 1, 1, plan.nd, plan.np, plan.bm, plan.microbatches) if plan.strategy == "1d" else None

@@ -14,7 +14,7 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.sizes import indivisible
 from axonn_plugins.planner import choose, here
-from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
+from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication, model_flops
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.space import factorizations
 
@@ -141,10 +141,10 @@ def _candidate(args: Any, model: Transformer, sizes: tuple[int, ...], steps: int
         "z": (passes + 1) * (gz - 1) * each,
         "data": 2 * (gdata - 1),
     }
+    flops = model_flops(model, batch, args.recompute_granularity == "full") / (gx * gy * gz * gdata * stages)
     bytes_each = weight + 4 + (12 if weight == 2 else 8) / (gdata if args.use_distributed_optimizer else 1)
-    return choose.Candidate(
-        (gx, gy, gz, gdata), sent, messages, bytes_each * model.parameters / (gx * gy * gz) / stages, scattered
-    )
+    state = bytes_each * model.parameters / (gx * gy * gz) / stages
+    return choose.Candidate((gx, gy, gz, gdata), sent, messages, state, scattered, flops)
 
 
 def _gradient_bytes(args: Any) -> int:

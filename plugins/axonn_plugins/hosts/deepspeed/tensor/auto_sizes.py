@@ -130,8 +130,9 @@ def _candidates(
         samples, micro = raw["train_batch_size"] // grid.batch, raw.get("train_micro_batch_size_per_gpu")
         steps = raw.get("gradient_accumulation_steps") or (samples // micro if micro else 1)
         volumes = step_volumes(model, placements, grid, samples // steps * tokens, steps)
-        state = _state_bytes(raw, grid) * local_parameters(model, placements, grid)
-        yield choose.candidate(grid, volumes, state)
+        held = local_parameters(model, placements, grid)
+        flops = 6.0 * held * grid.gz * samples * tokens  # two for each weight and token, and twice as many in backward
+        yield choose.candidate(grid, volumes, _state_bytes(raw, grid) * held, flops)
 
 
 def _dealt(model: nn.Module, experts: Ted | None) -> int:

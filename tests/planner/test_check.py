@@ -1,0 +1,123 @@
+"""``axonn plan --check``: what an existing configuration takes, what would be better and why; and what is wrong with it, in one sentence."""
+
+import json
+
+import pytest
+
+from axonn_plugins import cli
+
+ASKED = "--model gpt-20b --machine perlmutter --gpus 256 --recompute"
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.fixture
+def asked(tmp_path, capsys):
+    def run(raw, options=ASKED):
+        file = tmp_path / "ds_config.json"
+        file.write_text(raw if isinstance(raw, str) else json.dumps(raw))
+        code = cli.main(f"plan --check {file} {options}".split())
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def grid(gx=1, gy=1, gz=1, **block):
+    return {"tensor_parallel": {"gx": gx, "gy": gy, "gz": gz, "plan": "auto"}, **block}
+
+
+def test_a_grid_and_what_is_better_and_why(asked):
+    raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "axonn": grid(8, 1, 8), **BF16}
+    code, out, _ = asked(raw)
+    assert code == 0 and "gx=8 gy=1 gz=8 gdata=4, ZeRO stage 0" in out
+    assert "collectives of split layers" in out and "It saves" in out and "gx 8 to" in out
+    checked = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]
+    assert (checked["gx"], checked["gz"], checked["gdata"], checked["m"]) == (8, 8, 4, 32) and checked["fits"]
+    assert checked["better"]["seconds"] < 0.99 * checked["seconds"]
+    assert sum(checked["parts"].values()) == pytest.approx(checked["seconds"])
+
+
+def test_what_is_checked_is_what_is_planned(asked, capsys):
+    raw = {"train_batch_size": 1024, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}, "axonn": grid(2, 2, 8), **BF16}  # fmt: skip
+    checked = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]
+    assert cli.main(f"plan {ASKED} --batch 1024 --fix gx=2,gy=2,gz=8,gdata=8,stages=1,m=4 --json -".split()) == 0
+    planned = json.loads(capsys.readouterr().out)["best"]
+    assert checked["seconds"] == planned["seconds"] and checked["memory_gb"] == planned["memory_gb"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stock_stages_share_out_what_they_share_out(stage, asked):
+    raw = {"train_batch_size": 1024, "zero_optimization": {"stage": stage}, **BF16}
+    checked = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]
+    held, parameters = checked["memory_parts_gb"], 20.1
+    assert (checked["gz"], checked["gdata"]) == ((256, 1) if stage == 3 else (1, 256))
+    assert held["optimizer"] == pytest.approx(12 * parameters / (1 if stage == 0 else 256), rel=0.01)
+    assert held["gradients"] == pytest.approx(2 * parameters / (1 if stage < 2 else 256), rel=0.01)
+    assert checked["fits"] == (stage == 3) and checked["memory_gb"] == pytest.approx(sum(held.values()))
+    why = " ".join(checked["why"])
+    assert stage == 3 or ("It does not fit: it needs" in why and 'add "axonn": {"tensor_parallel"' in why)
+
+
+def test_auto_keys(asked):
+    raw = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
+    raw |= {"gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}
+    code, out, err = asked(raw)
+    assert code == 2 and "does not say how many samples a step has; give --batch" in err
+    code, out, _ = asked(raw, f"{ASKED} --batch 512")
+    assert code == 0 and 'Note: train_micro_batch_size_per_gpu is "auto": the best value is taken.' in out
+    assert "float32" not in out
+    open_grid = {"train_batch_size": 1024, "axonn": {"tensor_parallel": {"plan": "planner", "gx": 2}}, **BF16}
+    checked = json.loads(asked(open_grid, f"{ASKED} --json -")[1])["checked"]
+    assert checked["gx"] == 2 and checked["gx"] * checked["gy"] * checked["gz"] * checked["gdata"] == 256
+
+
+def test_systems_and_stages(asked):
+    raw = {"train_batch_size": 1024, "axonn": grid(2, 1, 4, samo={"sparsity": 0.9}, pipeline={}), **BF16}
+    code, _, err = asked(raw)
+    assert code == 2 and "say it besides, such as --fix stages=4" in err
+    checked = json.loads(asked(raw, f"{ASKED} --fix stages=4 --json -")[1])["checked"]
+    assert checked["stages"] == 4 and checked["gdata"] == 8 and checked["parts"]["bubble"] > 0
+    dense = {**raw, "axonn": grid(2, 1, 4, pipeline={})}
+    whole = json.loads(asked(dense, f"{ASKED} --fix stages=4 --json -")[1])["checked"]
+    assert checked["memory_parts_gb"]["gradients"] == pytest.approx(0.1 * whole["memory_parts_gb"]["gradients"])
+
+
+def test_float32_is_said(asked):
+    assert "in float32 weights and activations take twice" in asked({"train_batch_size": 1024})[1]
+
+
+def test_offloading_is_said(asked):
+    stock = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for raw in (stock, {"axonn": grid(offload_optimizer={})}):
+        assert "the optimizer's state is in host memory" in asked({"train_batch_size": 1024, **BF16, **raw})[1]
+    off = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
+    assert "host memory" not in asked({"train_batch_size": 1024, **BF16, **off})[1]
+
+
+WRONG = [
+    ({"train_batch_size": 1000, "axonn": grid(gz=64)}, ASKED, "train_batch_size = 1000 does not divide by gz*gdata = 64*4"),
+    ({"train_batch_size": 1024, "axonn": grid(gx=3)}, ASKED, "--gpus = 256 is not a multiple of gx*gy*gz = 3"),
+    ({"train_batch_size": 1024, "axonn": grid(gx=64)}, ASKED, "gx must divide 56 heads"),
+    ({"train_batch_size": 1024, "axonn": {"tensor_parallel": {"gxx": 2}}}, ASKED, 'axonn.tensor_parallel.gxx is not a key; use "gx"'),
+    ({"train_batch_size": 1024, "axonn": grid(), "zero_optimization": {"stage": 3}}, ASKED, "make gz larger"),
+    ({"train_batch_size": 1024, "zero_optimization": {"stage": 4}}, ASKED, "zero_optimization.stage = 4 is not known"),
+    ({"train_batch_size": 1024, "sequence_parallel_size": 2}, ASKED, "sequence_parallel_size splits sequences"),
+    ({"train_batch_size": 1024}, f"{ASKED} --batch 512", "--batch = 512 is not train_batch_size = 1024"),
+    ({"train_batch_size": True}, ASKED, "train_batch_size = True is not an integer"),
+    ({"train_batch_size": 1024}, f"{ASKED} --fix gx=2", "--fix names gx, but --check takes sizes from"),
+    ({"train_batch_size": 1024}, ASKED.replace("256", "256,512"), "--check is of one number of GPUs"),
+    ("{", ASKED, "is not JSON"),
+    ("[1]", ASKED, "holds no keys with values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "options", "message"), WRONG)
+def test_mistakes_are_one_sentence(raw, options, message, asked):
+    code, out, err = asked(raw, options)
+    assert code == 2 and not out and message in err
+    assert err.startswith("axonn: error: ") and err.count("\n") == 1
+
+
+def test_no_such_file(capsys):
+    assert cli.main(f"plan --check missing.json {ASKED}".split()) == 2
+    assert 'axonn: error: --check = "missing.json" cannot be read' in capsys.readouterr().err
