@@ -41,7 +41,9 @@ def test_the_table_and_its_explanation(capsys):
 
 
 def test_nothing_fits(capsys):
-    code, out, _ = run("plan --model vit-era5 --machine h200-nvs8 --gpus 64 --batch 64 --strategy 1d --json -", capsys)
+    code, out, _ = run(
+        "plan --model vit-era5 --machine h200-nvs8 --gpus 64 --batch 64 --strategy 1d --mode roofline --json -", capsys
+    )
     answered = json.loads(out)
     assert code == 0 and answered["best"] is None and not answered["feasible"]
     assert "the smallest configuration is" in answered["reason"] and "too much" in answered["reason"]
