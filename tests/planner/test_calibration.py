@@ -101,7 +101,9 @@ def test_backward_is_slower_and_attention_has_a_rate_of_its_own() -> None:
 
 def test_a_pipeline_of_grids_by_hand() -> None:
     """Two stages of an even model on a grid of one: half the layers, one more microbatch's time, and messages."""
-    gpt = replace(model.load("gpt3-xl"), vocabulary=0)
+    gpt = model.load("gpt3-xl")
+    assert isinstance(gpt, model.Transformer)
+    gpt = replace(gpt, vocabulary=0)
     one = axonn.Grids(*(np.array([1]) for _ in range(4)))
     two = replace(one, stages=np.array([2]))
     on, m, batch = machine.calibrated(machine.load("a100-80gb"), "calibrated"), np.array([4]), 4
@@ -137,7 +139,7 @@ def test_uneven_stages_take_as_long_as_the_fullest() -> None:
 def test_domains_that_nothing_fills_count_as_the_largest_that_something_does() -> None:
     trained = model.load("gpt3-xl")
     assert isinstance(trained, model.Transformer)
-    at = space.shapes(trained, "1d", 64, 64).take(slice(0, 1))
+    at = space.shapes(trained, "1d", 64, 64).take(np.array([0]))
     assert not len(space.placed(at, 64, 6))
     near = space.placed(at, 64, 6, uneven=True)
     assert len(near) and set(near.v1 * near.v2 * near.vp * near.vd) == {4}

@@ -54,7 +54,8 @@ class Grids:
 
     def take(self, chosen: npt.NDArray) -> Grids:
         """Some of them, by index or mask."""
-        return Grids(*(axis[chosen] for axis in self.axes), None if self.stages is None else self.stages[chosen])
+        stages = None if self.stages is None else self.stages[chosen]
+        return Grids(self.gx[chosen], self.gy[chosen], self.gz[chosen], self.gdata[chosen], stages)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ def staged(model: Transformer, gpus: int, batch: int) -> Grids:
     """
     counts = [count for count in divisors(gpus) if count <= model.layers]
     each = [grids(model, gpus // count, batch) for count in counts]
-    axes = [np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True)]
-    return Grids(*axes, stages=np.repeat(np.array(counts, np.int64), [len(one) for one in each]))
+    gx, gy, gz, gdata = (np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True))
+    return Grids(gx, gy, gz, gdata, np.repeat(np.array(counts, np.int64), [len(one) for one in each]))
 
 
 def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:

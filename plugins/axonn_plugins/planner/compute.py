@@ -41,6 +41,7 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
     attention = [] if block.attention is None else [_attention(machine, block.attention, at, samples)]
     reached = machine.calibration is not None
     vector = [one for each in block.between for one in _vector_work(each, samples / (at.gx * at.gy), reached)]
+    none = np.zeros(len(at))
     forward, backward = np.zeros((2, len(at))), np.zeros((2, len(at)))
     units: list[tuple[Unit, list[work.Work]]] = [("tensor", products), ("attention", attention), ("vector", vector)]
     for unit, several in units:
@@ -49,7 +50,9 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
             backward += np.stack(
                 np.broadcast_arrays(*spent(machine, unit, done.backward_flops, done.backward_moved, True))
             )
-    gradients = [sum(spent(machine, "tensor", one.backward_flops, one.backward_moved, True)) / 2 for one in products]
+    gradients = [
+        none + sum(spent(machine, "tensor", one.backward_flops, one.backward_moved, True)) / 2 for one in products
+    ]
     return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
 
 

@@ -130,7 +130,7 @@ def times(
         first = model.blocks[0].linears[0]
         message = 2 * batch / (at.gz * at.gdata * m) * first.takes * first.k / (at.gx * at.gy)
         near = np.clip(machine.domain // (at.gpus // at.stages), 1, at.stages)
-        pipeline = 2 * m * point_to_point(machine, message, at.stages, near, False)
+        pipeline = none + 2 * m * point_to_point(machine, message, at.stages, near, False)
         bubble = (at.stages - 1) * (compute + waiting + exposed + pipeline) / m
     spent = Times(compute, waiting, exposed, talked.data, pipeline, bubble)
     return spent.waited(machine, at.gpus), talked
@@ -249,9 +249,9 @@ def _with_latency(
         inner = inner * size
         near = np.clip(machine.domain // (inner // size), 1, size)  # of its ranks in a node
         recursive = machine.slow_latency * np.ceil(np.log2(size / near)) + machine.fast_latency * (near - 1)
-        ring = (size - 1) * np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
-        if machine.calibration is not None:
-            ring = (size / near - 1) * machine.slow_latency + (size - size / near) * machine.fast_latency
+        slow = (size / near - 1) * machine.slow_latency + (size - size / near) * machine.fast_latency
+        plain = (size - 1) * np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
+        ring = plain if machine.calibration is None else slow
         steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)

@@ -18,7 +18,7 @@ from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.rates import spent, vector_cost
 from axonn_plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
-from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, local
+from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, kept, local
 from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
@@ -182,7 +182,7 @@ def memory(
     weights = (lies.shared + lies.expert) * layers
     sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
     kinds = layers_of(model, strategy, mode, size, 1.0, at.nd)
-    layer = sum(part * _kept(operation, model, mode, at) for part, of_layer in kinds for operation in of_layer)
+    layer = sum(part * kept(operation, model, mode, at.n1) for part, of_layer in kinds for operation in of_layer)
     in_flight = np.minimum(at.np, batch / at.nd / at.bm)
     if setting.interleave > 1:
         in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
@@ -196,9 +196,9 @@ def memory(
                 + exchanged_bytes(model, strategy, size, setting.experts, setting.dropping)
             )
         activations = kept_inputs * layers * in_flight + layer
-    kept = setting.kept
-    index = 2 * kept * weights if setting.sparsity else 0 * weights
-    return Memory(2 * weights, 2 * kept * weights, 12 * kept * sharded + index, activations)
+    left = setting.kept
+    index = 2 * left * weights if setting.sparsity else 0 * weights
+    return Memory(2 * weights, 2 * left * weights, 12 * left * sharded + index, activations)
 
 
 def times(
@@ -319,16 +319,6 @@ def _distinct_layers(
 def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:
     """Of a layer, which stages send: the input of its first LayerNorm, in the published results as wide as that is taken to be."""
     return 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
-
-
-def _kept(operation: Operation, model: Transformer, mode: Mode, at: Candidates) -> Number:
-    """Bytes that forward keeps; calibrated, none that are cheap to make again: what is gathered over n1, a gated MLP's product, masks."""
-    if mode == "calibrated":
-        if operation.name.endswith(("bias", "dropout")) or (model.gated and operation.name.endswith("fc2")):
-            return 0.0
-        if operation.name.endswith(("fc1", "qkv")):
-            return operation.work.stored / at.n1
-    return operation.work.stored
 
 
 def _stashed(of_layer: list[Operation], at: Candidates) -> Number:

@@ -118,6 +118,17 @@ def operations(
     return [*mlp, before_attention, *attended, before_mlp]
 
 
+def kept(operation: Operation, model: Transformer, mode: Mode, n1: Number) -> Number:
+    """Bytes that forward keeps; calibrated, none that are cheap to make again: what is gathered over n1, a gated MLP's product, masks."""
+    stored = operation.work.stored
+    if mode == "calibrated":
+        if operation.name.endswith(("bias", "dropout")) or (model.gated and operation.name.endswith("fc2")):
+            return 0.0
+        if operation.name.endswith(("fc1", "qkv")):
+            return stored / n1
+    return stored
+
+
 def parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
     """Parameters of a layer without experts on one GPU: LayerNorms are whole in 1D and 2D, as are the biases that follow a sum over n1."""
     e, n1 = model.hidden, size.n1
