@@ -92,7 +92,7 @@ def _refuse_others(raw: Mapping[str, Any]) -> None:
 
 def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, stage: int) -> dict[str, int]:
     """Sizes that are given: the block's, or what DeepSpeed's own keys are in its terms."""
-    staged = {"stages": stages}
+    staged = {"stages": stages}  # also where sizes are open: a configuration makes no stages
     if given.tensor_parallel is None:
         x = _section(raw, "tensor_parallel").get("autotp_size") or 1
         z = (_section(raw, "zero_optimization").get("zero_hpz_partition_size", 1) if stage == 3 else 1) or 1
@@ -112,7 +112,7 @@ def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, s
     for size in found.values():
         product *= size
     if gpus % product:
-        what = "*".join([*found, *(staged if stages > 1 else ())])
+        what = "*".join([*found, *(staged if stages > 1 else {})])
         raise ConfigError(f"--gpus = {gpus} is not a multiple of {what} = {product}; change one of them")
     whole = len(found) == 3
     return {**found, **({"gdata": gpus // product} if whole else {}), **staged}
