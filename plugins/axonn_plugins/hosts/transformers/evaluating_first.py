@@ -55,12 +55,17 @@ def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     return evaluation_loop
 
 
+def without_training(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the block for an engine that has no optimizer."""
+    reduced = {key: whole[key] for key in _KEPT if key in whole}
+    reduced["axonn"] = {key: value for key, value in whole["axonn"].items() if key in _SPLITS}
+    return reduced | {"zero_optimization": {"stage": 0}}
+
+
 @contextmanager
 def _without_training(plugin: Any) -> Iterator[None]:
     whole = plugin.deepspeed_config
-    reduced = {key: whole[key] for key in _KEPT if key in whole}
-    reduced["axonn"] = {key: value for key, value in whole["axonn"].items() if key in _SPLITS}
-    plugin.deepspeed_config = plugin.hf_ds_config.config = reduced | {"zero_optimization": {"stage": 0}}
+    plugin.deepspeed_config = plugin.hf_ds_config.config = without_training(whole)
     try:
         yield
     finally:
