@@ -20,12 +20,12 @@ import transformers  # noqa: E402
 
 from tests.huggingface.trainer_runs import PAD, WORDS, Case, history, llama, padded, trainer  # noqa: E402
 
-SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
 
 
 def t5() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 2, "num_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 2, "num_heads": 4}
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=PAD, pad_token_id=PAD)
     )
@@ -33,7 +33,7 @@ def t5() -> nn.Module:
 
 def classifier() -> nn.Module:
     torch.manual_seed(0)
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(**SIZES, **off, num_attention_heads=4, num_labels=3)
     )
@@ -44,7 +44,7 @@ def classes(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch | {"labels": batch["input_ids"][:, 0] % 3}
 
 
-EPOCH = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
+EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 # 30 samples are not a multiple of 4 nor of 8, 10 of 4; sentences have different lengths.
 CASES = {
     "t5": Case(t5, arguments=EPOCH | {"gradient_accumulation_steps": 2}, batch=8),
