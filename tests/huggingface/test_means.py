@@ -26,17 +26,14 @@ SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_s
 def t5() -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=PAD, pad_token_id=PAD)
-    )
+    sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": PAD, "pad_token_id": PAD}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
 def classifier() -> nn.Module:
     torch.manual_seed(0)
-    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**SIZES, **off, num_attention_heads=4, num_labels=3)
-    )
+    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **off, num_attention_heads=4))
 
 
 def classes(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
