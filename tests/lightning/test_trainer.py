@@ -74,27 +74,30 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(strategy: Any, folder: Path, resume: Any = None, manual: bool = False) -> dict[str, Any]:
+def fit(
+    strategy: Any, folder: Path, resume: Any = None, manual: bool = False, readers: int | None = None, **changes: Any
+) -> dict[str, Any]:
     """Two epochs; after it tests, a validation, and predictions of an odd number of samples."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(1)
     module = Module(manual)
     best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=2,
-        accumulate_grad_batches=1 if manual else 2,
-        gradient_clip_val=None if manual else 0.5,
-        callbacks=[best, EarlyStopping("val_loss")],
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    readers = trainer.world_size
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world,
+        "strategy": strategy,
+        "precision": "64-true",
+        "max_epochs": 2,
+        "accumulate_grad_batches": 1 if manual else 2,
+        "gradient_clip_val": None if manual else 0.5,
+        "callbacks": [best, EarlyStopping("val_loss")],
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(**given | changes)
+    readers = readers or trainer.world_size
     trainer.fit(module, loader(readers), loader(readers, 8, 4), ckpt_path=resume)
     tested = trainer.test(module, loader(readers, 8, 4), verbose=False)[0]["test_loss"]
     of_best = trainer.test(module, loader(readers, 8, 4), ckpt_path="best", verbose=False)[0]["test_loss"]

@@ -21,7 +21,7 @@ from torch import nn
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
-from axonn_plugins.hosts.common.elementwise import check_optimizer
+from axonn_plugins.hosts.common.elementwise import check_optimizer, split_states
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import (
     agree,
@@ -148,6 +148,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         agree(problem, facts | {f"the plan of {name}": repr(layer) for name, layer in split.plan.items()})
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            split_states(optimizer, self.mesh)
         replicas.share_samplers(self.mesh)
         self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
         self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None

@@ -41,13 +41,8 @@ def patch_fabric(module: ModuleType) -> None:
     """Add to ``lightning.fabric.connector``; harmless when called again."""
 
     def kind() -> type:
-        from lightning.fabric import Fabric
-
         from axonn_plugins.hosts.lightning.fabric import FabricStrategy
 
-        original = Fabric._get_distributed_sampler
-        if not getattr(original, "axonn", False):
-            Fabric._get_distributed_sampler = staticmethod(_in_order(original))  # type: ignore[method-assign]
         return FabricStrategy
 
     _patch(module._Connector, kind)
@@ -57,13 +52,8 @@ def patch_trainer(module: ModuleType) -> None:
     """Add to ``lightning.pytorch.trainer.connectors.accelerator_connector``; harmless when called again."""
 
     def kind() -> type:
-        from lightning.pytorch.trainer.connectors import data_connector
-
         from axonn_plugins.hosts.lightning.trainer import TrainerStrategy
 
-        original = data_connector._get_distributed_sampler
-        if not getattr(original, "axonn", False):
-            data_connector._get_distributed_sampler = _in_order(original)
         return TrainerStrategy
 
     _patch(module._AcceleratorConnector, kind)
@@ -92,60 +82,16 @@ def _patch(connector: Any, kind: Callable[[], type]) -> None:
 def _become(strategy: Any, kind: Callable[[], type]) -> None:
     ours = sys.modules.get("axonn_plugins.hosts.lightning.strategy")
     if ours is not None and isinstance(strategy, ours.AxonnStrategy):
+        from axonn_plugins.hosts.lightning.replicas import keep_order
+
+        keep_order()
         strategy.become(kind())
 
 
-def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def _get_distributed_sampler(dataloader: Any, *rest: Any, **named: Any) -> Any:
-        """Theirs; where one process would go through the data in an order that all ranks know, readers together do the same."""
-        from axonn_plugins.hosts.lightning.replicas import Readers, ordered
+def _patch_deepspeed(module: ModuleType) -> None:
+    from axonn_plugins.hosts.lightning import deepspeed
 
-        if isinstance(named.get("num_replicas"), Readers) and (found := ordered(dataloader.sampler, **named)):
-            return found
-        return original(dataloader, *rest, **named)
-
-    _get_distributed_sampler.axonn = True  # type: ignore[attr-defined]
-    return _get_distributed_sampler
-
-
-def patch_deepspeed(module: ModuleType) -> None:
-    """Add to Fabric's or the Trainer's ``strategies.deepspeed``: beside the block samplers, sums and gathers count readers."""
-    kind = module.DeepSpeedStrategy
-    if "axonn" in vars(kind):
-        return
-    kind.axonn = True
-    original = kind.distributed_sampler_kwargs
-
-    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
-        ranks = self.num_nodes * self.num_processes
-        if not isinstance(self.config, dict) or self.config.get("axonn") is None:
-            return original.fget(self)
-        from axonn_plugins.hosts.transformers.readers import replicas
-
-        same = replicas(self.config, ranks)
-        return {"num_replicas": ranks // same, "rank": self.global_rank // same}
-
-    kind.distributed_sampler_kwargs = property(distributed_sampler_kwargs)
-    for name in ("reduce", "all_reduce", "all_gather"):
-        if hasattr(kind, name):
-            setattr(kind, name, _over_readers(getattr(kind, name)))
-
-
-def _over_readers(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def over(self: Any, tensor: Any, group: Any = None, *rest: Any, **named: Any) -> Any:
-        import torch.distributed as dist
-
-        from axonn_tp import Mesh
-
-        engine = getattr(self, "_deepspeed_engine", None) or getattr(self, "model", None)
-        mesh = getattr(engine, "mesh", None)
-        if isinstance(mesh, Mesh) and group in (None, dist.group.WORLD):
-            group = mesh.group("batch")
-        return original(self, tensor, group, *rest, **named)
-
-    return over
+    deepspeed.patch(module)
 
 
 def _patch_script(module: ModuleType) -> None:
@@ -165,8 +111,8 @@ TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": register_trainer,
     "lightning.fabric.connector": patch_fabric,
     "lightning.pytorch.trainer.connectors.accelerator_connector": patch_trainer,
-    "lightning.fabric.strategies.deepspeed": patch_deepspeed,
-    "lightning.pytorch.strategies.deepspeed": patch_deepspeed,
+    "lightning.fabric.strategies.deepspeed": _patch_deepspeed,
+    "lightning.pytorch.strategies.deepspeed": _patch_deepspeed,
     "litgpt.args": _patch_args,
     "litgpt.pretrain": _patch_script,
     "litgpt.finetune.full": _patch_script,

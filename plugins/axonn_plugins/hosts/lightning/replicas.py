@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -132,7 +132,28 @@ def _placed(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def ordered(sampler: Any, num_replicas: int, rank: int, mode: Any = None, **rest: Any) -> DistributedSampler | None:
+def keep_order() -> None:
+    """Where one process would go through data in an order that all ranks know, have Fabric's and the Trainer's readers together do the same."""
+    from lightning.fabric import Fabric
+    from lightning.pytorch.trainer.connectors import data_connector
+
+    if not getattr(data_connector._get_distributed_sampler, "axonn", False):
+        data_connector._get_distributed_sampler = _in_order(data_connector._get_distributed_sampler)
+        Fabric._get_distributed_sampler = staticmethod(_in_order(Fabric._get_distributed_sampler))  # type: ignore[method-assign]
+
+
+def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _get_distributed_sampler(dataloader: Any, *rest: Any, **named: Any) -> Any:
+        if isinstance(named.get("num_replicas"), Readers) and (found := _ordered(dataloader.sampler, **named)):
+            return found
+        return original(dataloader, *rest, **named)
+
+    _get_distributed_sampler.axonn = True  # type: ignore[attr-defined]
+    return _get_distributed_sampler
+
+
+def _ordered(sampler: Any, num_replicas: int, rank: int, mode: Any = None, **rest: Any) -> DistributedSampler | None:
     """A sampler by which readers together go through data as one process does; None where their ranks could not know its order.
 
     Args:
@@ -152,6 +173,15 @@ def ordered(sampler: Any, num_replicas: int, rank: int, mode: Any = None, **rest
     if isinstance(sampler, RandomSampler) and sampler.generator is not None:
         return DistributedSamplerWrapper(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)
     return None
+
+
+def count_readers(module: nn.Module, mesh: Mesh) -> None:
+    """Have metrics of torchmetrics inside a module sum over readers."""
+    from torchmetrics import Metric
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            metric.process_group = mesh.group("batch")
 
 
 def seed_workers(dataloader: Any, reader: int) -> None:

@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.elementwise import own_part, parameters_of
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.whole import assemble
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """What it updates, in the order of its groups, which is that of its state dict."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @torch.no_grad()
@@ -73,19 +69,5 @@ def own_state(optimizer: Optimizer, whole: Mapping[str, Any], mesh: Mesh) -> dic
         )
     for number, values in whole["state"].items():
         parameter = parameters[number]
-        state[number] = {key: _own(value, parameter, mesh) for key, value in values.items()}
+        state[number] = {key: own_part(value, parameter, mesh) for key, value in values.items()}
     return {**whole, "state": state}
-
-
-def _own(value: Any, parameter: Tensor, mesh: Mesh) -> Any:
-    layout = layout_of(parameter)
-    if not isinstance(value, Tensor) or not layout.axes or value.shape != torch.Size(layout.serial_shape):
-        return value
-    return layout.shard(value, mesh.grid, mesh.coordinates)
-
-
-def split_states(optimizer: Optimizer, mesh: Mesh) -> None:
-    """States that were made beside serial parameters become this rank's parts, once the parameters are split."""
-    for parameter in parameters_of(optimizer):
-        held = optimizer.state.get(parameter, {})
-        held.update({key: _own(value, parameter, mesh) for key, value in held.items()})

@@ -11,13 +11,13 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import files
 from axonn_plugins.hosts.lightning.gradients import Gradients
-from axonn_plugins.hosts.lightning.replicas import Readers
+from axonn_plugins.hosts.lightning.replicas import Readers, count_readers
 from axonn_plugins.hosts.lightning.states import own_state, whole_state
 from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
 from axonn_tp import auto_plan, full_state_dict
@@ -72,7 +72,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         if fitting and not early:
             self.setup_optimizers(trainer)
             self.split(module, map(_own, self.optimizers))
-        self._count_readers(module)
+        count_readers(module, self.mesh)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         if fitting:
@@ -91,14 +91,6 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
             return auto_plan(module, self.mesh.grid, example, options)
         finally:
             module._trainer = trainer
-
-    def _count_readers(self, module: nn.Module) -> None:
-        """Metrics of torchmetrics inside the module are summed over readers."""
-        from torchmetrics import Metric
-
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.process_group is None:
-                metric.process_group = self.mesh.group("batch")
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.clip(self.precision_plugin.main_params(optimizer), clip_val)

@@ -11,6 +11,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from axonn_plugins.hosts.transformers.readers import has_block
+
 # Of the configuration: what says how the model is split, and its type.
 _KEPT = (
     "train_batch_size",
@@ -31,15 +33,14 @@ def patch(module: ModuleType) -> None:
     module.deepspeed_init = _init(module.deepspeed_init)  # type: ignore[attr-defined]
 
 
-def _block(trainer: Any) -> bool:
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and isinstance(plugin.deepspeed_config.get("axonn"), Mapping)
-
-
 def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
     @wraps(original)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> tuple:
-        return (None, None) if inference and _block(trainer) else original(trainer, num_training_steps, inference)
+        return (
+            (None, None)
+            if inference and has_block(trainer.accelerator)
+            else original(trainer, num_training_steps, inference)
+        )
 
     return deepspeed_init
 
@@ -47,7 +48,7 @@ def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
 def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def evaluation_loop(self: Any, *given: Any, **keywords: Any) -> Any:
-        if not _block(self) or self.deepspeed is not None:
+        if not has_block(self.accelerator) or self.deepspeed is not None:
             return original(self, *given, **keywords)
         with _without_training(self.accelerator.state.deepspeed_plugin):
             return original(self, *given, **keywords)
@@ -55,12 +56,17 @@ def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     return evaluation_loop
 
 
+def without_training(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the block for an engine that has no optimizer."""
+    reduced = {key: whole[key] for key in _KEPT if key in whole}
+    reduced["axonn"] = {key: value for key, value in whole["axonn"].items() if key in _SPLITS}
+    return reduced | {"zero_optimization": {"stage": 0}}
+
+
 @contextmanager
 def _without_training(plugin: Any) -> Iterator[None]:
     whole = plugin.deepspeed_config
-    reduced = {key: whole[key] for key in _KEPT if key in whole}
-    reduced["axonn"] = {key: value for key, value in whole["axonn"].items() if key in _SPLITS}
-    plugin.deepspeed_config = plugin.hf_ds_config.config = reduced | {"zero_optimization": {"stage": 0}}
+    plugin.deepspeed_config = plugin.hf_ds_config.config = without_training(whole)
     try:
         yield
     finally:
@@ -71,7 +77,7 @@ def _training(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def loop(self: Any, *given: Any, **keywords: Any) -> Any:
         """The Trainer's, with a new engine where there was one: it ends that."""
-        if self.deepspeed is not None and _block(self):
+        if self.deepspeed is not None and has_block(self.accelerator):
             self.model_wrapped, self.deepspeed = self.model, None
         return original(self, *given, **keywords)
 

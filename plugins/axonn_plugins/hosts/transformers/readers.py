@@ -30,6 +30,12 @@ def replicas(raw: Any, processes: int) -> int:
     return _replicas(json.dumps(raw["axonn"], sort_keys=True, default=repr), processes)
 
 
+def has_block(accelerator: Any) -> bool:
+    """Whether an Accelerator's DeepSpeed configuration has the block."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and isinstance(plugin.deepspeed_config.get("axonn"), Mapping)
+
+
 @lru_cache(maxsize=8)
 def _replicas(block: str, processes: int) -> int:
     from axonn_plugins.hosts.deepspeed.config_hook import one_sentence_for_mistakes

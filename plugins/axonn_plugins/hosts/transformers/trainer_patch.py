@@ -12,7 +12,7 @@ from typing import Any
 from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers import evaluating_first, trainer_sums
 from axonn_plugins.hosts.transformers.accelerate_patch import notice, same
-from axonn_plugins.hosts.transformers.readers import Readers, replicas
+from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
 
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -76,6 +76,8 @@ def patch_trainer(module: ModuleType) -> None:
     for name, what in _METHODS.items():
         setattr(trainer, name, _within(getattr(trainer, name), what))
     trainer._get_num_items_in_batch = _of_kept_targets(trainer._get_num_items_in_batch)
+    for name in ("_get_train_sampler", "_get_eval_sampler"):
+        setattr(trainer, name, _grouping(getattr(trainer, name), module.LengthGroupedSampler))
     trainer.__init__ = _choosing(trainer.__init__)
     trainer_sums.patch(module)
     evaluating_first.patch(module)
@@ -96,6 +98,18 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
         self._train_batch_size = args.train_batch_size
 
     return __init__
+
+
+def _grouping(original: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    @wraps(original)
+    def sampler(self: Any, *rest: Any, **named: Any) -> Any:
+        """Theirs; what is grouped by length are batches that all readers read together."""
+        found = original(self, *rest, **named)
+        if isinstance(found, kind) and has_block(self.accelerator) and not self.accelerator.split_batches:
+            found.batch_size *= self.accelerator.num_processes  # type: ignore[attr-defined]
+        return found
+
+    return sampler
 
 
 def _of_kept_targets(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,8 @@ from torch import nn
 from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, last, weighing
+from axonn_plugins.hosts.transformers.means import weighed_by_items
+from axonn_plugins.hosts.transformers.readers import has_block
 
 
 def patch(module: ModuleType) -> None:
@@ -22,6 +24,7 @@ def patch(module: ModuleType) -> None:
     trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
     trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
     trainer.training_step = _training_step(trainer.training_step)
+    trainer.compute_loss = weighed_by_items(trainer.compute_loss)
     trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
     trainer.store_flos = _store_flos(trainer.store_flos)
@@ -88,12 +91,24 @@ def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def evaluation_loop(self: Any, *rest: Any, **keywords: Any) -> Any:
         """The Trainer's, whose steps and losses a class derived from it may have replaced."""
-        if not _block(self):
+        if not has_block(self.accelerator):
             return original(self, *rest, **keywords)
-        with _replaced(self, prediction_step=_prediction_step, compute_loss=_compute_loss):
+        with _rows_of_reader(self), _replaced(self, prediction_step=_prediction_step, compute_loss=_compute_loss):
             return original(self, *rest, **keywords)
 
     return evaluation_loop
+
+
+@contextmanager
+def _rows_of_reader(self: Any) -> Iterator[None]:
+    """By its rows a loss counts: where the script's batches are split, those of a reader are fewer than it says."""
+    rows = self.args.per_device_eval_batch_size
+    if self.accelerator.split_batches:
+        self.args.per_device_eval_batch_size = max(rows // self.accelerator.num_processes, 1)
+    try:
+        yield
+    finally:
+        self.args.per_device_eval_batch_size = rows
 
 
 @contextmanager
@@ -144,16 +159,11 @@ def _finalize(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def finalize(self: Any, *rest: Any, **keywords: Any) -> Any:
         """The loss of steps after the last that was logged is that of all readers."""
-        if same() > 1 or _block(self):
+        if same() > 1 or has_block(self.accelerator):
             self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return original(self, *rest, **keywords)
 
     return finalize
-
-
-def _block(self: Any) -> bool:
-    plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and "axonn" in plugin.deepspeed_config
 
 
 def _store_flos(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,84 @@
+"""Models whose loss is a mean of their own rows, batches grouped by length, split batches, states made before the split: as in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import axonn_plugins
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+pytest.importorskip("accelerate")
+import transformers  # noqa: E402
+
+from tests.huggingface.trainer_runs import PAD, WORDS, Case, history, llama, padded, trainer  # noqa: E402
+
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 2, "num_heads": 4}
+    sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": PAD, "pad_token_id": PAD}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **off, num_attention_heads=4))
+
+
+def classes(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = padded(samples)
+    return batch | {"labels": batch["input_ids"][:, 0] % 3}
+
+
+EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
+# 30 samples are not a multiple of 4 nor of 8, 10 of 4; sentences have different lengths.
+CASES = {
+    "t5": Case(t5, arguments=EPOCH | {"gradient_accumulation_steps": 2}, batch=8),
+    "classifier": Case(classifier, classes, EPOCH),
+    "by length": Case(llama, arguments=EPOCH | {"train_sampling_strategy": "group_by_length"}),
+    "split": Case(
+        llama,
+        arguments=EPOCH
+        | {"accelerator_config": {"split_batches": True}}
+        | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4},
+    ),
+    "adagrad": Case(llama, arguments=EPOCH | {"optim": "adagrad"}),
+    "adagrad in shares": Case(
+        llama, arguments=EPOCH | {"optim": "adagrad"}, config={"zero_optimization": {"stage": 1}}
+    ),
+}
+
+
+def run(case: Case, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
+    block = None if grid is None else {"tensor_parallel": grid | {"plan": "auto"}}
+    used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
+    used.train()
+    return history(used)
+
+
+def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, list[Any]]:
+    return {
+        name: [attempt(partial(run, case, grid, readers)) for grid, readers in grids] for name, case in CASES.items()
+    }
+
+
+def test_as_in_one_process() -> None:
+    wanted = run_ranks(every, 1, [(None, 1)])[0]
+    for rank in run_ranks(every, 2, [({"gz": 2}, 2), ({"gx": 2}, 1)]):
+        for name, grids in rank.items():
+            for found in grids:
+                assert not isinstance(found, str) and not isinstance(wanted[name][0], str), (name, found, wanted[name])
+                assert len(found) == len(wanted[name][0])
+                for entry, other in zip(found, wanted[name][0], strict=True):
+                    assert entry == pytest.approx(other, rel=2e-4, abs=1e-6), name
