@@ -6,6 +6,8 @@ the ranks that each parameter's layout names.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,6 +159,22 @@ class OwnStates(CheckedCheckpoints):
         if self._owns:
             self.optimizer.zero_grad()
         super().zero_grad()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; what they make together is reduced once.
+
+        Raises:
+            ConfigError: a pipeline's engine, which does so with every batch.
+        """
+        if self._owns and self.pipeline_parallelism:
+            raise ConfigError(
+                "engine.coalesce_grad_reduction is for backward passes of the script's own, and a pipeline reduces once a batch; leave it out"
+            )
+        with self.no_sync() if self._owns else super().coalesce_grad_reduction():
+            yield
+        if self._owns:
+            self.optimizer.reducer.finish()
 
     # Steps and checkpoints
 
