@@ -149,7 +149,7 @@ def test_memory_of_a_grid():
 
 
 def test_all_strategies_in_one_ranking():
-    asked = answer(Question(PERLMUTTER, GPT_20B, 256, 1024, EVERY), 40)
+    asked = answer(Question(PERLMUTTER, GPT_20B, 256, 1024, EVERY, "roofline"), 40)
     assert {plan.strategy for plan in asked.best} >= {"summa", "axonn"}
     assert [plan.seconds for plan in asked.best] == sorted(plan.seconds for plan in asked.best)
     given = fourd.search(PERLMUTTER, GPT_20B, 256, 1024, constraints=Constraints({"gz": 4, "m": 4}))

@@ -46,15 +46,19 @@ def test_nothing_fits(capsys):
     assert code == 0 and answered["best"] is None and not answered["feasible"]
     assert "the smallest configuration is" in answered["reason"] and "too much" in answered["reason"]
     assert all(plan["seconds"] is None and plan["too_much_gb"] > 0 for plan in answered["infeasible"])
-    code, out, _ = run("plan --model gpt3-xl --machine summit --gpus 64 --batch 64 --strategy 2d", capsys)
+    code, out, _ = run(
+        "plan --model gpt3-xl --machine summit --gpus 64 --batch 64 --strategy 2d --mode roofline", capsys
+    )
     assert code == 0 and "no group sizes fill domains of 6 GPUs" in out
-    code, out, _ = run("plan --model gpt3-xl --machine a100 --gpus 13,16 --batch 64 --explain", capsys)
+    code, out, _ = run("plan --model gpt3-xl --machine a100 --gpus 13,16 --batch 64 --explain --mode roofline", capsys)
     assert code == 0 and "13 GPUs cannot be split" in out
 
 
 @pytest.mark.parametrize("strategy", ["all", "axonn"])
 def test_no_number_of_gpus_can_be_split(strategy, capsys):
-    code, out, err = run(f"plan --model gpt3-xl --machine a100 --gpus 13 --batch 64 --strategy {strategy}", capsys)
+    code, out, err = run(
+        f"plan --model gpt3-xl --machine a100 --gpus 13 --batch 64 --strategy {strategy} --mode roofline", capsys
+    )
     assert code == 2 and not out
     assert err.count("\n") == 1 and "13 GPUs cannot be split" in err and "ask for another number or batch" in err
 
@@ -106,7 +110,7 @@ def test_error_bars():
     on, trained = machine.load("a100-nvs4"), model.load("gpt3-1t")
     plan = answer(Question(on, trained, 1024, 4096, ("1d",)), 1).best[0]
     assert plan.v1 > 1 and plan.vd == 1
-    span = step_range(on, trained, plan, "default", 4096)
+    span = step_range(on, trained, plan, "roofline", 4096)
     # All collectives of tensor parallelism carry 105 MB, so its time errs by 5 %, and its part of the bubble with it.
     tensor = 0.05 * plan.parts["tensor"] * (1 + (plan.np - 1) / plan.microbatches)
     others = 0.19 * (plan.parts["data"] + plan.parts["pipeline"])

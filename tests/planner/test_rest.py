@@ -23,8 +23,8 @@ def at(**sizes):
 
 
 def test_flops_of_plain_attention_are_those_of_fused_but_for_the_scores():
-    size = local(GPT3, "1d", "default", 4.0, 1.0, 2.0, 1.0)
-    fused = next(one for one in operations(GPT3, "1d", "default", size, 0.0) if one.name == "attention")
+    size = local(GPT3, "1d", "roofline", 4.0, 1.0, 2.0, 1.0)
+    fused = next(one for one in operations(GPT3, "1d", "roofline", size, 0.0) if one.name == "attention")
     again, kept = ([one.work for one in plain_attention(fused, GPT3, size, way)] for way in (True, False))
     matrices = [sum(one.flops for one in (four[0], four[3])) for four in (again, kept)]
     assert matrices == [fused.work.flops] * 2
@@ -37,7 +37,7 @@ def test_flops_of_plain_attention_are_those_of_fused_but_for_the_scores():
 def test_the_optimizer_steps_its_share():
     none = replace(GPT3, vocabulary=0)
     one = at(n1=2, np=2, nd=4, bm=1)
-    plain, whole = (times(A100, none, "1d", "default", one, 64, way) for way in (Setting(), WHOLE))
+    plain, whole = (times(A100, none, "1d", "roofline", one, 64, way) for way in (Setting(), WHOLE))
     layers = 64 / 4 * none.layers / 2  # a microbatch's, of a stage
     elements = none.sequence / 2 * none.hidden
     sums = 2 * layers * 2 * 6 * elements / A100.memory_bandwidth
@@ -48,8 +48,8 @@ def test_the_optimizer_steps_its_share():
 
 def test_the_output_layer_delays_each_microbatch():
     one = at(n1=4, np=4, nd=1, bm=2)
-    without = times(A100, replace(GPT3, vocabulary=0), "1d", "default", one, 64, WHOLE)
-    with_it = times(A100, GPT3, "1d", "default", one, 64, WHOLE)
+    without = times(A100, replace(GPT3, vocabulary=0), "1d", "roofline", one, 64, WHOLE)
+    with_it = times(A100, GPT3, "1d", "roofline", one, 64, WHOLE)
     flops = 6 * 64 * GPT3.sequence * GPT3.hidden * GPT3.vocabulary / 4
     assert (with_it.compute - without.compute)[0] == pytest.approx(flops / (0.8 * A100.tensor), rel=2e-2)
     assert (with_it.bubble == without.bubble).all()
@@ -59,7 +59,7 @@ def test_the_output_layer_delays_each_microbatch():
 def test_more_work_takes_longer(strategy):
     found = shapes(GPT3, strategy, 16, 64)
     plain, whole, scores = (
-        times(A100, GPT3, strategy, "default", found, 64, way).total for way in (Setting(), WHOLE, PLAIN)
+        times(A100, GPT3, strategy, "roofline", found, 64, way).total for way in (Setting(), WHOLE, PLAIN)
     )
     assert (whole > plain).all() and (scores > plain).all()
 

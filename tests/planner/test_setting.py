@@ -22,10 +22,10 @@ GPT3 = model.load("gpt3-13b")
 
 def test_recomputation_costs_a_forward_and_keeps_inputs():
     at = shapes(GPT3, "1d", 16, 64)
-    plain, again = (times(A100, GPT3, "1d", "default", at, 64, Setting(one)) for one in (False, True))
+    plain, again = (times(A100, GPT3, "1d", "roofline", at, 64, Setting(one)) for one in (False, True))
     assert (again.compute > plain.compute).all() and (again.compute < 1.5 * plain.compute).all()
     assert (again.tensor >= plain.tensor).all()
-    full, inputs = (memory(GPT3, "1d", "default", at, 64, Setting(one)).activations for one in (False, True))
+    full, inputs = (memory(GPT3, "1d", "roofline", at, 64, Setting(one)).activations for one in (False, True))
     assert (inputs < full).all()
     alone = (at.n1 == 1) & (at.np == 1) & (at.bm == 1)
     layer = full[alone][0] / GPT3.layers
@@ -34,18 +34,18 @@ def test_recomputation_costs_a_forward_and_keeps_inputs():
 
 def test_interleaving_divides_the_bubble():
     given = Constraints({"n1": 1, "np": 4, "nd": 2, "bm": 1})
-    plans = [search(A100, GPT3, "1d", 8, 32, "default", 1, given, Setting(interleave=parts)).best for parts in (1, 2)]
+    plans = [search(A100, GPT3, "1d", 8, 32, "roofline", 1, given, Setting(interleave=parts)).best for parts in (1, 2)]
     (one,), (two,) = plans
     assert two.parts["bubble"] == pytest.approx((one.parts["bubble"] + 3 * one.parts["pipeline"] / 16) / 2, rel=1e-12)
     assert two.parts["pipeline"] == 2 * one.parts["pipeline"]
     assert two.holds["activations"] == pytest.approx(one.holds["activations"] * (1 + 3 / 8))
-    assert not search(A100, GPT3, "1d", 8, 32, "default", 1, given, Setting(interleave=3)).shapes  # 40 layers
+    assert not search(A100, GPT3, "1d", 8, 32, "roofline", 1, given, Setting(interleave=3)).shapes  # 40 layers
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
 def test_samos_state_is_samos(sparsity):
     at = shapes(GPT3, "1d", 16, 64)
-    pruned, dense = (memory(GPT3, "1d", "default", at, 64, one) for one in (Setting(sparsity=sparsity), Setting()))
+    pruned, dense = (memory(GPT3, "1d", "roofline", at, 64, one) for one in (Setting(sparsity=sparsity), Setting()))
     count = dense.weights / 2
     state = pruned.weights + pruned.gradients + pruned.optimizer
     expected = [our_bytes(1, sparsity, ranks=int(replicas)) for replicas in at.nd]
@@ -68,11 +68,11 @@ def test_settings_of_grids():
     at = fourd.grids(GPT3, 16, 64)
     m = np.ones(len(at))
     setting = Setting(True, 1, 0.9)
-    plain, pruned = (fourd.memory(GPT3, at, m, 64, "default", one) for one in (Setting(), setting))
+    plain, pruned = (fourd.memory(GPT3, at, m, 64, "roofline", one) for one in (Setting(), setting))
     assert (pruned.total < plain.total).all()
     prompt = replace(A100, fast_latency=0.0, slow_latency=0.0)
     (timed, talked), (again, more) = (
-        fourd.times(prompt, GPT3, at, m, 64, "default", one) for one in (Setting(), setting)
+        fourd.times(prompt, GPT3, at, m, 64, "roofline", one) for one in (Setting(), setting)
     )
     assert (again.compute > timed.compute).all()
     assert more.data == pytest.approx(0.1 * talked.data, rel=1e-12)
@@ -82,7 +82,7 @@ def test_settings_of_grids():
 def test_the_command(capsys):
     base = "plan --model gpt3-13b --machine summit --gpus 384 --batch 1536 --recompute"
     assert cli.main(f"{base} --strategy all --samo 0.9 --interleave 2".split()) == 0
-    assert "axonn" not in capsys.readouterr().out
+    assert "axonn gx" not in capsys.readouterr().out
     for wrong, message in (
         ("--samo 1.0", '--samo = "1.0" is not a share below 1'),
         ("--samo 90%", '--samo = "90%" is not a share below 1'),
@@ -104,10 +104,10 @@ def test_one_expert_is_the_base_model(strategy):
     at = placed(shapes(GPT3, strategy, 32, 64), 32, 8)
     for one in (Setting(), Setting(recompute=True, sparsity=0.5)):
         same = replace(one, experts=1)
-        assert memory(GPT3, strategy, "default", at, 64, same).total == pytest.approx(
-            memory(GPT3, strategy, "default", at, 64, one).total, rel=1e-12
+        assert memory(GPT3, strategy, "roofline", at, 64, same).total == pytest.approx(
+            memory(GPT3, strategy, "roofline", at, 64, one).total, rel=1e-12
         )
-        with_latency, without = (times(A100, GPT3, strategy, "default", at, 64, each) for each in (same, one))
+        with_latency, without = (times(A100, GPT3, strategy, "roofline", at, 64, each) for each in (same, one))
         assert with_latency.tensor == pytest.approx(without.tensor, rel=1e-12)
         assert (with_latency.data >= without.data * (1 - 1e-12)).all()
 
@@ -115,7 +115,7 @@ def test_one_expert_is_the_base_model(strategy):
 def test_teds_state_is_teds():
     # Equation 7.4 for a GPU's parameters: (4 + 12/G_data) bytes each, of experts with their own degree.
     at = shapes(GPT3, "1d", 64, 64)
-    held = memory(GPT3, "1d", "default", at, 64, Setting(experts=16))
+    held = memory(GPT3, "1d", "roofline", at, 64, Setting(experts=16))
     stages = at.np == 1
     for i in np.flatnonzero(stages):
         tensor, data = int(at.n1[i]), int(at.nd[i])
@@ -130,7 +130,7 @@ def test_teds_state_is_teds():
 
 def test_experts_cost_memory_and_exchanges():
     at = shapes(GPT3, "1d", 64, 64)
-    base, many = (times(A100, GPT3, "1d", "default", at, 64, Setting(experts=one)) for one in (0, 16))
+    base, many = (times(A100, GPT3, "1d", "roofline", at, 64, Setting(experts=one)) for one in (0, 16))
     alone = at.nd == 1
     assert (many.tensor[~alone] > base.tensor[~alone]).all()
     assert many.tensor[alone] == pytest.approx(base.tensor[alone])
@@ -178,16 +178,16 @@ def test_ted_without_dropping_and_with_its_stash():
     summit = replace(machine.load("summit-nvs8"), slow_latency=0.0, fast_latency=0.0)
 
     def seconds(**setting):
-        return times(summit, GPT3, "1d", "default", at, 32, Setting(experts=8, **setting)).tensor
+        return times(summit, GPT3, "1d", "roofline", at, 32, Setting(experts=8, **setting)).tensor
 
     plain, whole = seconds(), seconds(dropping=False)
-    none = times(summit, GPT3, "1d", "default", at, 32, Setting()).tensor
+    none = times(summit, GPT3, "1d", "roofline", at, 32, Setting()).tensor
     assert whole - none == pytest.approx(4 * (plain - none), rel=1e-9)
     again, stashed, once = seconds(recompute=True), seconds(recompute=True, stashing=True), seconds()
     assert stashed == pytest.approx(once, rel=1e-12)
     assert (again > 1.3 * stashed).all()
     held = [
-        memory(GPT3, "1d", "default", at, 32, Setting(recompute=True, experts=8, stashing=one)).activations
+        memory(GPT3, "1d", "roofline", at, 32, Setting(recompute=True, experts=8, stashing=one)).activations
         for one in (True, False)
     ]
     assert (held[0] > held[1]).all()

@@ -77,7 +77,7 @@ def candidates(trained, strategy, gpus, batch, domain):
     return placed(shapes(trained, strategy, gpus, batch), gpus, domain)
 
 
-@pytest.mark.parametrize("mode", ["paper", "default"])
+@pytest.mark.parametrize("mode", ["paper", "roofline"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_fast_path_equals_the_reference(strategy, mode):
     chooser = random.Random(7)
@@ -107,10 +107,12 @@ def test_the_default_corrects_the_two_defects():
     sent = [point_to_point(on, 1e6, 8, v, is_paper) for v in (1, 2, 4) for is_paper in (False, True)]
     assert sent[0] == sent[1]
     assert sent[2] > sent[3] and sent[4] > sent[5]
-    widths = [local(GPT3_1T, "summa", mode, 4.0, 2.0, 1.0, 4.0).norm_width for mode in ("default", "paper")]
+    widths = [local(GPT3_1T, "summa", mode, 4.0, 2.0, 1.0, 4.0).norm_width for mode in ("roofline", "paper")]
     assert widths == [25600 / 4, 2048 / 4]
     for gpus in (512, 4096):
-        wrong, right = (search(on, GPT3_1T, "summa", gpus, 4096, mode).best[0].seconds for mode in ("paper", "default"))
+        wrong, right = (
+            search(on, GPT3_1T, "summa", gpus, 4096, mode).best[0].seconds for mode in ("paper", "roofline")
+        )
         assert 0 < right / wrong - 1 < 0.06
 
 
@@ -170,21 +172,21 @@ def test_stored_activations_in_closed_form():
         "summa": 36 * positions * e / n1 + 4 * positions * (e / n1) + 4 * positions * h / n1,
     }
     for strategy, expected in forms.items():
-        size = local(GPT3_1T, strategy, "default", n1, n2, microbatch, 8.0)
-        layer = operations(GPT3_1T, strategy, "default", size, 4.0)
+        size = local(GPT3_1T, strategy, "roofline", n1, n2, microbatch, 8.0)
+        layer = operations(GPT3_1T, strategy, "roofline", size, 4.0)
         assert len(layer) == 14
         assert sum(operation.work.stored for operation in layer) == pytest.approx(expected, rel=1e-14)
 
 
 def test_shared_heads_and_wide_heads():
     shared = model.Transformer("s", layers=32, hidden=4096, heads=32, kv_heads=8)
-    one = local(shared, "1d", "default", 1.0, 1.0, 1.0, 1.0)
-    count = sum(operation.work.backward_flops for operation in operations(shared, "1d", "default", one, 4.0))
+    one = local(shared, "1d", "roofline", 1.0, 1.0, 1.0, 1.0)
+    count = sum(operation.work.backward_flops for operation in operations(shared, "1d", "roofline", one, 4.0))
     plain = model.load("gpt3-6.7b")
-    full = sum(operation.work.backward_flops for operation in operations(plain, "1d", "default", one, 4.0))
+    full = sum(operation.work.backward_flops for operation in operations(plain, "1d", "roofline", one, 4.0))
     assert count < full
     at = Candidates(*(np.ones(1, np.int64) for _ in range(10)))
-    held = memory(shared, "1d", "default", at, 1)
+    held = memory(shared, "1d", "roofline", at, 1)
     assert held.weights[0] == 2 * shared.parameters
     wide = model.Transformer("w", layers=32, hidden=4096, heads=32, head_width=256)
-    assert memory(wide, "1d", "default", at, 1).weights[0] == 2 * wide.parameters
+    assert memory(wide, "1d", "roofline", at, 1).weights[0] == 2 * wide.parameters

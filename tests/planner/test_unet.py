@@ -72,7 +72,7 @@ def test_grids_and_memory():
     at = axonn.grids(trained, 256, 2048)
     assert (4 % at.gx == 0).all() and (512 % at.gy == 0).all() and (2048 % (at.gz * at.gdata) == 0).all()
     m = np.ones(len(at))
-    plain, again = (fourd.memory(trained, at, m, 2048, "default", Setting(one)) for one in (False, True))
+    plain, again = (fourd.memory(trained, at, m, 2048, "roofline", Setting(one)) for one in (False, True))
     assert (again.activations < plain.activations).all()
     timed, talked = fourd.times(PERLMUTTER, trained, at, m, 2048)
     assert (timed.tensor <= (talked.total - talked.data) * (1 + 1e-12)).all() and (timed.compute > 0).all()

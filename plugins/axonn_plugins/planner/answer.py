@@ -41,7 +41,7 @@ class Question:
         gpus: how many.
         batch: samples of a step.
         strategies: which compete.
-        mode: "default", or "paper" with the published results' defects.
+        mode: "calibrated" by published measurements, "roofline" of 004, or "paper" with the published results' defects.
         fixed: sizes that are given, such as ``{"np": 4}``.
         setting: how it is trained, beyond the paper.
     """
@@ -51,7 +51,7 @@ class Question:
     gpus: int
     batch: int
     strategies: Sequence[AnyStrategy]
-    mode: Mode = "default"
+    mode: Mode = "calibrated"
     fixed: Mapping[str, int] | None = None
     setting: Setting = Setting()
 

@@ -14,10 +14,11 @@ from operator import add
 import numpy as np
 import numpy.typing as npt
 
+from axonn_plugins.planner.collectives import reached
 from axonn_plugins.planner.layers import Linear
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
-from axonn_plugins.planner.space import factorizations
+from axonn_plugins.planner.space import divisors, factorizations
 from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
@@ -25,12 +26,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grids:
-    """4D grids, an array for each axis, innermost first."""
+    """4D grids, an array for each axis, innermost first; and stages of a pipeline, each of which has such a grid; None: of one."""
 
     gx: npt.NDArray[np.int64]
     gy: npt.NDArray[np.int64]
     gz: npt.NDArray[np.int64]
     gdata: npt.NDArray[np.int64]
+    stages: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.gx)
@@ -40,9 +42,19 @@ class Grids:
         """All four."""
         return self.gx, self.gy, self.gz, self.gdata
 
+    @property
+    def depth(self) -> npt.NDArray[np.int64]:
+        """Stages."""
+        return np.ones(len(self), np.int64) if self.stages is None else self.stages
+
+    @property
+    def gpus(self) -> npt.NDArray[np.int64]:
+        """Of all axes and stages."""
+        return self.gx * self.gy * self.gz * self.gdata * self.depth
+
     def take(self, chosen: npt.NDArray) -> Grids:
         """Some of them, by index or mask."""
-        return Grids(*(axis[chosen] for axis in self.axes))
+        return Grids(*(axis[chosen] for axis in self.axes), None if self.stages is None else self.stages[chosen])
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,20 @@ def grids(model: Model, gpus: int, batch: int) -> Grids:
     return Grids(*table[:, fits])
 
 
+def staged(model: Transformer, gpus: int, batch: int) -> Grids:
+    """Every number of stages that each have a layer, and every grid of the rest of the GPUs.
+
+    Args:
+        model: what is trained.
+        gpus: gx · gy · gz · gdata · stages.
+        batch: samples of a step.
+    """
+    counts = [count for count in divisors(gpus) if count <= model.layers]
+    each = [grids(model, gpus // count, batch) for count in counts]
+    axes = [np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True)]
+    return Grids(*axes, stages=np.repeat(np.array(counts, np.int64), [len(one) for one in each]))
+
+
 def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:
     """Rings' bandwidths: of groups within a node from a table (case 1), of others by equation 5.7 (case 2).
 
@@ -122,11 +148,13 @@ def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:
         at: the grids.
         aware: False for the placement-agnostic model, in which all are the bandwidth between nodes.
     """
-    inter = node_bandwidth(machine)
     found, inner = [], np.ones(len(at), np.int64)
     for size in at.axes:
         outer = inner * size
+        inter = node_bandwidth(machine, outer / np.maximum(inner, machine.domain))
         across = inter / np.minimum(machine.domain, inner)
+        if machine.calibration is not None:
+            across = np.minimum(across, _within(machine, inner, size))
         found.append(
             np.where(outer <= machine.domain, _within(machine, inner, size), across) if aware else across * 0 + inter
         )
@@ -134,13 +162,16 @@ def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:
     return Bandwidths(*found)
 
 
-def node_bandwidth(machine: Machine) -> float:
-    """β_inter: bytes a second between two nodes, over all their interfaces."""
-    return machine.slow_bandwidth * machine.interfaces * machine.domain * machine.bandwidth_efficiency
+def node_bandwidth(machine: Machine, nodes: Number = 2) -> Number:
+    """β_inter: bytes a second between two of a group's nodes, over all their interfaces."""
+    return machine.slow_bandwidth * machine.interfaces * machine.domain * reached(machine, nodes)[1]
 
 
 def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwidths, repeats: Repeats) -> Communication:
     """Equations 5.1 to 5.5 of one layer.
+
+    Experts are shared out among data-parallel ranks; an all-to-all over them brings what goes in, and another takes what comes out, in
+    forward and backward.
 
     Args:
         layer: its sizes.
@@ -150,16 +181,21 @@ def layer_communication(layer: Linear, samples: Number, at: Grids, beta: Bandwid
         repeats: how often each runs.
     """
     gx, gy, beta_x, beta_y = (at.gy, at.gx, beta.y, beta.x) if layer.transposed else (at.gx, at.gy, beta.x, beta.y)
-    gz, gdata = at.gz, at.gdata
-    weights = 2 * layer.weights / (gx * gy)
+    gz, ranks = at.gz, expert_ranks(layer, at)
+    gdata = at.gdata // ranks
+    weights = 2 * layer.weights / (gx * gy) / ranks
     outputs = 2 * samples * layer.gives * layer.n / (gz * gx)
     inputs = 2 * samples * layer.takes * layer.k / (gz * gy)
-    shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz)
+    shared = repeats.gradient_bytes * layer.weights / (gx * gy * gz) / ranks
+    exchanged = (
+        2 * samples * (layer.gives * layer.n if layer.transposed else layer.takes * layer.k) / (at.gx * at.gy * gz)
+    )
+    exchange = (ranks - 1) / ranks * exchanged / beta.data
     return Communication(
         gather=repeats.gathers * repeats.accumulation * (gz - 1) * weights / gz / beta.z,
         scatter=repeats.accumulation * (gz - 1) / gz * weights / 2 * repeats.scatter_bytes / beta.z,
-        forward=repeats.sums * 2 * (gy - 1) / gy * outputs / beta_y,
-        backward=2 * (gx - 1) / gx * inputs / beta_x,
+        forward=repeats.sums * (2 * (gy - 1) / gy * outputs / beta_y + exchange),
+        backward=2 * (gx - 1) / gx * inputs / beta_x + exchange,
         data=2 * (gdata - 1) / gdata * shared / beta.data,
     )
 
@@ -187,14 +223,23 @@ def communication(
 
 
 def state_bytes(model: Model, at: Grids, each: float = 16.0) -> Floats:
-    """Bytes of weights, gradients and optimizer state of a GPU, which data-parallel ranks repeat.
+    """Bytes of weights, gradients and optimizer state of a GPU, which data-parallel ranks repeat, but for experts that they share out.
 
     Args:
         model: what is trained.
         at: the grids.
         each: bytes a parameter; 16 in mixed precision with Adam.
     """
-    return each * model.parameters / (at.gx * at.gy * at.gz)
+    shards = at.gx * at.gy * at.gz
+    if not isinstance(model, Transformer) or not model.experts:
+        return each * model.parameters / shards
+    routed = model.expert_parameters / np.gcd(at.gdata, model.experts)
+    return each * (model.parameters - model.expert_parameters + routed) / shards
+
+
+def expert_ranks(layer: Linear, at: Grids) -> npt.NDArray[np.int64]:
+    """Data-parallel ranks among which a layer's experts are shared out; 1 without."""
+    return np.gcd(at.gdata, layer.copies)
 
 
 def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
@@ -207,15 +252,18 @@ def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
 def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     """Floating-point operations of a step by Narayanan's formula: 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation, 3/4 without.
 
-    Of a U-Net, those of its products, two for each multiplication, and twice as many in backward.
+    The formula is of MLPs four times as wide as the hidden size. Of U-Nets, gated models and experts, those of their products, two for each
+    multiplication, and twice as many in backward.
 
     Args:
-        model: what is trained; a transformer's MLP is taken to be four times as wide as its hidden size.
+        model: what is trained.
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
-    if not isinstance(model, Transformer):
-        return (8 if recompute else 6) * batch * sum(block.count * block.products for block in model.blocks)
+    if not isinstance(model, Transformer) or model.gated or model.experts:
+        products = sum(block.count * block.products for block in model.blocks)
+        output = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
+        return batch * ((8 if recompute else 6) * products + 6 * output)
     s, depth, h = model.sequence, model.layers, model.hidden
     layers = 1 + s / (6 * h)
     head = model.vocabulary / (16 * depth * h)
@@ -224,7 +272,7 @@ def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
 
 def _within(machine: Machine, inner: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Floats:
     """Measured bandwidths of simultaneous groups of a node, by how many are inside one another and by size, or the network's."""
-    table = np.full(len(inner), machine.fast_bandwidth * machine.bandwidth_efficiency)
+    table = np.full(len(inner), machine.fast_bandwidth * reached(machine, 1)[0])
     for (before, members), bandwidth in machine.within.items():
         table[(inner == before) & (size == members)] = bandwidth
     return table

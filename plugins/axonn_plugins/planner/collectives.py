@@ -57,6 +57,8 @@ def seconds(machine: Machine, kind: Kind, volume: Number, n: Number, v: Number) 
     twice = np.where(mixed, 2.0, 1.0) if kind is Kind.ALL_REDUCE else 1.0
     if machine.collectives == "pccl" and kind not in (Kind.BROADCAST, Kind.REDUCE):
         return twice * _hierarchical(machine, volume, n, v)
+    if machine.calibration is not None and kind is Kind.ALL_REDUCE:
+        twice = 2.0
     latency = machine.slow_latency * (n / v - 1) + machine.fast_latency * (n - n / v)
     return latency + twice * share * volume / bandwidth(machine, n, v)
 
@@ -64,18 +66,28 @@ def seconds(machine: Machine, kind: Kind, volume: Number, n: Number, v: Number) 
 def _hierarchical(machine: Machine, volume: Number, n: Number, v: Number) -> Number:
     """PCCL's gather: recursive doubling of shares between domains, then a ring within each (000, section 6.2)."""
     domains = n / v
-    slow = np.maximum(v * machine.interfaces, 1.0) * machine.slow_bandwidth * machine.bandwidth_efficiency
-    fast = machine.fast_bandwidth * machine.bandwidth_efficiency
+    reached_fast, reached_slow = reached(machine, domains)
+    slow = np.maximum(v * machine.interfaces, 1.0) * machine.slow_bandwidth * reached_slow
+    fast = machine.fast_bandwidth * reached_fast
     latency = machine.slow_latency * np.ceil(np.log2(domains)) + machine.fast_latency * (v - 1)
     return latency + (domains - 1) / domains * volume / slow + (v - 1) / v * volume / fast
 
 
 def bandwidth(machine: Machine, n: Number, v: Number) -> Number:
     """Bytes a second of a ring: every GPU of the group in a domain drives its network interfaces, up to the fast network's rate."""
-    slow = machine.slow_bandwidth * machine.bandwidth_efficiency
-    fast = machine.fast_bandwidth * machine.bandwidth_efficiency
+    reached_fast, reached_slow = reached(machine, n / v)
+    slow = machine.slow_bandwidth * reached_slow
+    fast = machine.fast_bandwidth * reached_fast
     mixed = np.minimum(np.maximum(v * machine.interfaces, 1.0) * slow, fast)
     return np.where(v == 1, slow, np.where(v == n, fast, mixed))
+
+
+def reached(machine: Machine, domains: Number) -> tuple[float, Number]:
+    """Shares of the bandwidths within a domain and between domains that a collective of so many domains reaches."""
+    if machine.calibration is None:
+        return machine.bandwidth_efficiency, machine.bandwidth_efficiency
+    of = machine.calibration
+    return of.fast, of.slow / (1 + of.crowding * np.log2(np.maximum(domains, 1)))
 
 
 def point_to_point(machine: Machine, volume: Number, n: Number, v: Number, paper: bool) -> Number:
@@ -88,8 +100,9 @@ def point_to_point(machine: Machine, volume: Number, n: Number, v: Number, paper
         v: stages that share a domain.
         paper: between domains, messages cost nothing where v > 1: so it is in the published results.
     """
-    slow = machine.slow_latency + volume / (machine.slow_bandwidth * machine.bandwidth_efficiency)
-    fast = machine.fast_latency + volume / (machine.fast_bandwidth * machine.bandwidth_efficiency)
+    reached_fast, reached_slow = reached(machine, 1)
+    slow = machine.slow_latency + volume / (machine.slow_bandwidth * reached_slow)
+    fast = machine.fast_latency + volume / (machine.fast_bandwidth * reached_fast)
     within, between = n - n / v, n / v - 1
     charged = np.where((v > 1) & paper, 0.0, between)
     return (within * fast + charged * slow) / np.maximum(n - 1, 1)

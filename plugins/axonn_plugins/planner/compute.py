@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from axonn_plugins.planner import work
-from axonn_plugins.planner.axonn import Floats, Grids
+from axonn_plugins.planner.axonn import Floats, Grids, expert_ranks
 from axonn_plugins.planner.layers import Attention, Between, Block, Linear
 from axonn_plugins.planner.machine import Machine
-from axonn_plugins.planner.work import Number
+from axonn_plugins.planner.rates import Unit, spent, vector_cost
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,19 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
         at: the grids.
         samples: of a micro-batch, on one GPU's share of z and data.
     """
-    # A convolution is the product that it would be with its input unfolded, which is not written to memory.
-    products = [
-        replace(
-            work.matmul(samples * linear.gives, linear.k * linear.kernel / over_k, linear.n / over_n),
-            **_convolution_moves(linear, samples, over_k, over_n),
-        )
-        for linear in block.linears
-        for over_k, over_n in [(at.gx, at.gy) if linear.transposed else (at.gy, at.gx)]
-    ]
+    products = [_product(linear, at, samples) for linear in block.linears]
     attention = [] if block.attention is None else [_attention(machine, block.attention, at, samples)]
-    vector = [_between(one, samples / (at.gx * at.gy)) for one in block.between]
+    reached = machine.calibration is not None
+    vector = [one for each in block.between for one in _vector_work(each, samples / (at.gx * at.gy), reached)]
     forward, backward = np.zeros((2, len(at))), np.zeros((2, len(at)))
-    for done, peak in [
-        *((one, machine.tensor) for one in [*products, *attention]),
-        *((one, machine.vector) for one in vector),
-    ]:
-        forward += _roofline(machine, done.flops, done.moved, peak)
-        backward += _roofline(machine, done.backward_flops, done.backward_moved, peak)
-    gradients = [
-        _roofline(machine, one.backward_flops, one.backward_moved, machine.tensor).sum(axis=0) / 2 for one in products
-    ]
+    units: list[tuple[Unit, list[work.Work]]] = [("tensor", products), ("attention", attention), ("vector", vector)]
+    for unit, several in units:
+        for done in several:
+            forward += np.stack(np.broadcast_arrays(*spent(machine, unit, done.flops, done.moved)))
+            backward += np.stack(
+                np.broadcast_arrays(*spent(machine, unit, done.backward_flops, done.backward_moved, True))
+            )
+    gradients = [sum(spent(machine, "tensor", one.backward_flops, one.backward_moved, True)) / 2 for one in products]
     return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
 
 
@@ -74,7 +66,7 @@ def stored(block: Block, at: Grids, samples: Floats) -> Floats:
     if block.attention is not None:
         of = block.attention
         heads, kv_heads = samples * of.heads, samples * of.kv_heads
-        kept = kept + work.attention(heads, kv_heads, of.positions, of.positions, of.width, 1.0).stored
+        kept = kept + work.attention(heads, kv_heads, of.positions, of.positions, of.width, 1.0, of.value_width).stored
     inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in block.linears)
     return inputs + kept / plane
 
@@ -82,8 +74,27 @@ def stored(block: Block, at: Grids, samples: Floats) -> Floats:
 def _attention(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
     share = np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
     heads, kv_heads = samples * attention.heads / share, samples * np.maximum(attention.kv_heads / share, 1)
-    positions, ratio = attention.positions, machine.tensor / machine.vector
-    return work.attention(heads, kv_heads, positions, positions, attention.width, ratio)
+    positions = attention.positions
+    return work.attention(
+        heads,
+        kv_heads,
+        positions,
+        positions,
+        attention.width,
+        vector_cost(machine),
+        attention.value_width,
+        causal=machine.calibration is not None,
+    )
+
+
+def _vector_work(one: Between, samples: Floats, fused: bool) -> list[work.Work]:
+    """Of an operation between products; fused, biases and dropout are part of a neighbour, and each norm comes with a residual sum."""
+    if not fused:
+        return [_between(one, samples)]
+    if one.kind in ("bias", "dropout"):
+        return []
+    sums = [work.residual(samples * one.positions * one.width)] if one.kind == "norm" else []
+    return [_between(one, samples), *sums]
 
 
 def _between(one: Between, samples: Floats) -> work.Work:
@@ -92,16 +103,25 @@ def _between(one: Between, samples: Floats) -> work.Work:
         return work.bias(rows, one.width)
     if one.kind == "norm":
         return work.layer_norm(rows, one.width)
-    return work.gelu(rows * one.width) if one.kind == "activation" else work.dropout(rows * one.width)
+    of = {"activation": work.gelu, "gate": work.swiglu, "dropout": work.dropout}[one.kind]
+    return of(rows * one.width)
 
 
-def _convolution_moves(linear: Linear, samples: Floats, over_k: Number, over_n: Number) -> dict[str, Number]:
-    """Bytes that a layer moves, forward and backward."""
+def _product(linear: Linear, at: Grids, samples: Floats) -> work.Work:
+    """A convolution is the product that it would be with its input unfolded, which is not written to memory.
+
+    Experts, which data-parallel ranks share out, are so many products of a part of the positions each.
+    """
+    over_k, over_n = (at.gx, at.gy) if linear.transposed else (at.gy, at.gx)
+    here = linear.copies / expert_ranks(linear, at)
+    done = work.matmul(samples * linear.gives / here, linear.k * linear.kernel / over_k, linear.n / over_n)
     taken, given = samples * linear.takes * linear.k / over_k, samples * linear.gives * linear.n / over_n
-    moved = 2 * (taken + given + linear.weights / (over_k * over_n))
-    return {"moved": moved, "backward_moved": 2 * moved}
-
-
-def _roofline(machine: Machine, flops: Number, moved: Number, peak: float) -> Floats:
-    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
-    return np.stack(np.broadcast_arrays(compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)))
+    moved = 2 * (taken + given + linear.weights / (over_k * over_n) / expert_ranks(linear, at))
+    return replace(
+        done,
+        flops=here * done.flops,
+        moved=moved,
+        backward_flops=here * done.backward_flops,
+        backward_moved=2 * moved,
+        stored=here * done.stored,
+    )

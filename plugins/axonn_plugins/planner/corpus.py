@@ -13,7 +13,10 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files, machine, model
 from axonn_plugins.planner.answer import EVERY, AnyStrategy, Question, answer
 from axonn_plugins.planner.axonn import model_flops
+from axonn_plugins.planner.calibration import Calibration
+from axonn_plugins.planner.search import AnyPlan
 from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.transformer import Mode
 
 MEASURES = ("seconds", "petaflops", "percent_of_peak", "tflops", "percent_of_model_peak", "tokens_per_gpu")
 """Of a step; of all GPUs, with recomputation's; likewise in percent; of a GPU, without; likewise in percent; a second."""
@@ -74,15 +77,18 @@ class Measurement:
         again = self.measure in ("petaflops", "percent_of_peak")
         return model_flops(trained, self.batch, again) / rate
 
-    def predicted(self) -> float:
-        """Seconds of a step by the model; what ran is known, so memory is no limit. NaN where it has no such configuration."""
+    @property
+    def system(self) -> tuple[str, str]:
+        """What trained where."""
+        return self.framework.partition(",")[0], self.machine
+
+    def predicted(self, mode: Mode = "calibrated", calibration: Calibration | None = None) -> AnyPlan | None:
+        """What the model would run; where nothing fits, without a limit of memory, as what ran is known. None where it has no such."""
         trained = model.load(self.model, sequence=self.sequence)
-        on = replace(machine.load(self.machine), memory=math.inf)
-        asked = Question(
-            on, trained, self.gpus, self.batch, (self.strategy,), fixed=self.fixed or None, setting=self.setting
-        )
-        best = answer(asked, 1).best
-        return best[0].seconds if best else math.nan
+        on = replace(machine.load(self.machine), calibration=calibration)
+        asked = Question(on, trained, self.gpus, self.batch, (self.strategy,), mode, self.fixed or None, self.setting)
+        best = answer(asked, 1).best or answer(replace(asked, machine=replace(on, memory=math.inf)), 1).best
+        return best[0] if best else None
 
 
 def load() -> tuple[Measurement, ...]:
@@ -99,16 +105,17 @@ def read(path: Path) -> tuple[Measurement, ...]:
     """
     table = files.read("corpus", path)
     where = path.name
-    files.keys(where, table, ("source", "assumed", "row"), ("machine",))
+    files.keys(where, table, ("source", "assumed", "row"), ("machine", "common"))
     source, assumed = (files.text(f"{where}: {key}", table[key]) for key in ("source", "assumed"))
     rows = [
-        _row(f"{where}: row {at}", {"machine": table.get("machine")} | row) for at, row in enumerate(table["row"], 1)
+        _row(f"{where}: row {at}", {"machine": table.get("machine")} | table.get("common", {}) | row)
+        for at, row in enumerate(table["row"], 1)
     ]
     return tuple(Measurement(table=path.stem, source=source, assumed=assumed, **row) for row in rows)
 
 
 _NEEDED = ("framework", "model", "machine", "gpus", "batch", "strategy")
-_SETTING = ("recompute", "interleave", "sparsity", "experts")
+_SETTING = ("recompute", "interleave", "sparsity", "experts", "fused")
 
 
 def _row(where: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +131,10 @@ def _row(where: str, row: dict[str, Any]) -> dict[str, Any]:
         **{key: files.text(f"{where}: {key}", row[key]) for key in ("framework", "model", "machine", "strategy")},
         **{key: files.whole(f"{where}: {key}", row[key]) for key in ("gpus", "batch", "sequence") if key in row},
         "setting": Setting(**{key: row[key] for key in _SETTING if key in row}),
-        "fixed": {key: files.whole(f"{where}: {key}", size) for key, size in row.get("fixed", {}).items()},
+        "fixed": {
+            key: files.whole(f"{where}: {key}", row["gpus"] if size == "gpus" else size)
+            for key, size in row.get("fixed", {}).items()
+        },
         "measure": measures[0],
         "value": files.number(f"{where}: {measures[0]}", row[measures[0]]),
     }

@@ -20,19 +20,23 @@ from axonn_plugins.planner.axonn import (
     Repeats,
     bandwidths,
     communication,
+    expert_ranks,
     grids,
     layer_communication,
     ranked,
+    staged,
     state_bytes,
 )
+from axonn_plugins.planner.collectives import point_to_point
 from axonn_plugins.planner.compute import Layer, layer_times, stored
 from axonn_plugins.planner.layers import Block
-from axonn_plugins.planner.machine import Machine
-from axonn_plugins.planner.model import Model
+from axonn_plugins.planner.machine import Machine, calibrated
+from axonn_plugins.planner.model import Model, Transformer
+from axonn_plugins.planner.rest import optimizer_seconds, output_seconds
 from axonn_plugins.planner.search import Constraints, Found, GridPlan
 from axonn_plugins.planner.space import divisors
 from axonn_plugins.planner.step import OVERLAPS, Memory, Setting, Times
-from axonn_plugins.planner.transformer import Mode
+from axonn_plugins.planner.transformer import Mode, local
 from axonn_plugins.planner.work import Number
 
 
@@ -41,7 +45,7 @@ def search(
     model: Model,
     gpus: int,
     batch: int,
-    mode: Mode = "default",
+    mode: Mode = "roofline",
     top: int = 10,
     constraints: Constraints | None = None,
     setting: Setting | None = None,
@@ -55,10 +59,12 @@ def search(
         batch: samples of a step.
         mode: "paper" for collectives alone.
         top: how many grids are returned.
-        constraints: which grids count, by gx, gy, gz, gdata and m.
+        constraints: which grids count, by gx, gy, gz, gdata, stages and m.
         setting: how it is trained.
     """
-    at, m = _with_microbatches(grids(model, gpus, batch), batch, mode)
+    machine = calibrated(machine, mode)
+    every = staged if mode == "calibrated" and isinstance(model, Transformer) else grids
+    at, m = _with_microbatches(every(model, gpus, batch), batch, mode)  # type: ignore[arg-type]
     kept = _mask(at, m, constraints or Constraints())
     at, m = at.take(kept), m[kept]
     if not len(at):
@@ -82,7 +88,7 @@ def times(
     at: Grids,
     m: Number,
     batch: int,
-    mode: Mode = "default",
+    mode: Mode = "roofline",
     setting: Setting | None = None,
 ) -> tuple[Times, Communication]:
     """Seconds of a step by part, and of its collectives whether hidden or not.
@@ -101,10 +107,11 @@ def times(
     if mode == "paper":
         talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, batch)
         return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
+    share = 1.0 if machine.calibration is None else machine.calibration.hidden
     compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
-    talked = Communication(none, none, none, none, none)
+    talked, of_stage = Communication(none, none, none, none, none), _of_stage(model, at)
     for block in model.blocks:
-        count = block.count * m
+        count = block.count * of_stage * m
         layer = layer_times(machine, block, at, batch / (at.gz * at.gdata * m))
         parts = _communication(machine, block, at, batch / at.gdata / m, setting)
         for part in parts:
@@ -113,13 +120,24 @@ def times(
             spent + (passes * layer.forward[i] + layer.backward[i]) * count
             for i, spent in enumerate((compute, waiting))
         )
-        exposed = exposed + _exposed(layer, parts, setting) * count
+        exposed = exposed + _exposed(layer, parts, setting, share) * count
     talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
-    return Times(compute, waiting, exposed, talked.data, none, none), talked
+    if machine.calibration is not None and isinstance(model, Transformer):
+        head, optimizer = _ends(machine, model, at, batch / (at.gz * at.gdata * m), setting)
+        compute, waiting = compute + m * head[0], waiting + m * head[1] + optimizer
+    pipeline = bubble = none
+    if at.stages is not None:
+        first = model.blocks[0].linears[0]
+        message = 2 * batch / (at.gz * at.gdata * m) * first.takes * first.k / (at.gx * at.gy)
+        near = np.clip(machine.domain // (at.gpus // at.stages), 1, at.stages)
+        pipeline = 2 * m * point_to_point(machine, message, at.stages, near, False)
+        bubble = (at.stages - 1) * (compute + waiting + exposed + pipeline) / m
+    spent = Times(compute, waiting, exposed, talked.data, pipeline, bubble)
+    return spent.waited(machine, at.gpus), talked
 
 
 def memory(
-    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "default", setting: Setting | None = None
+    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "roofline", setting: Setting | None = None
 ) -> Memory:
     """Bytes of a GPU. In the published model, only state counts, and data-parallel ranks repeat it.
 
@@ -135,22 +153,41 @@ def memory(
     if mode == "paper":
         two = state_bytes(model, at, 2.0)
         return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
-    two, kept = state_bytes(model, at, 2.0), setting.kept
-    largest = max(linear.weights for block in model.blocks for linear in block.linears)
-    at_once = model.parameters if _gathers(setting) == 1 else 2 * largest
+    of_stage = _of_stage(model, at)
+    two, kept = of_stage * state_bytes(model, at, 2.0), setting.kept
+    of_linears = [linear.weights / expert_ranks(linear, at) for block in model.blocks for linear in block.linears]
+    shards = at.gx * at.gy * at.gz
+    at_once = two / 2 * shards if _gathers(setting) == 1 else 2 * reduce(np.maximum, of_linears)
     gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
     each = [stored(block, at, samples) for block in model.blocks]
-    activations = reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
+    in_flight = of_stage * np.minimum(at.depth, m)
+    activations = in_flight * reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
     if setting.recompute:
         kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
-        activations = 2 * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
+        activations = 2 * in_flight * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
     index = kept * two if setting.sparsity else 0 * two
-    optimizer = kept * state_bytes(model, at, 12.0) / at.gdata + index
+    optimizer = of_stage * kept * (12.0 * model.parameters / shards) / at.gdata + index
     return Memory(two + gathered, kept * two, optimizer, activations)
 
 
-def _exposed(layer: Layer, parts: list[Communication], setting: Setting) -> Floats:
+def _of_stage(model: Model, at: Grids) -> Floats:
+    """Share of the layers that the fullest stage has."""
+    count = sum(block.count for block in model.blocks)
+    return np.ceil(count / at.depth) / count
+
+
+def _ends(
+    machine: Machine, model: Transformer, at: Grids, samples: Floats, setting: Setting
+) -> tuple[tuple[Number, Number], Number]:
+    """Seconds of a micro-batch's output layer and loss (compute, waiting for memory), and of the optimizer's step."""
+    plane, one = (at.gx * at.gy).astype(np.float64), np.ones(len(at))
+    size = local(model, "1d", "roofline", plane, one, samples, one)
+    own = setting.kept * model.parameters / (plane * at.gz * at.gdata * at.depth)
+    return output_seconds(machine, model, size), optimizer_seconds(machine, own)
+
+
+def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: float) -> Floats:
     """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart.
 
     With recomputation, forward runs twice, and gathers its weights each time if they are not kept; without, backward gathers them.
@@ -158,13 +195,14 @@ def _exposed(layer: Layer, parts: list[Communication], setting: Setting) -> Floa
     forward, backward = sum(layer.forward), sum(layer.backward)
     passes, gathers = 2 if setting.recompute else 1, _gathers(setting)
     gather = sum(part.gather for part in parts) / gathers
-    hides = {name: float(name in setting.overlap) for name in OVERLAPS}
+    hides = {name: share * (name in setting.overlap) for name in OVERLAPS}
     forward_gathers = gathers if setting.recompute else 1
-    exposed = forward_gathers * np.maximum(gather - hides["OAG"] * forward, 0)
+    ahead = hides["OAG"] * gather
+    exposed = forward_gathers * (gather - ahead + np.maximum(ahead - forward, 0))
     exposed = exposed + passes * sum(part.forward for part in parts)
     hidden = np.zeros_like(forward)
     for part, product in zip(parts, layer.products, strict=True):
-        behind = hides["OAR"] * np.minimum(part.backward, product)
+        behind = np.minimum(hides["OAR"] * part.backward, product)
         exposed, hidden = exposed + part.backward - behind, hidden + behind
     later = {"OAG": 0 if setting.recompute else gather, "ORS": sum(part.scatter for part in parts)}
     at_once = sum((1 - hides[name]) * spent for name, spent in later.items())
@@ -179,8 +217,10 @@ def _gathers(setting: Setting) -> int:
 
 def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
     """Of each linear of a block and micro-batch, `samples` of a data-parallel group."""
-    beta, one = bandwidths(machine, at), Repeats(gathers=_gathers(setting), gradient_bytes=2 * setting.kept)
-    share, scatter = 1 / len(block.linears), machine.reduce_scatter
+    # Training sums weights' gradients in 4 bytes, and a block's weights in one collective; the published model has 2, and each its own.
+    reached, count = machine.calibration is not None, len(block.linears)
+    one = Repeats(gathers=_gathers(setting), gradient_bytes=2 * setting.kept, scatter_bytes=4 if reached else 2)
+    beta, share, scatter = bandwidths(machine, at), (1 / count if reached else 1.0, 1 / count), machine.reduce_scatter
     parts = [
         _with_latency(
             machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share, one.gathers
@@ -200,9 +240,9 @@ def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, s
 
 
 def _with_latency(
-    machine: Machine, at: Grids, part: Communication, transposed: bool, share: float, gathers: int
+    machine: Machine, at: Grids, part: Communication, transposed: bool, shares: tuple[float, float], gathers: int
 ) -> Communication:
-    """Latency besides: of a ring, a message for each further rank, twice in a sum; over data, the linears of a block share one."""
+    """Latency besides: of a ring, a message for each further rank, twice in a sum; over z and data a linear has shares of one."""
     steps: list[Floats] = []
     inner = np.ones(len(at))
     for size in at.axes:
@@ -210,10 +250,12 @@ def _with_latency(
         near = np.clip(machine.domain // (inner // size), 1, size)  # of its ranks in a node
         recursive = machine.slow_latency * np.ceil(np.log2(size / near)) + machine.fast_latency * (near - 1)
         ring = (size - 1) * np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
+        if machine.calibration is not None:
+            ring = (size / near - 1) * machine.slow_latency + (size - size / near) * machine.fast_latency
         steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)
-    return part + Communication(gathers * z, z, 2 * y, 2 * x, 2 * data * share)
+    return part + Communication(gathers * z * shares[0], z * shares[0], 2 * y, 2 * x, 2 * data * shares[1])
 
 
 def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.ndarray]:
@@ -228,7 +270,7 @@ def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.nda
 def _mask(at: Grids, m: np.ndarray, constraints: Constraints) -> np.ndarray:
     mask = np.ones(len(at), bool)
     for name, size in constraints.fixed.items():
-        mask &= (m if name == "m" else getattr(at, name)) == size
+        mask &= (m if name == "m" else at.depth if name == "stages" else getattr(at, name)) == size
     return mask
 
 
@@ -241,6 +283,7 @@ def _plan(
         gy=int(at.gy[i]),
         gz=int(at.gz[i]),
         gdata=int(at.gdata[i]),
+        stages=int(at.depth[i]),
         microbatches=int(m[i]),
         seconds=float(timed.total[i]) if timed else np.nan,
         parts=pick(timed),

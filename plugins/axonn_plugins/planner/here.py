@@ -9,7 +9,10 @@ import torch
 
 from axonn_plugins.planner import machine
 
-_LIKE = {"GH200": "alps", "H100": "h200", "H200": "h200", "B200": "b200", "MI250": "frontier", "V100": "summit"}
+_LIKE = {
+    **{"GH200": "alps", "H100": "h100", "H200": "h200", "GB200": "gb200", "B200": "b200"},
+    **{"MI250": "frontier", "MI300": "mi300x", "V100": "v100"},
+}
 """Machines of the planner by what is in an accelerator's name, the first that is; of others, a100."""
 
 

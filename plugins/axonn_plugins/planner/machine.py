@@ -10,8 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
+from axonn_plugins.planner.calibration import Calibration, ours
+from axonn_plugins.planner.work import Number
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,11 @@ class Machine:
         slow_bandwidth: of one network interface, between domains.
         slow_latency: of a message there.
         interfaces: network interfaces for each GPU.
+        host: GPUs of one host, where a domain joins several; 0 for as many as a domain has.
+        device: what a rank computes on.
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
+        product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
+        fp8: peak of matrix multiplication in 8 bits; None where there is none.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
         bandwidth_efficiency: share of both networks' bandwidths that is reached.
@@ -44,6 +52,7 @@ class Machine:
             all-reduce, as gloo does.
         collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
             within (000, chapter 6).
+        calibration: what training reaches of all this; None for the papers' assumptions.
     """
 
     name: str
@@ -58,7 +67,11 @@ class Machine:
     slow_bandwidth: float
     slow_latency: float
     interfaces: float = 1.0
+    host: int = 0
+    device: Literal["cuda", "cpu"] = "cuda"
     sustained: float | None = None
+    product_half: float | None = None
+    fp8: float | None = None
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
     bandwidth_efficiency: float = 0.7
@@ -67,6 +80,11 @@ class Machine:
     collective_error: float | None = None
     reduce_scatter: float = 1.0
     collectives: Literal["native", "pccl"] = "native"
+    calibration: Calibration | None = None
+
+    def domains(self, gpus: Number) -> Number:
+        """How many hold so many GPUs."""
+        return np.maximum(gpus / self.domain, 1)
 
 
 _QUANTITIES = {
@@ -79,15 +97,18 @@ _QUANTITIES = {
     "slow_bandwidth": "bandwidth",
     "slow_latency": "time",
 }
-_OPTIONAL_QUANTITIES = {"sustained": "rate", "flop_latency": "time"}
+_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "flop_latency": "time"}
 _OPTIONAL = (
     "name",
     "interfaces",
+    "host",
+    "device",
     *_OPTIONAL_QUANTITIES,
     "flop_efficiency",
     "bandwidth_efficiency",
     "assumed",
     "within",
+    "product_half",
     "collective_error",
     "reduce_scatter",
 )
@@ -139,7 +160,14 @@ def load(name: str, option: str = "--machine") -> Machine:
     if domain is None:
         return machine
     size = files.whole(f"{option} = {name!r}: the number after -nvs", domain)
-    return replace(machine, name=f"{machine.name}-nvs{size}", domain=size)
+    return replace(
+        machine, name=f"{machine.name}-nvs{size}", domain=size, host=min(machine.host or machine.domain, size)
+    )
+
+
+def calibrated(machine: Machine, mode: str) -> Machine:
+    """With the fitted coefficients in the mode that is named for them."""
+    return replace(machine, calibration=machine.calibration or ours()) if mode == "calibrated" else machine
 
 
 def parse(where: str, table: dict[str, Any], name: str) -> Machine:
@@ -163,11 +191,17 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
     for key in ("flop_efficiency", "bandwidth_efficiency"):
         if key in table:
             values[key] = files.number(at(key), table[key], most=1.0)
-    for key in ("interfaces", "collective_error", "reduce_scatter"):
+    for key in ("interfaces", "product_half", "collective_error", "reduce_scatter"):
         if key in table:
             values[key] = files.number(at(key), table[key])
     if "assumed" in table:
         values["assumed"] = files.text(at("assumed"), table["assumed"])
+    if "host" in table:
+        values["host"] = files.whole(at("host"), table["host"])
+    if "device" in table:
+        if table["device"] not in ("cuda", "cpu"):
+            raise ConfigError(f'{at("device")} = {table["device"]!r} is not known; write "cuda" or "cpu"')
+        values["device"] = table["device"]
     if "within" in table:
         values["within"] = _rings(at("within"), table["within"])
     return Machine(

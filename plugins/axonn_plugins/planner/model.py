@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,108 +11,14 @@ from typing import Any
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
 from axonn_plugins.planner.hf import is_hf, sizes_of
-from axonn_plugins.planner.layers import Block, transformer
+from axonn_plugins.planner.sizes import Transformer as Transformer
 from axonn_plugins.planner.unet import UNet
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """Sizes of a transformer.
-
-    Attributes:
-        name: what a user calls it.
-        layers: d.
-        hidden: features of the residual stream, e.
-        heads: of attention, h.
-        sequence: positions of a sample, l.
-        feed_forward: features within the MLP, f; 0 for 4·e. Of a gated MLP, 1.5 times as many, which have the same parameters.
-        kv_heads: heads of keys and values; 0 for as many as `heads`.
-        head_width: features of a head; 0 for e/h.
-        vocabulary: tokens; 0 where unknown.
-        untied: whether the output layer has a table of tokens of its own.
-        source: where the sizes come from.
-
-    Raises:
-        ConfigError: sizes that do not go together.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int = 2048
-    feed_forward: int = 0
-    kv_heads: int = 0
-    head_width: int = 0
-    vocabulary: int = 0
-    untied: bool = False
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.head_width and self.hidden % self.heads:
-            raise ConfigError(
-                f'model "{self.name}": heads = {self.heads} does not divide hidden = {self.hidden}; choose a divisor, or give head_width'
-            )
-        if self.kv_heads and self.heads % self.kv_heads:
-            raise ConfigError(
-                f'model "{self.name}": kv_heads = {self.kv_heads} does not divide heads = {self.heads}; choose a divisor'
-            )
-
-    @property
-    def f(self) -> int:
-        """Features within the MLP."""
-        return self.feed_forward or 4 * self.hidden
-
-    @property
-    def kv(self) -> int:
-        """Heads of keys and values."""
-        return self.kv_heads or self.heads
-
-    @property
-    def q(self) -> int:
-        """Features of a head."""
-        return self.head_width or self.hidden // self.heads
-
-    @property
-    def parameters(self) -> int:
-        """Of the layers, and of the tables of tokens where the vocabulary is known."""
-        attention = self.hidden * self.q * (2 * self.heads + 2 * self.kv) + self.hidden
-        mlp = 2 * self.hidden * self.f + self.f + self.hidden
-        return self.layers * (attention + mlp + 4 * self.hidden) + (1 + self.untied) * self.vocabulary * self.hidden
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """Its layers, as 4D grids split them."""
-        return transformer(
-            layers=self.layers,
-            sequence=self.sequence,
-            hidden=self.hidden,
-            inner=self.f,
-            heads=self.heads,
-            kv_heads=self.kv,
-            width=self.q,
-        )
-
-    @property
-    def described(self) -> str:
-        """Its sizes in words."""
-        return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads"
-
-    @property
-    def sample(self) -> str:
-        """What a sample is."""
-        return f"{self.sequence} positions"
-
-    @property
-    def divides(self) -> tuple[tuple[int, ...], int]:
-        """Features that gx and gy must divide, and heads that gx must."""
-        return (self.hidden, self.f), self.heads
-
 
 Model = Transformer | UNet
 _REQUIRED = ("layers", "hidden", "heads")
-_NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("name", "source", "untied")]
-_OPTIONAL = ("name", "source", "untied", *(key for key in _NUMBERS if key not in _REQUIRED))
+_FLAGS = ("untied", "gated")
+_NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("name", "source", *_FLAGS)]
+_OPTIONAL = ("name", "source", *_FLAGS, *(key for key in _NUMBERS if key not in _REQUIRED))
 _UNET = ("image", "blocks", "heads", "in_channels")
 _UNET_LISTS = {"multipliers": 1, "attention_levels": 0}
 _PAIR = re.compile(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*")
@@ -168,12 +74,18 @@ def parse(where: str, table: dict[str, Any], name: str, source: str = "") -> Mod
     if "channels" in table:
         return UNet(name=name, source=source, **_unet(where, table))
     files.keys(where, table, _REQUIRED, _OPTIONAL)
-    least = {"vocabulary": 0, "feed_forward": 0, "kv_heads": 0, "head_width": 0}
-    sizes = {key: files.whole(f"{where}: {key}", table[key], least.get(key, 1)) for key in _NUMBERS if key in table}
-    untied = table.get("untied", False)
-    if not isinstance(untied, bool):
-        raise ConfigError(f"{where}: untied = {untied!r} is not true or false; write one of the two")
-    return Transformer(name=name, source=source, untied=untied, **sizes)
+    limits = {key: (0, 10**9) for key in _NUMBERS if key not in (*_REQUIRED, "sequence", "sparse_every")} | {
+        "other": (0, 10**12)
+    }
+    sizes: dict[str, Any] = {
+        key: files.whole(f"{where}: {key}", table[key], *limits.get(key, ())) for key in _NUMBERS if key in table
+    }
+    for key in _FLAGS:
+        if key in table:
+            if not isinstance(table[key], bool):
+                raise ConfigError(f"{where}: {key} = {table[key]!r} is not true or false; write one of the two")
+            sizes[key] = table[key]
+    return Transformer(name=name, source=source, **sizes)
 
 
 def _unet(where: str, table: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +105,8 @@ def _from_file(path: Path, option: str) -> Model:
     path = path / "config.json" if path.is_dir() else path
     table = files.read(option, path)
     if is_hf(table):
-        return parse(str(path), sizes_of(str(path), table), path.resolve().parent.name or "model", f"HF {path.name}")
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return parse(str(path), sizes_of(str(path), table), name or "model", f"HF {path.name}")
     return parse(str(path), table, path.stem)
 
 

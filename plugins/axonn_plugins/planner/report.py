@@ -10,6 +10,7 @@ from axonn_plugins.planner.answer import Answer, sensitivity, too_large
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
+from axonn_plugins.planner.runnable import runnable
 from axonn_plugins.planner.search import AnyPlan, Plan
 from axonn_plugins.planner.uncertainty import WHOLE, step_range
 
@@ -56,13 +57,23 @@ def heading(asked: Answer) -> str:
     )
     mode = f", {as_published}" if question.mode == "paper" else ""
     lines = [
-        f"{model.name}: {model.described}, {model.parameters / 1e9:.4g} billion parameters"
-        + (f" ({model.source})" if model.source else ""),
+        f"{model.name}: {model.described}, {_billions(model)}" + (f" ({model.source})" if model.source else ""),
         f"{machine.name}: {machine.memory / GB:g} GB a GPU, domains of {machine.domain} ({machine.source})",
         *([f"assumed: {machine.assumed}"] if machine.assumed else []),
         f"{question.batch} samples of {model.sample} a step{mode}",
     ]
     return "\n".join(lines)
+
+
+def _active(model: Model) -> int:
+    """Parameters that a position meets."""
+    return model.active_parameters if isinstance(model, Transformer) else model.parameters
+
+
+def _billions(model: Model) -> str:
+    active = _active(model)
+    of_token = "" if active == model.parameters else f", {active / 1e9:.4g} of a token"
+    return f"{model.parameters / 1e9:.4g} billion parameters{of_token}"
 
 
 def searched(asked: Answer) -> str:
@@ -91,7 +102,7 @@ def verdict(asked: Answer, tokens: float | None = None) -> str:
         "  time: " + ", ".join(f"{_words(part)} {share:.1%}" for part, share in parts if share > 0),
         "  memory: " + ", ".join(f"{part} {size / GB:.1f} GB" for part, size in plan.holds.items()),
         f"  the longest part is {_words(parts[0][0])}, then {_words(parts[1][0])}",
-        f"  {span.low:.4g} to {span.high:.4g} s if collectives err as {span.source}" + _whole_error(question.model),
+        f"  {span.low:.4g} to {span.high:.4g} s {span.source}" + _whole_error(question.model),
     ]
     rate = flops_a_gpu(asked)
     if rate is not None:
@@ -163,7 +174,7 @@ def none_fits(asked: Answer) -> str:
             f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}; ask for another number or batch"
         )
     return (
-        f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {model.hidden} and {model.f} features, "
+        f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {' and '.join(map(str, model.features))} features, "
         f"np {model.layers} layers, and nd a batch of {question.batch}, and their product with n2 be {question.gpus}; "
         "ask for another number or batch"
     )
@@ -200,8 +211,10 @@ def configuration(plan: AnyPlan) -> str:
 def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     """The answer as JSON's types: seconds, bytes, and the paper's letters."""
     question, machine = asked.question, asked.question.machine
-    best = [_plan(plan, machine) for plan in asked.best]
+    best = [plan_json(plan, machine) for plan in asked.best]
+    start: dict[str, Any] = dict.fromkeys(("ds_config", "megatron", "launch", "notes"))
     if asked.best:
+        start = vars(runnable(question, asked.best[0]))
         span = step_range(machine, question.model, asked.best[0], question.mode, question.batch)
         best[0]["seconds_range"] = [span.low, span.high]
         rate = flops_a_gpu(asked)
@@ -210,6 +223,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
             best[0]["days"] = _days(asked, tokens)
     return {
         "model": question.model.name,
+        "parameters": question.model.parameters,
+        "active_parameters": _active(question.model),
         "machine": machine.name,
         "gpus": question.gpus,
         "batch": question.batch,
@@ -218,7 +233,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
         "reason": None if best else none_fits(asked),
         "best": best[0] if best else None,
         "plans": best,
-        "infeasible": [_plan(plan, machine) for plan in asked.nearest],
+        **start,
+        "infeasible": [plan_json(plan, machine) for plan in asked.nearest],
         "searched": {
             strategy: {"configurations": one.shapes, "fitting": one.fitting, "placed": one.candidates}
             for strategy, one in asked.found.items()
@@ -226,7 +242,8 @@ def as_json(asked: Answer, tokens: float | None = None) -> dict[str, Any]:
     }
 
 
-def _plan(plan: AnyPlan, machine: Machine) -> dict[str, Any]:
+def plan_json(plan: AnyPlan, machine: Machine) -> dict[str, Any]:
+    """A plan as JSON's types."""
     timed = bool(plan.parts)
     letters = _letters(plan) if isinstance(plan, Plan) else {**plan.sizes, "collectives": plan.collectives}
     return {

@@ -9,9 +9,11 @@ import numpy as np
 from axonn_plugins.planner import work
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.rates import Unit, spent
 from axonn_plugins.planner.transformer import Local, Operation, Strategy
 from axonn_plugins.planner.work import Number, Work
 
+_VOCABULARY = 50304
 _OPTIMIZER_BYTES = 30
 """A parameter that Adam steps: its gradient read twice, once for the norm, three numbers of 4 bytes read and written, the weight written."""
 
@@ -19,7 +21,7 @@ _OPTIMIZER_BYTES = 30
 def residuals(model: Transformer, strategy: Strategy, size: Local) -> list[Operation]:
     """Both sums of a layer with what it was given; backward sums gradients likewise."""
     elements = size.rows * model.hidden / size.n1 if strategy == "summa" else size.own_rows * model.hidden
-    return 2 * [Operation("residual", "vector", Work(elements, 6 * elements, elements, 6 * elements, 0.0))]
+    return 2 * [Operation("residual", "vector", work.residual(elements))]
 
 
 def plain_attention(fused: Operation, model: Transformer, size: Local, again: bool) -> list[Operation]:
@@ -56,21 +58,28 @@ def plain_attention(fused: Operation, model: Transformer, size: Local, again: bo
 def output_seconds(machine: Machine, model: Transformer, size: Local) -> tuple[Number, Number]:
     """Of a microbatch's output layer and loss on the last stage, which every microbatch waits for: compute, waiting for memory.
 
-    Nothing where the vocabulary is unknown.
+    Nothing where the vocabulary is unknown; of a calibrated machine, as with GPT-2's.
     """
-    if not model.vocabulary:
+    vocabulary = model.vocabulary or (_VOCABULARY if machine.calibration else 0)
+    if not vocabulary:
         return 0.0, 0.0
-    width = model.vocabulary / size.n1
+    width = vocabulary / size.n1
     logits = size.rows * width
     # Read in 2 bytes, kept in 4, read for the largest and for the sum; backward reads those and writes gradients of 2.
     loss = Work(5 * logits, (2 + 3 * 4) * logits, 2 * logits, (4 + 2) * logits, 0.0)
     compute: Number = 0.0
     waiting: Number = 0.0
-    for done, peak in ((work.matmul(size.rows, model.hidden, width), machine.tensor), (loss, machine.vector)):
-        for flops, moved in ((done.flops, done.moved), (done.backward_flops, done.backward_moved)):
-            spent = machine.flop_latency + flops / (machine.flop_efficiency * peak)
-            compute = compute + spent
-            waiting = waiting + np.maximum(moved / machine.memory_bandwidth - spent, 0)
+    parts: tuple[tuple[Work, Unit], ...] = (
+        (work.matmul(size.rows, model.hidden, width), "tensor"),
+        (loss, "vector"),
+    )
+    for done, unit in parts:
+        for back, flops, moved in (
+            (False, done.flops, done.moved),
+            (True, done.backward_flops, done.backward_moved),
+        ):
+            took = spent(machine, unit, flops, moved, back)
+            compute, waiting = compute + took[0], waiting + took[1]
     return compute, waiting
 
 

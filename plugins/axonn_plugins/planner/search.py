@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.space import placed, shapes
 from axonn_plugins.planner.step import Candidates, Memory, Setting, Times, memory, times
@@ -57,6 +57,7 @@ class GridPlan:
 
     Attributes:
         collectives: seconds of equations 5.1 to 5.5, hidden ones included.
+        stages: of a pipeline, each of which has such a grid.
     """
 
     gx: int
@@ -69,12 +70,21 @@ class GridPlan:
     bytes: float
     holds: dict[str, float]
     collectives: dict[str, float]
+    stages: int = 1
     strategy: Literal["axonn"] = "axonn"
 
     @property
     def sizes(self) -> dict[str, int]:
         """What distinguishes it, by letter."""
-        return {"gx": self.gx, "gy": self.gy, "gz": self.gz, "gdata": self.gdata, "m": self.microbatches}
+        stages = {"stages": self.stages} if self.stages > 1 else {}
+        return {
+            "gx": self.gx,
+            "gy": self.gy,
+            "gz": self.gz,
+            "gdata": self.gdata,
+            **stages,
+            "m": self.microbatches,
+        }
 
 
 AnyPlan = Plan | GridPlan
@@ -128,7 +138,7 @@ def search(
     strategy: Strategy,
     gpus: int,
     batch: int,
-    mode: Mode = "default",
+    mode: Mode = "roofline",
     top: int = 10,
     constraints: Constraints | None = None,
     setting: Setting | None = None,
@@ -146,13 +156,16 @@ def search(
         constraints: which configurations count.
         setting: how it is trained.
     """
+    machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
+    whole = _interleaved(
+        constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven
+    )
     if not len(whole):
         return Found([], [], 0, 0, 0)
     held = memory(model, strategy, mode, whole, batch, setting)
     fits = held.total <= machine.memory
-    at = constraints.keep(placed(whole.take(fits), gpus, machine.domain), placement=True)
+    at = constraints.keep(placed(whole.take(fits), gpus, machine.domain, uneven), placement=True)
     nearest = _smallest(whole, held, ~fits, strategy, batch, top)
     if not len(at):
         return Found([], nearest, len(whole), int(fits.sum()), 0)
@@ -175,12 +188,15 @@ def faster_but_too_large(
     setting: Setting | None = None,
 ) -> Plan | None:
     """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
+    machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(constraints.keep(shapes(model, strategy, gpus, batch)), model, batch, setting.interleave)
+    whole = _interleaved(
+        constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven
+    )
     if not len(whole):
         return None
     large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)
-    at = constraints.keep(placed(large, gpus, machine.domain), placement=True)
+    at = constraints.keep(placed(large, gpus, machine.domain, uneven), placement=True)
     if not len(at):
         return None
     timed, held = (
@@ -196,11 +212,12 @@ def faster_but_too_large(
     )[0]
 
 
-def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int) -> Candidates:
+def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int, uneven: bool) -> Candidates:
     """Those whose layers and microbatches divide as interleaving asks."""
     if parts == 1:
         return at
-    divides = (model.layers % (at.np * parts) == 0) & (batch // at.nd // at.bm % at.np == 0)
+    short = -model.layers % (at.np * parts)
+    divides = (short < at.np if uneven else short == 0) & (batch // at.nd // at.bm % at.np == 0)
     return at.take(divides | (at.np == 1))
 
 

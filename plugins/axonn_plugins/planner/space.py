@@ -32,7 +32,7 @@ def factorizations(n: int, parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple((first, *rest) for first in divisors(n) for rest in factorizations(n // first, parts - 1))
 
 
-def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Candidates:
+def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven: bool = False) -> Candidates:
     """Configurations before placement, in which each axis has one GPU of a domain.
 
     Args:
@@ -40,10 +40,11 @@ def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Can
         strategy: of tensor parallelism.
         gpus: n1 · n2 · np · nd.
         batch: samples of a step.
+        uneven: whether some stages may have a layer less than others.
     """
     rows = [
         (n1, n2, stages, replicas, microbatch, panels)
-        for n1, n2, stages, replicas in _splits(model, strategy, gpus, batch)
+        for n1, n2, stages, replicas in _splits(model, strategy, gpus, batch, uneven)
         for microbatch in divisors(batch // replicas)
         if microbatch * model.sequence % _positions_divisor(strategy, n1, n2) == 0
         for panels in _panels(model, strategy, n1, n2)
@@ -53,27 +54,42 @@ def shapes(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Can
     return Candidates(*table.T, *ones)
 
 
-def placed(at: Candidates, gpus: int, domain: int) -> Candidates:
+def placed(at: Candidates, gpus: int, domain: int, uneven: bool = False) -> Candidates:
     """Each configuration with every way to fill domains: v1 · v2 · vp · vd GPUs of one, each a divisor of its group.
 
     Args:
         at: configurations before placement.
         gpus: of a configuration.
         domain: GPUs that the fast network joins; all GPUs are within one where they are no more.
+        uneven: whether groups may straddle domains that none fills; they count as if domains were the largest that some fill.
     """
     groups = np.stack([at.n1, at.n2, at.np, at.nd])
     if gpus <= domain:
         return _with(at, np.arange(len(at)), groups)
-    ways = np.array(factorizations(domain, 4), np.int64)
     # Configurations of one split of the GPUs follow one another, and are placed alike.
     begins = np.ones(len(at), bool)
     begins[1:] = (groups[:, 1:] != groups[:, :-1]).any(axis=0)
-    fits = (groups[:, begins].T[:, None, :] % ways[None] == 0).all(axis=2)
-    chosen = [np.flatnonzero(one) for one in fits]
     split = np.cumsum(begins) - 1
-    shape = np.repeat(np.arange(len(at)), fits.sum(axis=1)[split])
-    way = np.concatenate([chosen[one] for one in split]) if len(at) else np.zeros(0, np.int64)
-    return _with(at, shape, ways[way].T)
+    ways = _ways(groups[:, begins].T, domain, uneven)
+    counts = np.array([len(one) for one in ways], np.int64)
+    shape = np.repeat(np.arange(len(at)), counts[split])
+    near = np.concatenate([ways[one] for one in split]) if len(at) else np.zeros((0, 4), np.int64)
+    return _with(at, shape, near.T)
+
+
+def _ways(splits: npt.NDArray, domain: int, uneven: bool) -> list[npt.NDArray]:
+    """How each split of the GPUs fills domains."""
+    found = [np.zeros((0, 4), np.int64)] * len(splits)
+    left = np.arange(len(splits))
+    for size in range(domain, 0 if uneven else domain - 1, -1):
+        ways = np.array(factorizations(size, 4), np.int64)
+        fits = (splits[left][:, None, :] % ways[None] == 0).all(axis=2)
+        for one, which in zip(left, fits, strict=True):
+            found[one] = ways[which]
+        left = left[~fits.any(axis=1)]
+        if not len(left):
+            break
+    return found
 
 
 def _with(at: Candidates, shape: npt.NDArray, near: npt.NDArray) -> Candidates:
@@ -81,10 +97,12 @@ def _with(at: Candidates, shape: npt.NDArray, near: npt.NDArray) -> Candidates:
     return Candidates(few.n1, few.n2, few.np, few.nd, few.bm, few.panels, *near)
 
 
-def _splits(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> Iterator[tuple[int, int, int, int]]:
+def _splits(
+    model: Transformer, strategy: Strategy, gpus: int, batch: int, uneven: bool
+) -> Iterator[tuple[int, int, int, int]]:
     """Sizes of the four groups that divide what they split."""
     for n1 in divisors(gpus):
-        if any(size % n1 for size in (model.heads, model.hidden, model.f)):
+        if any(size % n1 for size in (model.heads, *model.features)):
             continue
         if strategy == "1d" and (model.heads + 2 * model.kv) * model.q // n1 < _SMALLEST:
             continue
@@ -97,7 +115,7 @@ def _splits(model: Transformer, strategy: Strategy, gpus: int, batch: int) -> It
                 continue
             for stages in divisors(gpus // n1 // n2):
                 replicas = gpus // n1 // n2 // stages
-                if model.layers % stages == 0 and batch % replicas == 0:
+                if (uneven and stages <= model.layers or model.layers % stages == 0) and batch % replicas == 0:
                     yield n1, n2, stages, replicas
 
 

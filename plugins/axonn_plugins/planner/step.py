@@ -6,17 +6,19 @@ state is sharded over data-parallel ranks, whose collectives hide behind the fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from axonn_plugins.planner.collectives import Kind, point_to_point, seconds
 from axonn_plugins.planner.experts import exchange_seconds, exchanged_bytes, share
+from axonn_plugins.planner.experts import layers as layers_of
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.rates import spent, vector_cost
 from axonn_plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
-from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, local, operations
+from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, local
 from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
@@ -139,6 +141,13 @@ class Times:
         """All of them."""
         return self.compute + self.memory + self.tensor + self.pipeline + self.bubble + self.data
 
+    def waited(self, machine: Machine, gpus: Number) -> Times:
+        """With what waiting for the slowest of so many GPUs adds to each."""
+        if machine.calibration is None:
+            return self
+        longer = 1 + machine.calibration.straggling * np.log2(machine.domains(gpus))
+        return Times(**{name: longer * seconds for name, seconds in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class LayerTimes:
@@ -168,12 +177,12 @@ def memory(
     """
     setting = setting or Setting()
     size = _local(model, strategy, mode, at)
-    layers = model.layers / at.np
+    layers = np.ceil(model.layers / at.np)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     weights = (lies.shared + lies.expert) * layers
     sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
-    of_layer = operations(model, strategy, mode, size, 1.0)
-    layer = sum(operation.work.stored for operation in of_layer)
+    kinds = layers_of(model, strategy, mode, size, 1.0, at.nd)
+    layer = sum(part * operation.work.stored for part, of_layer in kinds for operation in of_layer)
     in_flight = np.minimum(at.np, batch / at.nd / at.bm)
     if setting.interleave > 1:
         in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
@@ -183,7 +192,7 @@ def memory(
         if setting.stashing:
             kept_inputs = (
                 kept_inputs
-                + _stashed(of_layer, at)
+                + sum(part * _stashed(of_layer, at) for part, of_layer in kinds)
                 + exchanged_bytes(model, strategy, size, setting.experts, setting.dropping)
             )
         activations = kept_inputs * layers * in_flight + layer
@@ -213,15 +222,17 @@ def times(
         setting: how it is trained.
     """
     setting = setting or Setting()
+    if machine.calibration is not None:
+        setting = replace(setting, whole=True)
     size = _local(model, strategy, mode, at)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at, setting)
-    if setting.experts:
+    if lies.mixture:
         layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies, setting.dropping))
     if setting.recompute:
         twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
         layer = LayerTimes(layer.forward, (twice[0], twice[1], layer.backward[2] if setting.stashing else twice[2]))
-    layers, microbatches = model.layers / at.np, batch / at.nd / at.bm
+    layers, microbatches = np.ceil(model.layers / at.np), batch / at.nd / at.bm
     forward, backward = sum(layer.forward), sum(layer.backward)
 
     message = _input_bytes(model, strategy, size)
@@ -230,9 +241,11 @@ def times(
     bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches) / setting.interleave
 
     collective = seconds(machine, Kind.GATHER, 2 * setting.kept * lies.shared, *lies.replicas)
-    if setting.experts:
+    if lies.mixture:
         collective = collective + seconds(machine, Kind.GATHER, 2 * setting.kept * lies.expert, *lies.expert_replicas)
-    exposed = np.maximum(collective - forward, 0) + np.maximum(collective - backward, 0)
+    hides = 1.0 if machine.calibration is None else machine.calibration.hidden
+    hiding = hides * collective
+    exposed = 2 * (collective - hiding) + np.maximum(hiding - forward, 0) + np.maximum(hiding - backward, 0)
     data = 2 * collective + (layers - 1) * exposed
 
     compute, waiting, tensor = (microbatches * layers * (layer.forward[i] + layer.backward[i]) for i in range(3))
@@ -241,7 +254,7 @@ def times(
         own = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
         compute = compute + microbatches * head[0]
         waiting = waiting + microbatches * head[1] + optimizer_seconds(machine, setting.kept * own)
-    return Times(compute, waiting, tensor, data, pipeline, bubble)
+    return Times(compute, waiting, tensor, data, pipeline, bubble).waited(machine, at.n1 * at.n2 * at.np * at.nd)
 
 
 def layer_times(
@@ -251,9 +264,11 @@ def layer_times(
     size = _local(model, strategy, mode, at)
     groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
     forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
-    for operation in _operations(machine, model, strategy, mode, size, setting):
-        forward += _direction(machine, operation, groups, False)
-        backward += _direction(machine, operation, groups, True)
+    causal = machine.calibration is not None
+    for part, of_layer in layers_of(model, strategy, mode, size, vector_cost(machine), at.nd, causal):
+        for operation in _trained(of_layer, machine, model, strategy, size, setting):
+            forward += part * _direction(machine, operation, groups, False)
+            backward += part * _direction(machine, operation, groups, True)
     return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
 
 
@@ -262,9 +277,7 @@ def _direction(
 ) -> Floats:
     done = operation.work
     flops, moved = (done.backward_flops, done.backward_moved) if back else (done.flops, done.moved)
-    peak = machine.tensor if operation.unit == "tensor" else machine.vector
-    compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
-    waiting = np.maximum(moved / machine.memory_bandwidth - compute, 0)
+    compute, waiting = spent(machine, operation.unit, flops, moved, back)
     communicate: Number = 0.0
     for collective in operation.backward if back else operation.forward:
         communicate = communicate + seconds(machine, collective.kind, collective.volume, *groups[collective.axis])
@@ -273,11 +286,14 @@ def _direction(
     return np.stack(np.broadcast_arrays(compute, waiting, communicate))
 
 
-def _operations(
-    machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, size: Local, setting: Setting
+def _trained(
+    found: list[Operation], machine: Machine, model: Transformer, strategy: Strategy, size: Local, setting: Setting
 ) -> list[Operation]:
     """Of a layer, as it is trained."""
-    found = operations(model, strategy, mode, size, machine.tensor / machine.vector)
+    if machine.calibration is not None:
+        # One kernel does these along with its neighbour.
+        found = [one for one in found if not one.name.endswith(("bias", "dropout"))]
+        found = [replace(one, unit="attention") if setting.fused and one.name == "attention" else one for one in found]
     if not setting.fused:
         again = not setting.recompute
         four = [plain_attention(one, model, size, again) if one.name == "attention" else [one] for one in found]
@@ -288,9 +304,10 @@ def _operations(
 def _distinct_layers(
     machine: Machine, model: Transformer, strategy: Strategy, mode: Mode, at: Candidates, setting: Setting
 ) -> LayerTimes:
-    """As `layer_times`, each distinct layer once: stages, data-parallel ranks and their placement do not change a layer."""
+    """As `layer_times`, each distinct layer once: stages, and data-parallel ranks but for experts, do not change a layer."""
     key = np.zeros(len(at), np.int64)
-    for column in (at.n1, at.n2, at.bm, at.panels, at.v1, at.v2):
+    shared_out = (at.nd,) if model.experts else ()
+    for column in (at.n1, at.n2, at.bm, at.panels, at.v1, at.v2, *shared_out):
         values, index = np.unique(column, return_inverse=True)
         key = key * len(values) + index
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)

@@ -1,5 +1,7 @@
 """One transformer layer by operation, on one GPU: its work and its collectives, for each kind of tensor parallelism (004, Tables I, II, A2).
 
+A layer has 004's fourteen operations; of a gated model nine, with neither biases nor dropout.
+
 Rows are positions of a microbatch, all arrays are of candidates. With 1D tensor parallelism over n1, weights and heads are split over n1,
 and positions outside of matrix multiplications, too; 2D splits positions over n2 besides; SUMMA splits weights over n1 and n2,
 positions over n2 and features over n1.
@@ -8,7 +10,7 @@ positions over n2 and features over n1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,17 +18,18 @@ import numpy as np
 from axonn_plugins.planner import work
 from axonn_plugins.planner.collectives import Collective, Kind
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.rates import Unit
 from axonn_plugins.planner.work import Number, Work
 
 Strategy = Literal["1d", "2d", "summa"]
 STRATEGIES: tuple[Strategy, ...] = ("1d", "2d", "summa")
-Mode = Literal["default", "paper"]
-MODES: tuple[Mode, ...] = ("default", "paper")
+Mode = Literal["calibrated", "roofline", "paper"]
+MODES: tuple[Mode, ...] = ("calibrated", "roofline", "paper")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One of a layer's fourteen operations.
+    """One of a layer's operations.
 
     Attributes:
         name: which.
@@ -37,7 +40,7 @@ class Operation:
     """
 
     name: str
-    unit: Literal["tensor", "vector"]
+    unit: Unit
     work: Work
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
@@ -83,7 +86,15 @@ def local(
     return Local(n1, n2, microbatch, panels, rows, own_rows, model.hidden * np.ones_like(n1))
 
 
-def operations(model: Transformer, strategy: Strategy, mode: Mode, size: Local, vector_cost: float) -> list[Operation]:
+def operations(
+    model: Transformer,
+    strategy: Strategy,
+    mode: Mode,
+    size: Local,
+    vector_cost: float,
+    causal: bool = False,
+    routed: Number | None = None,
+) -> list[Operation]:
     """The operations of a layer.
 
     Args:
@@ -92,15 +103,62 @@ def operations(model: Transformer, strategy: Strategy, mode: Mode, size: Local, 
         mode: see `local`.
         size: sizes on one GPU.
         vector_cost: the machine's peak of matrix multiplication over that of vector operations.
+        causal: see `work.attention`.
+        routed: of a layer with experts, how many of them this GPU has; None for one without.
     """
-    product = _summa_product if strategy == "summa" else _product
+    elements = size.own_rows * model.hidden if strategy != "summa" else size.rows * model.hidden / size.n1
+    mlp = _mlp(model, strategy, size, elements) if routed is None else _experts(model, strategy, size, elements, routed)
+    attended = _projected(model, strategy, size)
+    attended.insert(-1, _attention(model, mode, size, vector_cost, causal))
+    if not model.gated:
+        attended.append(Operation("proj bias", "vector", _output_bias(strategy, size, model.hidden, "proj")))
+        attended.append(Operation("proj dropout", "vector", work.dropout(elements)))
+    before_attention = _norm(model, strategy, size, gathers=not model.q_rank)
+    before_mlp = _norm(model, strategy, size, gathers=routed is None or bool(model.shared_feed_forward))
+    return [*mlp, before_attention, *attended, before_mlp]
+
+
+def parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
+    """Parameters of a layer without experts on one GPU: LayerNorms are whole in 1D and 2D, as are the biases that follow a sum over n1."""
+    e, n1 = model.hidden, size.n1
+    attention, whole = e * (model.heads + np.maximum(model.kv, n1)) * (model.q + model.v), 0
+    if model.kv_rank:
+        down, *ups = (k * n for _, k, n in model.attention_linears)
+        attention, whole = sum(ups), down
+    matrices = (attention + model.matrices * e * model.f) / n1
+    norms = (2 if model.gated else 4) * size.norm_width
+    inner, outer = (0, 0) if model.gated else (model.f, e)
+    if strategy == "summa":
+        return matrices / size.n2 + whole / (n1 * size.n2) + (inner + 2 * outer) / n1 + norms
+    return matrices + whole + inner / n1 + outer + (outer if strategy == "1d" else outer / n1) + norms
+
+
+def mlp_parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
+    """Of which in the MLP."""
+    matrices = model.matrices * model.hidden * model.f / size.n1
+    if strategy == "summa":
+        matrices = matrices / size.n2
+    if model.gated:
+        return matrices
+    return (
+        matrices + (model.f + model.hidden) / size.n1
+        if strategy == "summa"
+        else matrices + model.f / size.n1 + model.hidden
+    )
+
+
+def expert_parameters(model: Transformer, strategy: Strategy, size: Local) -> tuple[Number, Number]:
+    """Of a layer with experts on one GPU: a routed expert's, and the router's and shared experts' together."""
+    split = size.n1 * size.n2 if strategy == "summa" else size.n1
+    shared = model.matrices * model.hidden * model.shared_feed_forward / split
+    return model.expert / split, shared + model.hidden * model.experts
+
+
+def _mlp(model: Transformer, strategy: Strategy, size: Local, elements: Number) -> list[Operation]:
+    if model.gated:
+        return _gated("", model, strategy, size, model.f)
     e, f, n1 = model.hidden, model.f, size.n1
-    width = (
-        model.heads + 2 * np.maximum(model.kv, n1)
-    ) * model.q  # keys and values are repeated where n1 has more ranks
-    elements = size.own_rows * e if strategy != "summa" else size.rows * e / n1
-    inner = size.rows * f / n1
-    norm = _norm(model, strategy, size)
+    product, inner = _of(strategy), size.rows * f / n1
     return [
         product("fc1", size, e, f, split_output=True),
         Operation("fc1 bias", "vector", work.bias(size.rows, f / n1)),
@@ -109,33 +167,73 @@ def operations(model: Transformer, strategy: Strategy, mode: Mode, size: Local, 
         product("fc2", size, f, e, split_output=False),
         Operation("fc2 bias", "vector", _output_bias(strategy, size, e, "fc2")),
         Operation("fc2 dropout", "vector", work.dropout(elements)),
-        norm,
-        product("qkv", size, e, width, split_output=True),
-        _attention(model, mode, size, vector_cost),
-        product("proj", size, model.heads * model.q, e, split_output=False),
-        Operation("proj bias", "vector", _output_bias(strategy, size, e, "proj")),
-        Operation("proj dropout", "vector", work.dropout(elements)),
-        norm,
     ]
 
 
-def parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
-    """Parameters of a layer on one GPU: LayerNorms are whole in 1D and 2D, as are the biases that follow a sum over n1."""
-    e, f, n1 = model.hidden, model.f, size.n1
-    kv = np.maximum(model.kv, n1)
-    matrices = (e * model.q * (2 * model.heads + 2 * kv) + 2 * e * f) / n1
-    norms = 4 * size.norm_width
-    if strategy == "summa":
-        return matrices / size.n2 + (f + 2 * e) / n1 + norms
-    return matrices + f / n1 + e + (e if strategy == "1d" else e / n1) + norms
+def _gated(name: str, model: Transformer, strategy: Strategy, size: Local, f: int) -> list[Operation]:
+    """Two matrices at once, SiLU of one's output times the other's, and a third; or of a model that is not gated two with GELU between."""
+    product, inner = _of(strategy), size.rows * f / size.n1
+    return [
+        product(f"{name}fc1", size, model.hidden, (model.matrices - 1) * f, split_output=True),
+        Operation(f"{name}gate", "vector", work.swiglu(inner) if model.gated else work.gelu(inner)),
+        product(f"{name}fc2", size, f, model.hidden, split_output=False),
+    ]
 
 
-def mlp_parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
-    """Of which in the MLP."""
-    matrices = 2 * model.hidden * model.f / size.n1
-    if strategy == "summa":
-        return matrices / size.n2 + (model.f + model.hidden) / size.n1
-    return matrices + model.f / size.n1 + model.hidden
+def _experts(model: Transformer, strategy: Strategy, size: Local, elements: Number, routed: Number) -> list[Operation]:
+    """The router, shared experts, and this GPU's share of the routed ones, to each of which as many positions go.
+
+    What comes for them is gathered over n1, once for each expert that a position goes to. All-to-alls are apart (`experts`).
+    """
+    ranks = model.experts / routed
+    each = replace(size, rows=size.rows * model.experts_per_token * ranks / model.experts)
+    first, gate, second = (
+        _times(one, routed) for one in _gated("expert ", model, strategy, each, model.expert_feed_forward)
+    )
+    if strategy != "summa":
+        volume = 2 * size.rows * model.experts_per_token * model.hidden
+        gather = Collective(Kind.GATHER, "n1", volume)
+        first = replace(first, forward=(gather, *first.forward))
+        second = replace(second, backward=(gather, *second.backward))
+    own_rows = elements / model.hidden
+    router = Operation("router", "tensor", work.matmul(own_rows, model.hidden, model.experts))
+    shared = _gated("shared ", model, strategy, size, model.shared_feed_forward) if model.shared_feed_forward else []
+    return [router, *shared, first, gate, second]
+
+
+def _projected(model: Transformer, strategy: Strategy, size: Local) -> list[Operation]:
+    """Attention's products. Of multi-latent attention, the latent is made on each rank of its own rows, and gathered."""
+    e, product = model.hidden, _of(strategy)
+    proj = product("proj", size, model.heads * model.v, e, split_output=False)
+    if not model.kv_rank:
+        # Keys and values are repeated where n1 has more ranks.
+        width = (model.heads + np.maximum(model.kv, size.n1)) * model.q + np.maximum(model.kv, size.n1) * model.v
+        return [product("qkv", size, e, width, split_output=True), proj]
+    _, *ups, _ = model.attention_linears
+    down = product("latent", size, e, model.latent, split_output=True)
+    if strategy != "summa":
+        volume = 2 * size.rows * model.latent
+        gather, scatter = Collective(Kind.GATHER, "n1", volume), Collective(Kind.SCATTER, "n1", volume)
+        down = Operation("latent", "tensor", work.matmul(size.own_rows, e, model.latent), (gather,), (scatter,))
+    return [down, *(product(name, size, k, n, split_output=True) for name, k, n in ups), proj]
+
+
+def _of(strategy: Strategy) -> Callable[..., Operation]:
+    return _summa_product if strategy == "summa" else _product
+
+
+def _times(operation: Operation, count: Number) -> Operation:
+    """So many alike, whose collectives are one."""
+    done = operation.work
+    several = replace(
+        done,
+        **{
+            name: count * getattr(done, name)
+            for name in ("flops", "moved", "backward_flops", "backward_moved", "stored")
+        },
+    )
+    of = lambda group: tuple(replace(one, volume=count * one.volume) for one in group)  # noqa: E731
+    return replace(operation, work=several, forward=of(operation.forward), backward=of(operation.backward))
 
 
 def _product(name: str, size: Local, k: Number, n: Number, split_output: bool) -> Operation:
@@ -161,9 +259,11 @@ def _output_bias(strategy: Strategy, size: Local, e: int, name: str) -> Work:
     return work.bias(size.own_rows, e) if (strategy, name) == ("2d", "fc2") else work.bias(size.rows, e / size.n1)
 
 
-def _norm(model: Transformer, strategy: Strategy, size: Local) -> Operation:
-    """A LayerNorm and what follows it: the gather of whole rows, or SUMMA's sums of moments and of gradients."""
+def _norm(model: Transformer, strategy: Strategy, size: Local, gathers: bool) -> Operation:
+    """A LayerNorm and what follows it: the gather of whole rows where they are needed, or SUMMA's sums of moments and of gradients."""
     done = work.layer_norm(size.own_rows, size.norm_width)
+    if strategy != "summa" and not gathers:
+        return Operation("layer norm", "vector", done)
     if strategy != "summa":
         volume = 2 * size.rows * model.hidden
         forward, backward = Collective(Kind.GATHER, "n1", volume), Collective(Kind.SCATTER, "n1", volume)
@@ -178,13 +278,13 @@ def _norm(model: Transformer, strategy: Strategy, size: Local) -> Operation:
     )
 
 
-def _attention(model: Transformer, mode: Mode, size: Local, vector_cost: float) -> Operation:
+def _attention(model: Transformer, mode: Mode, size: Local, vector_cost: float, causal: bool) -> Operation:
     """Fused attention; where n2 splits positions, keys and values are gathered, again in backward, and their gradients summed."""
     divide: Callable = np.floor_divide if mode == "paper" else np.true_divide
     heads = size.microbatch * model.heads / size.n1
-    kv_heads = size.microbatch * np.maximum(model.kv / size.n1, 1)
+    kv_heads = heads if model.kv_rank else size.microbatch * np.maximum(model.kv / size.n1, 1)
     queries = divide(model.sequence, size.n2)
-    volume = 4 * kv_heads * model.sequence * model.q
+    volume = 2 * kv_heads * model.sequence * (model.q + model.v)
     gather, scatter = Collective(Kind.GATHER, "n2", volume), Collective(Kind.SCATTER, "n2", volume)
-    done = work.attention(heads, kv_heads, queries, model.sequence, model.q, vector_cost)
+    done = work.attention(heads, kv_heads, queries, model.sequence, model.q, vector_cost, model.value_width, causal)
     return Operation("attention", "tensor", done, (gather,), (gather, scatter))

@@ -1,7 +1,8 @@
-"""``axonn plan --validate``: published measurements beside what the model says of the same."""
+"""``axonn plan --validate``: published measurements beside what the model says of the same, fitted to and held out."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,7 +12,11 @@ from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.planner import calibration
 from axonn_plugins.planner.corpus import Measurement, load
+from axonn_plugins.planner.fit import fit, held_out, systems
+from axonn_plugins.planner.transformer import Mode
+from axonn_plugins.planner.uncertainty import calibrated_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +25,13 @@ class Options:
 
     Attributes:
         plot: a file for a picture of predicted against published seconds.
+        mode: calibrated: the coefficients of calibration.toml; roofline: 004's assumptions.
+        fit: fit the coefficients anew, which takes minutes, and write them to this file.
     """
 
     plot: Path | None = None
+    mode: Mode = "calibrated"
+    fit: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,12 @@ class Compared:
         """Share by which the prediction is too long."""
         return self.predicted / self.published - 1
 
+    @property
+    def inside(self) -> bool:
+        """Whether the published seconds lie in the calibrated model's range."""
+        span = calibrated_range(self.predicted)
+        return span.low <= self.published <= span.high
+
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code.
@@ -46,16 +61,21 @@ def main(arguments: list[str]) -> int:
         ConfigError: a mistake of the user's.
     """
     parsed = read(Options, [one for one in arguments if one != "--validate"], "axonn plan --validate")
-    compared = [compare(row) for row in load()]
-    print(table(compared))
+    rows = load()
+    if parsed.fit is not None:
+        found = fit(rows, calibration.ours(), print)
+        parsed.fit.write_text(calibration.written(found))
+    compared = [compare(row, parsed.mode) for row in rows]
+    print("\n\n".join([table(compared), by_system(compared), verdict(compared)]))
     if parsed.plot is not None:
         Picture(lambda figure: _draw(figure, compared)).save(parsed.plot, "--plot")
     return 0
 
 
-def compare(row: Measurement) -> Compared:
+def compare(row: Measurement, mode: Mode = "calibrated") -> Compared:
     """Ask the model what was measured."""
-    return Compared(row, row.seconds, row.predicted())
+    plan = row.predicted(mode)
+    return Compared(row, row.seconds, math.nan if plan is None else plan.seconds)
 
 
 def table(compared: Sequence[Compared]) -> str:
@@ -76,8 +96,61 @@ def table(compared: Sequence[Compared]) -> str:
     return "\n\n".join(parts)
 
 
+def by_system(compared: Sequence[Compared]) -> str:
+    """Markdown: the errors of each system, and to which half it belongs."""
+    apart = set(systems([one.row for one in compared])[1::2])
+    lines = ["| framework | machine | rows | mean error | largest | |", "|---|---|---|---|---|---|"]
+    for system in systems([one.row for one in compared]):
+        errors = _errors([one for one in compared if one.row.system == system])
+        half = "held out" if system in apart else "fitted"
+        if errors:
+            means = f"{statistics.mean(errors):.0%} | {max(errors):.0%}"
+            lines.append(f"| {' | '.join(system)} | {len(errors)} | {means} | {half} |")
+    return "\n".join(lines)
+
+
+def verdict(compared: Sequence[Compared]) -> str:
+    """Errors of both halves, how many published seconds lie in the ranges, and whether frameworks come in the right order."""
+    apart = {id(row) for row in held_out([one.row for one in compared])}
+    halves = {
+        "Fitted": [one for one in compared if id(one.row) not in apart],
+        "Held out": [one for one in compared if id(one.row) in apart],
+    }
+    lines = [
+        f"{name}: {_summary(half)} {_share([one.inside for one in half if _known(one)])} lie in the range."
+        for name, half in halves.items()
+    ]
+    right = order(compared)
+    return "\n".join(
+        [*lines, f"Of {len(right)} pairs of frameworks on one model, {_share(right)} come in the right order."]
+    )
+
+
+def order(compared: Sequence[Compared]) -> list[bool]:
+    """Of each pair of frameworks on the same GPUs with the same model and batch: whether the faster one is predicted to be."""
+    alike = lambda one: (one.row.table, one.row.model, one.row.machine, one.row.gpus, one.row.batch)  # noqa: E731
+    right = []
+    for _, group in itertools.groupby(sorted(compared, key=alike), key=alike):
+        for first, second in itertools.combinations(group, 2):
+            if first.row.framework != second.row.framework and first.published != second.published:
+                right.append((first.published < second.published) == (first.predicted < second.predicted))
+    return right
+
+
+def _share(marks: Sequence[bool]) -> str:
+    return f"{sum(marks)} ({sum(marks) / len(marks):.0%})" if marks else "none"
+
+
+def _known(one: Compared) -> bool:
+    return not math.isnan(one.predicted)
+
+
+def _errors(compared: Sequence[Compared]) -> list[float]:
+    return [abs(one.error) for one in compared if _known(one)]
+
+
 def _summary(compared: Sequence[Compared]) -> str:
-    errors = [abs(one.error) for one in compared if not math.isnan(one.predicted)]
+    errors = _errors(compared)
     if not errors:
         return "The model has none of these."
     return f"{len(errors)} rows: {statistics.mean(errors):.0%} off on average, {max(errors):.0%} at most."
@@ -85,7 +158,7 @@ def _summary(compared: Sequence[Compared]) -> str:
 
 def _draw(figure: Any, compared: Sequence[Compared]) -> None:
     axis = figure.subplots()
-    known = [one for one in compared if not math.isnan(one.predicted)]
+    known = [one for one in compared if _known(one)]
     for name in dict.fromkeys(one.row.table for one in known):
         chosen = [one for one in known if one.row.table == name]
         axis.plot([one.published for one in chosen], [one.predicted for one in chosen], "o", label=name)

@@ -72,10 +72,21 @@ def gelu(x: Number) -> Work:
     return Work(8 * x, _ELEMENT * 2 * x, 13 * x, _ELEMENT * 3 * x, _ELEMENT * x)
 
 
+def swiglu(x: Number) -> Work:
+    """SiLU of x elements times as many others; it keeps both."""
+    return Work(9 * x, _ELEMENT * 3 * x, 16 * x, _ELEMENT * 5 * x, _ELEMENT * 2 * x)
+
+
 def dropout(x: Number) -> Work:
     """Dropout of x elements; it keeps its mask."""
     moved = _ELEMENT * 2 * x + _MASK * x
     return Work(x, moved, x, moved, _MASK * x)
+
+
+def residual(x: Number) -> Work:
+    """A sum of x elements with what a layer was given; backward sums gradients likewise."""
+    moved = _ELEMENT * 3 * x
+    return Work(x, moved, x, moved, 0.0)
 
 
 def layer_norm(rows: Number, width: Number) -> Work:
@@ -91,7 +102,14 @@ def layer_norm(rows: Number, width: Number) -> Work:
 
 
 def attention(
-    heads: Number, kv_heads: Number, queries: Number, keys: Number, width: Number, vector_cost: float
+    heads: Number,
+    kv_heads: Number,
+    queries: Number,
+    keys: Number,
+    width: Number,
+    vector_cost: float,
+    value_width: Number = 0,
+    causal: bool = False,
 ) -> Work:
     """Fused attention (FlashAttention): logits, softmax, dropout, product; backward computes the first three again.
 
@@ -100,21 +118,30 @@ def attention(
         kv_heads: of keys and values, likewise; as many as `heads`, unless queries share them.
         queries: positions on this GPU.
         keys: positions of the sequence.
-        width: features of a head.
+        width: features of a head's queries and keys.
         vector_cost: flop of the tensor unit that take as long as one of the vector unit.
+        value_width: features of a head's values; 0 for as many.
+        causal: positions attend to those before them alone, and the rest is not computed: half of everything but what is moved.
     """
+    values = value_width or width
+    seen = 0.5 if causal else 1
     logits = heads * queries * keys * (2 * width - 1)
-    product = heads * queries * width * (2 * keys - 1)
-    transposed = heads * keys * width * (2 * queries - 1)
+    product = heads * queries * values * (2 * keys - 1)
+    onto_keys = heads * keys * width * (2 * queries - 1)
+    onto_values = heads * keys * values * (2 * queries - 1)
+    onto_weights, onto_queries = heads * queries * keys * (2 * values - 1), heads * queries * width * (2 * keys - 1)
     weights = heads * queries * keys
     row_sums = heads * queries * (keys - 1)
     softmax, backward_softmax = 2 * weights + row_sums, 3 * weights + row_sums
-    own, shared, statistics = heads * queries * width, kv_heads * width, heads * queries
-    stored = _ELEMENT * (2 * own + 2 * shared * queries + 2 * statistics)
+    own, shared, statistics = heads * queries * (width + values), kv_heads * (width + values), heads * queries
+    stored = _ELEMENT * (own + shared * queries + 2 * statistics)
+    forward = logits + product + vector_cost * (softmax + weights)
+    onto_both, again = onto_keys + onto_values, logits + onto_weights
+    backward = onto_queries + onto_both + again + vector_cost * (backward_softmax + weights + softmax + weights)
     return Work(
-        logits + product + vector_cost * (softmax + weights),
-        _ELEMENT * (2 * own + 2 * shared * keys + statistics),
-        product + 2 * transposed + 2 * logits + vector_cost * (backward_softmax + weights + softmax + weights),
-        _ELEMENT * (2 * shared * keys + 2 * own) + stored,
+        seen * forward,
+        _ELEMENT * (own + shared * keys + statistics),
+        seen * backward,
+        _ELEMENT * (shared * keys + own) + stored,
         stored,
     )

@@ -56,16 +56,8 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
         edge: of the square matrices that are multiplied.
         rounds: how often each is timed; the median counts, of the slowest rank.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    cuda = torch.cuda.is_available()
-    torch.set_num_threads(1)
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    )
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    clock = Clock(device, rounds)
+    device = begin()
+    clock, cuda = Clock(device, rounds), device.type == "cuda"
     world, ranks = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     nodes = world // ranks
     rings = Rings(clock, world, ranks, device)
@@ -76,7 +68,7 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
         ranks=ranks,
         **_arithmetic(clock, device, edge),
         memory=_memory(device, ranks),
-        memory_bandwidth=_copies(clock, device, size),
+        memory_bandwidth=copies(clock, device, size),
         within=within,
         within_latency=rings.latency(1, ranks) if ranks > 1 else None,
         between=rings.bandwidth(1, world, size) if nodes > 1 else None,
@@ -85,6 +77,20 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
     )
     dist.destroy_process_group()
     return found
+
+
+def begin() -> torch.device:
+    """This rank's device, and the process group over all ranks; on a CPU it computes on one core."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    )
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return device
 
 
 def pairs(ranks: int) -> list[tuple[int, int]]:
@@ -186,7 +192,8 @@ def _arithmetic(clock: Clock, device: torch.device, edge: int) -> dict[str, floa
     }
 
 
-def _copies(clock: Clock, device: torch.device, size: int) -> float:
+def copies(clock: Clock, device: torch.device, size: int) -> float:
+    """Bytes a second that a copy reads and writes."""
     source = torch.ones(max(size, 2**24), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / clock.seconds(lambda: target.copy_(source))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds
 from axonn_plugins.config import ConfigError
+from axonn_plugins.planner import files
 from axonn_plugins.planner.machine import measured_file
 from axonn_recipes.bench_network.measure import Measured, measure
-from axonn_recipes.bench_network.report import described, toml
+from axonn_recipes.bench_network.report import described, merged, toml
 from axonn_recipes.bench_pccl.places import on_each
 from axonn_recipes.bench_pccl.settings import Network, Places, layouts, where
 from axonn_recipes.bench_tp.settings import under_torchrun
@@ -63,9 +66,15 @@ def main(arguments: Sequence[str]) -> int:
         if not places.emulated or places.layouts[0][0] == 1:
             kept = measured_file()
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(file.read_text())
+            kept.write_text(merged(file.read_text(), _products(kept)))
             print(f'{kept}: what sizes that are "auto" in an "axonn" block go by on this machine')
     return 0
+
+
+def _products(kept: Path) -> dict[str, str]:
+    """What ``axonn bench matmul`` wrote into the file that was there."""
+    known = files.read("--machine", kept) if kept.is_file() else {}
+    return {key: json.dumps(known[key]) for key in ("sustained", "product_half") if key in known}
 
 
 def _resolve(options: Options) -> tuple[Places, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from axonn_recipes.bench_network.measure import Measured
 
 
@@ -18,6 +20,7 @@ def toml(found: Measured, size: str, where: str) -> str:
         f'vector = "{found.vector / 1e9:.5g} GFLOP/s"',
         f'memory = "{found.memory / 1e9:.5g} GB"',
         f'memory_bandwidth = "{found.memory_bandwidth / 1e9:.5g} GB/s"',
+        *(['device = "cpu"'] if found.device == "CPU" else []),
         f"domain = {found.ranks}",
         f'fast_bandwidth = "{_fast(found) / 1e9:.5g} GB/s"',
         f'fast_latency = "{_latency(found) * 1e6:.5g} us"',
@@ -33,6 +36,20 @@ def toml(found: Measured, size: str, where: str) -> str:
     if found.within:
         lines += ["", "[within]", *(f'{a}x{b} = "{rate / 1e9:.5g} GB/s"' for (a, b), rate in found.within.items())]
     return "\n".join(lines) + "\n"
+
+
+def merged(text: str, keys: Mapping[str, str]) -> str:
+    """A machine file with some of its keys set, or added before its first table; other lines stay."""
+    lines, left = text.splitlines(), dict(keys)
+    end = next((at for at, line in enumerate(lines) if line.startswith("[")), len(lines))
+    for at, line in enumerate(lines[:end]):
+        key = line.partition("=")[0].strip()
+        if key in left:
+            lines[at] = f"{key} = {left.pop(key)}"
+    while end and not lines[end - 1].strip():
+        end -= 1
+    added = [f"{key} = {value}" for key, value in left.items()]
+    return "\n".join([*lines[:end], *added, *lines[end:]]) + "\n"
 
 
 def described(found: Measured) -> str:

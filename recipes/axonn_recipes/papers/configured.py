@@ -59,8 +59,8 @@ def runs(on: Machine, of: Transformer, batch: int, given: Iterable[Sizes], setti
     one = np.ones_like(data)
     shapes = Candidates(tensor, one, inter, data, microbatch, one, one, one, one, one)
     at = placed(shapes, int(tensor[0] * inter[0] * data[0]), on.domain)
-    timed = times(on, of, "1d", "default", at, batch, setting)
-    held = memory(of, "1d", "default", at, batch, setting)
+    timed = times(on, of, "1d", "roofline", at, batch, setting)
+    held = memory(of, "1d", "roofline", at, batch, setting)
     best: dict[Sizes, Run] = {}
     for place in np.argsort(timed.total, kind="stable"):
         sizes = (int(at.bm[place]), int(at.n1[place]), int(at.np[place]), int(at.nd[place]))

@@ -105,7 +105,7 @@ def time_to_solution() -> Outcome:
         assert isinstance(trained, model.Transformer)
         for gpus in (least * 2**i for i in range(7) if least * 2**i <= 8192):
             found = fourd.search(
-                machine.load("frontier"), trained, gpus, batch, "default", 1, None, Setting(recompute=True)
+                machine.load("frontier"), trained, gpus, batch, "roofline", 1, None, Setting(recompute=True)
             ).best
             days = TOKENS / (batch * trained.sequence) * found[0].seconds / DAY if found else None
             rows.append({"model": name, "GCDs": gpus, "days": days, "published": published.get((name, gpus))})

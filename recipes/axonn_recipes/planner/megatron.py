@@ -46,7 +46,7 @@ def megatron() -> Outcome:
             }
             for what, more in MODELLED.items():
                 setting = replace(more, recompute=recompute, interleave=parts)
-                found = search(on, trained, "1d", gpus, batch, "default", 1, given, setting).best[0].seconds
+                found = search(on, trained, "1d", gpus, batch, "roofline", 1, given, setting).best[0].seconds
                 row |= {what: found, f"error, {what}": found / measured - 1}
             rows.append(row)
     said = []

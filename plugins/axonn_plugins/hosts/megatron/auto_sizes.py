@@ -75,8 +75,8 @@ def model_of(args: Any) -> Transformer:
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
         sequence=args.seq_length,
-        # Of a gated MLP, 1.5 times as many have the same parameters.
-        feed_forward=(3 * _ffn(args) + 1) // 2 if args.swiglu else _ffn(args),
+        feed_forward=_ffn(args),
+        gated=args.swiglu,
         kv_heads=args.num_query_groups if args.group_query_attention else 0,
         head_width=args.kv_channels or 0,
         vocabulary=args.vocab_size or args.padded_vocab_size or 0,

@@ -41,7 +41,7 @@ def steps(where: str, trained: str, gpus: int, batch: int = BATCH) -> dict[str, 
     of = model.load(trained)
     if isinstance(of, model.Transformer):
         setting = Setting(recompute=True, whole=True)
-        other = search(machine.load(where), of, "1d", gpus, batch, "default", 1, None, setting).best[0]
+        other = search(machine.load(where), of, "1d", gpus, batch, "roofline", 1, None, setting).best[0]
         assert isinstance(other, Plan)
         step = Step(other.seconds, sum(other.parts[part] for part in ("tensor", "data", "pipeline")))
         found |= dict.fromkeys(THREE_D, step)

@@ -49,7 +49,7 @@ def best(
 def _fastest(
     on: machine.Machine, of: model.Model, gpus: int, batch: int, setting: Setting, fixed: Mapping[str, int] | None
 ) -> GridPlan:
-    found = fourd.search(on, of, gpus, batch, "default", 1, Constraints(fixed or {}), setting).best
+    found = fourd.search(on, of, gpus, batch, "roofline", 1, Constraints(fixed or {}), setting).best
     if not found:
         raise LookupError(f"no grid of {gpus} {on.name} holds {of.name} with {fixed}")
     assert isinstance(found[0], GridPlan)

@@ -53,7 +53,7 @@ def step(name: str, gpus: int, experts: int, how: tuple[bool, bool]) -> Plan:
     """A step of a base model with experts."""
     _, batch, tensor = BASES[name]
     fixed = Constraints({"n1": tensor, "np": 1, "bm": 1})
-    plan = search(SUMMIT, _model(name), "1d", gpus, batch, "default", 1, fixed, _setting(experts, how)).best[0]
+    plan = search(SUMMIT, _model(name), "1d", gpus, batch, "roofline", 1, fixed, _setting(experts, how)).best[0]
     assert isinstance(plan, Plan)
     return plan
 
@@ -61,7 +61,7 @@ def step(name: str, gpus: int, experts: int, how: tuple[bool, bool]) -> Plan:
 def all_to_all(name: str, plan: Plan, experts: int, how: tuple[bool, bool]) -> float:
     """Seconds of a step's all-to-alls: forward, backward, and again forward where it is recomputed without its stash."""
     sizes = [np.array([float(size)]) for size in (plan.n1, 1, plan.bm, 1)]
-    size = local(_model(name), "1d", "default", *sizes)
+    size = local(_model(name), "1d", "roofline", *sizes)
     data = (np.array([plan.nd]), np.array([plan.vd]))
     lies = share(_model(name), "1d", size, data, data, experts)
     once = exchange_seconds(SUMMIT, _model(name), "1d", size, lies, how[0])

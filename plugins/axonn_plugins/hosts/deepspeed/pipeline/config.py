@@ -8,11 +8,10 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.config import Axonn, ConfigError, batch
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import settings_of, stage_grid
 from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
-from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_automatic, check_batch, stand_in
-from axonn_tp import Grid
+from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_automatic, stand_in
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
@@ -27,7 +26,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         check(raw, grid)
         mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
-        check_batch(raw, Grid(gdata=mpu.get_data_parallel_world_size()))
+        batch.check(raw, 1, mpu.get_data_parallel_world_size())
     from axonn_plugins.hosts.deepspeed.pipeline.engine import MessageDrivenEngine
 
     deepspeed.PipelineEngine = MessageDrivenEngine

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from axonn_plugins.config import Axonn, ConfigError, TensorParallel
+from axonn_plugins.config import Axonn, ConfigError, TensorParallel, batch
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
     enabled,
@@ -91,7 +91,7 @@ def check_automatic(block: TensorParallel, raw: Mapping[str, Any]) -> None:
 
 def stand_in(raw: Mapping[str, Any]) -> Grid:
     """While sizes are "auto": a grid on which DeepSpeed's batch arithmetic comes out; the engine parses again with the one chosen."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    keys = batch.KEYS
     numbers = [number for key in keys if isinstance(number := raw.get(key), int) and number > 0]
     if len(numbers) < len(keys):
         return Grid()
@@ -107,7 +107,7 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
     """
     zero = section(raw, "zero_optimization")
     refuse([*_of_zero(zero), *_of_precision(raw), *_of_others(raw), *_of_checkpoints(raw)])
-    check_batch(raw, grid)
+    batch.check(raw, grid.gz, grid.gdata)
 
 
 def _of_zero(zero: Mapping[str, Any]) -> list[Refusal]:
@@ -181,32 +181,3 @@ def _of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
         ),
         *of_background(raw),
     ]
-
-
-def check_batch(raw: Mapping[str, Any], grid: Grid) -> None:
-    """DeepSpeed's batch arithmetic over the ranks that read different data, as sentences instead of assertions.
-
-    Raises:
-        ConfigError: the first mistake.
-    """
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (raw.get(key) for key in keys)
-    for key, value in zip(keys, (total, micro, steps), strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{key} = {value!r} is not an integer of at least 1; correct its value")
-    if total is None and micro is None:
-        raise ConfigError("train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them")
-    if total is None:
-        return
-    ranks = f"gz*gdata = {grid.gz}*{grid.gdata} = {grid.batch} ranks that read different data"
-    given = (micro or 1) * (steps or 1)
-    if micro and steps and total != given * grid.batch:
-        raise ConfigError(
-            f"train_batch_size = {total} is not {micro} (train_micro_batch_size_per_gpu) * {steps} (gradient_accumulation_steps) * {ranks}; "
-            "leave one of the three out"
-        )
-    if total % (given * grid.batch):
-        wanted = f"{given} * " if given > 1 else ""
-        raise ConfigError(
-            f"train_batch_size = {total} does not divide by {wanted}{ranks}; use a multiple of {given * grid.batch}"
-        )

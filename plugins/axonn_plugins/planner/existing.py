@@ -1,0 +1,142 @@
+"""A configuration that exists, as the planner's sizes: DeepSpeed's file, with our block or without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from axonn_plugins import config
+from axonn_plugins.config import batch
+from axonn_plugins.config.base import ConfigError
+from axonn_plugins.planner import files
+from axonn_plugins.planner.step import Setting
+
+_OTHER_SPLITS = {
+    "sequence_parallel_size": "splits sequences by all-to-alls, which is not modelled; use axonn.tensor_parallel.gz in its place",
+    "expert_parallel": "deals out experts in a way that is not modelled; use axonn.ted",
+}
+_AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Existing:
+    """What a configuration says.
+
+    Attributes:
+        fixed: sizes of the grid and its micro-batches, as far as it says them.
+        batch: samples of a step.
+        stage: of ZeRO, whose shares of weights are z already.
+        setting: how it trains.
+        notes: what the model does not see, or was not said.
+    """
+
+    fixed: Mapping[str, int]
+    batch: int
+    stage: int
+    setting: Setting
+    notes: tuple[str, ...] = ()
+
+
+def read(name: str, gpus: int, samples: int | None, stages: int | None, setting: Setting) -> Existing:
+    """Read ds_config.json.
+
+    Args:
+        name: its path.
+        gpus: that it runs on.
+        samples: of a step, where the command line says it.
+        stages: of the pipeline, likewise.
+        setting: how it trains besides.
+
+    Raises:
+        ConfigError: it cannot be read, or would be refused on so many GPUs.
+    """
+    raw = files.read("--check", Path(name))
+    given = config.parse(raw["axonn"]) if "axonn" in raw else config.parse({})
+    zero = _section(raw, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage = {stage!r} is not known; use 0, 1, 2 or 3")
+    _refuse_others(raw)
+    if given.pipeline is not None and stages is None:
+        raise ConfigError(
+            "axonn.pipeline leaves the number of stages to the PipelineModule; say it besides, such as --fix stages=4"
+        )
+    sizes = _grid(raw, given, gpus, stages or 1, stage)
+    total, steps, notes = _batch(raw, sizes, samples)
+    if not any(_section(raw, half).get("enabled") is True for half in ("bf16", "fp16")):
+        notes.append(
+            "neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"
+        )
+    fixed = sizes if steps is None else {**sizes, "m": steps}
+    return Existing(fixed, total, stage, _setting(given, setting), tuple(notes))
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = raw.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _refuse_others(raw: Mapping[str, Any]) -> None:
+    for key, why in _OTHER_SPLITS.items():
+        if raw.get(key) not in (None, 1) and _section(raw, key).get("enabled", True):
+            raise ConfigError(f"{key} {why}")
+
+
+def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, stage: int) -> dict[str, int]:
+    """Sizes that are given: the block's, or what DeepSpeed's own keys are in its terms."""
+    staged = {"stages": stages} if stages > 1 else {}
+    if given.tensor_parallel is None:
+        x = _section(raw, "tensor_parallel").get("autotp_size") or 1
+        z = (_section(raw, "zero_optimization").get("zero_hpz_partition_size", 1) if stage == 3 else 1) or 1
+        x, z = (
+            files.whole(key, size) for key, size in (("tensor_parallel.autotp_size", x), ("zero_hpz_partition_size", z))
+        )
+        z = gpus // (x * stages) if stage == 3 and z == 1 else z
+        found = {"gx": x, "gy": 1, "gz": max(z, 1)}
+    else:
+        if stage == 3:
+            raise ConfigError(
+                "zero_optimization.stage = 3 does not go with axonn.tensor_parallel, whose z axis splits the weights in the same way; use "
+                "stage 0, 1 or 2 and make gz larger"
+            )
+        found = given.tensor_parallel.given
+    product = stages
+    for size in found.values():
+        product *= size
+    if gpus % product:
+        what = "*".join([*found, *staged])
+        raise ConfigError(f"--gpus = {gpus} is not a multiple of {what} = {product}; change one of them")
+    whole = len(found) == 3
+    return {**found, **({"gdata": gpus // product} if whole else {}), **staged}
+
+
+def _batch(raw: Mapping[str, Any], sizes: Mapping[str, int], samples: int | None) -> tuple[int, int | None, list[str]]:
+    """Samples of a step, micro-batches where they are known, and what is said of keys that are "auto"."""
+    left = [key for key in batch.KEYS if raw.get(key) == _AUTO]
+    known = {key: None if key in left else raw.get(key) for key in batch.KEYS}
+    total, micro, steps = known.values()
+    if None not in (samples, total) and samples != total:
+        raise ConfigError(f"--batch = {samples} is not train_batch_size = {total!r}; leave one of them out")
+    total = samples if total is None else total
+    if total is None and (micro is None or "gdata" not in sizes):
+        raise ConfigError("the configuration does not say how many samples a step has; give --batch")
+    notes = [f'{key} is "auto": the best value is taken' for key in left[0 if samples is None else 1 :]]
+    gz, gdata = (sizes.get(axis, 1) for axis in ("gz", "gdata"))
+    batch.check({**known, batch.KEYS[0]: total}, gz, gdata)
+    total = total or micro * (steps or 1) * gz * gdata
+    if micro and "gdata" in sizes:
+        return total, total // (gz * gdata * micro), []
+    return total, steps or (None if left or "gdata" not in sizes else 1), notes
+
+
+def _setting(given: config.Axonn, setting: Setting) -> Setting:
+    if given.samo is not None and given.samo.sparsity is not None:
+        setting = replace(setting, sparsity=given.samo.sparsity)
+    grid = given.tensor_parallel
+    if grid is None:
+        return setting
+    on = {"OAR": grid.overlap_all_reduce, "ORS": grid.overlap_reduce_scatter, "OAG": grid.overlap_all_gather}
+    kept = setting.keep_gathered or (setting.recompute and grid.cache_gathers == "all")
+    return replace(setting, overlap=frozenset(name for name, is_on in on.items() if is_on), keep_gathered=kept)

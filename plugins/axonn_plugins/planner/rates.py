@@ -1,0 +1,49 @@
+"""Seconds of one operation on one GPU: the roofline of 004, or, of a calibrated machine, what training reaches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.work import Number
+
+Unit = Literal["tensor", "attention", "vector"]
+_SUSTAINED = 0.8
+"""Of the peak, where no large product was measured: from 0.51 (MI300X) to 0.87 (A100) in stas00/ml-engineering."""
+_LAUNCH = 4e-6
+"""Seconds between a kernel's start and the next one's, of GPUs that are kept busy."""
+
+
+def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool = False) -> tuple[Number, Number]:
+    """Seconds of compute, and of waiting for memory besides.
+
+    Args:
+        machine: where it runs.
+        unit: products, fused attention, or all else, which a calibrated machine takes to wait for memory alone.
+        flops: operations.
+        moved: bytes between the GPU and its memory.
+        back: whether it is part of backward.
+    """
+    reached = machine.calibration
+    if reached is None:
+        peak = machine.vector if unit == "vector" else machine.tensor
+        compute = machine.flop_latency + flops / (machine.flop_efficiency * peak)
+        return compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)
+    if unit == "vector":
+        return _LAUNCH, reached.passes * moved / machine.memory_bandwidth
+    rate = reached.products * sustained(machine) if unit == "tensor" else reached.attention * machine.vector
+    half = machine.product_half if unit == "tensor" else None
+    compute = (_LAUNCH if half is None else half / rate) + (reached.backward if back else 1.0) * flops / rate
+    return compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)
+
+
+def vector_cost(machine: Machine) -> float:
+    """Operations of products that take as long as one of fused attention's softmax; none where its rate was measured as a whole."""
+    return 0.0 if machine.calibration else machine.tensor / machine.vector
+
+
+def sustained(machine: Machine) -> float:
+    """Operations a second of a large product."""
+    return machine.sustained or _SUSTAINED * machine.tensor

@@ -1,0 +1,1 @@
+"""Matrix products by shape and type, for the planner's machine file."""

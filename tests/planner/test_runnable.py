@@ -1,0 +1,181 @@
+"""What ends an answer: configurations that our parser takes for any question, and a DeepSpeed run, Megatron runs and a torchrun as printed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+from torch.distributed.run import parse_args
+
+import axonn_plugins
+from axonn_plugins import config
+from axonn_plugins.config import compose
+from axonn_plugins.hosts.deepspeed import states_config
+from axonn_plugins.hosts.deepspeed.tensor.config import check
+from axonn_plugins.planner import machine, model
+from axonn_plugins.planner.answer import Question, answer
+from axonn_plugins.planner.runnable import Runnable, runnable
+from axonn_plugins.planner.split import split_of
+from axonn_plugins.planner.step import Setting
+from axonn_recipes.models.gpt import GPT, GPTConfig
+from axonn_tp import Grid
+from tests.distributed import run_ranks
+from tests.megatron.harness import CHECKOUT, missing, run
+
+TINY = "layers=2,hidden=256,heads=8,vocabulary=64,sequence=8"
+MODELS = ("gpt3-xl", "gpt-20b", "llama3-8b", "layers=6,hidden=768,heads=12,kv_heads=4,vocabulary=1000,sequence=1000")
+MACHINES = ("perlmutter", "h100", "summit", "cpu", "b200-nvs64")
+SETTINGS = (Setting(), Setting(recompute=True), Setting(sparsity=0.9), Setting(recompute=True, keep_gathered=True))
+
+
+def started(name: str, gpus: int, batch: int, strategy: str, fixed: dict[str, int], **setting: object) -> Runnable:
+    asked = Question(
+        machine.load("cpu"), model.load(name), gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting)
+    )
+    return runnable(asked, answer(asked, 1).best[0])
+
+
+def test_any_answer_is_a_configuration_that_is_taken() -> None:
+    taken = 0
+    for (name, where), strategy, (gpus, batch) in itertools.product(
+        itertools.product(MODELS, MACHINES), ("axonn", "1d"), ((8, 48), (24, 24), (64, 640))
+    ):
+        setting = SETTINGS[taken % len(SETTINGS)]
+        on = replace(machine.load(where), collectives="pccl" if taken % 3 else "native", memory=1e15)
+        asked = Question(on, model.load(name), gpus, batch, (strategy,), setting=setting)
+        for plan in answer(asked, 12).best[::4]:
+            taken += 1
+            made, split = runnable(asked, plan), split_of(plan, batch)
+            assert split is not None and made.ds_config is not None
+            raw = json.loads(json.dumps(made.ds_config))
+            block = config.parse(raw["axonn"])
+            compose.check(block)
+            check(raw, Grid(split.gx, split.gy, split.gz, split.gdata))
+            states_config.check(block, raw, None)
+            assert split.gx * split.gy * split.gz * split.gdata * split.stages == gpus
+            readers = split.gz * split.gdata
+            assert raw["train_micro_batch_size_per_gpu"] * raw["gradient_accumulation_steps"] * readers == batch
+            assert (block.pipeline is None) == (split.stages == 1) and (block.samo is None) == (setting.sparsity == 0)
+            words = shlex.split(made.launch)
+            torchrun = parse_args([*words[words.index("torchrun") + 1 :], "train.py"])
+            assert int(torchrun.nnodes) * int(torchrun.nproc_per_node) == gpus
+            assert int(torchrun.nproc_per_node) <= on.domain
+    assert taken > 200
+
+
+def test_what_nobody_runs_is_said() -> None:
+    asked = Question(machine.load("a100"), model.load("gpt3-xl"), 16, 16, ("2d",))
+    made = runnable(asked, answer(asked, 1).best[0])
+    assert made.ds_config is None and made.megatron is None and "nothing here runs 2d" in made.notes[0]
+    asked = Question(machine.load("a100"), model.load("unet-1b"), 16, 16, ("axonn",))
+    made = runnable(asked, answer(asked, 1).best[0])
+    assert made.ds_config is not None and made.megatron is None
+    assert any("pretrain_gpt.py trains texts" in note for note in made.notes)
+    asked = Question(
+        machine.load("a100"), model.load("gpt3-xl"), 16, 64, ("1d",), fixed={"np": 4}, setting=Setting(interleave=2)
+    )
+    made = runnable(asked, answer(asked, 1).best[0])
+    assert made.ds_config is None and made.megatron is not None
+    assert "--num-virtual-stages-per-pipeline-rank 2" in made.megatron
+
+
+DEEPSPEED = {
+    "grid": ("axonn", {"gx": 2, "gz": 2, "m": 2}, {}),
+    "data": ("axonn", {"gy": 2, "gdata": 2}, {}),
+    "samo": ("axonn", {"gx": 2, "gdata": 2}, {"sparsity": 0.5}),
+    "1d": ("1d", {"n1": 4, "bm": 4}, {}),
+    "stages": ("1d", {"n1": 2, "np": 2, "bm": 2}, {}),
+}
+
+
+class _Ids(nn.Module):
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.tokens = gpt.tokens
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(ids)
+
+
+class _Head(nn.Module):
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+def _steps() -> dict[str, tuple[int, int, bool]]:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # a kernel for inference alone, compiled for a minute
+    )
+    axonn_plugins.activate()
+    found = {}
+    for name, (strategy, fixed, setting) in DEEPSPEED.items():
+        raw = started(TINY, 4, 8, strategy, fixed, **setting).ds_config
+        assert raw is not None
+        torch.manual_seed(1)
+        gpt = GPT(GPTConfig(vocabulary=64, context=8, layers=2, heads=8, hidden=256))
+        staged = "pipeline" in raw["axonn"]
+        net = gpt if not staged else PipelineModule([_Ids(gpt), *gpt.blocks, _Head(gpt)], num_stages=2, loss_fn=gpt.mean_loss)  # fmt: skip
+        engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=raw)[0]
+        micro, steps = raw["train_micro_batch_size_per_gpu"], raw["gradient_accumulation_steps"]
+        ids = [torch.randint(64, (micro, 9)) for _ in range(steps)]
+        pairs = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+        if staged:
+            loss = engine.train_batch(iter(pairs))
+        else:
+            for pair in pairs:
+                loss = engine(*pair)
+                engine.backward(loss)
+                engine.step()
+        found[name] = (engine.global_steps, engine.train_batch_size(), bool(torch.isfinite(loss)))
+        engine.destroy()
+    return found
+
+
+def test_deepspeed_starts_as_printed() -> None:
+    for found in run_ranks(_steps, 4):
+        assert found == dict.fromkeys(DEEPSPEED, (1, 8, True))
+
+
+MEGATRON = {
+    "grid": (2, TINY, 2, "axonn", {"gx": 2}, {"recompute": True}),
+    "1d": (2, f"{TINY},kv_heads=2", 4, "1d", {"np": 2}, {}),
+    "samo": (2, TINY, 2, "axonn", {"gz": 2}, {"sparsity": 0.5}),
+}
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_megatron_starts_as_printed() -> None:
+    cases = {}
+    for name, (gpus, sizes, batch, strategy, fixed, setting) in MEGATRON.items():
+        flags = started(sizes, gpus, batch, strategy, fixed, **setting).megatron
+        assert flags is not None
+        cases[name] = (gpus, [*shlex.split(flags), "--train-iters", "2"])
+    for name, result in run(Path(CHECKOUT, "pretrain_gpt.py"), cases).items():
+        assert "error" not in result and len(result["losses"]) == 2, f"{name}: {result}"
+
+
+def test_torchrun_starts_as_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys; open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))")
+    made = started(TINY, 2, 8, "axonn", {})
+    line = next(line for line in made.text.splitlines() if "train.py" in line)
+    folder = str(Path(sys.executable).parent)
+    done = subprocess.run(line, shell=True, cwd=tmp_path, env={"PATH": f"{folder}:/usr/bin:/bin"}, timeout=120)
+    assert done.returncode == 0 and shutil.which("torchrun", path=folder)
+    assert {(tmp_path / str(rank)).read_text() for rank in range(2)} == {
+        "--deepspeed --deepspeed_config ds_config.json"
+    }
