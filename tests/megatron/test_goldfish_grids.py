@@ -80,7 +80,7 @@ def loss_of(batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor, d
 
 def losses(settings: Settings | None) -> list[float]:
     # Megatron clips in float32.
-    case = Case(settings=settings, dtype=torch.float64, optimizer={"clip_grad": 0.0})
+    case = Case(settings=settings, dtype=torch.float64, optimizer={"clip_grad": 0.0}, model={"parallel_output": False})
     with training.parallel(case):
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         case = replace(case, micro_batches=BATCH // ranks // ROWS)

@@ -134,6 +134,7 @@ class OwnStates(CheckedCheckpoints):
         self.basic_optimizer = self.optimizer
         # The optimizer sums gradients while backward runs, and what is left when it steps.
         self.enable_backward_allreduce = False
+        self.coalesce_grad_reduction = self._coalesced  # DeepSpeed's own asks for its ZeRO
 
     def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
         """What DeepSpeed's sections say of the optimizer."""
@@ -161,20 +162,19 @@ class OwnStates(CheckedCheckpoints):
         super().zero_grad()
 
     @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; what they make together is reduced once.
+    def _coalesced(self) -> Iterator[None]:
+        """What `coalesce_grad_reduction` is then: backward passes inside only accumulate, and what they make is reduced once.
 
         Raises:
             ConfigError: a pipeline's engine, which does so with every batch.
         """
-        if self._owns and self.pipeline_parallelism:
+        if self.pipeline_parallelism:
             raise ConfigError(
                 "engine.coalesce_grad_reduction is for backward passes of the script's own, and a pipeline reduces once a batch; leave it out"
             )
-        with self.no_sync() if self._owns else super().coalesce_grad_reduction():
+        with self.no_sync():
             yield
-        if self._owns:
-            self.optimizer.reducer.finish()
+        self.optimizer.reducer.finish()
 
     # Steps and checkpoints
 
