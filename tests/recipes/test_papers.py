@@ -281,6 +281,17 @@ def run_of(stages: int, *medians: float) -> dict:
             {"grids": [{"formulas rank": rank} for rank in (1, 12, 3, 2, 4, 5, 6, 7, 8, 11, 9)]},
             {"eight ranks here: of the model's ten first, among the ten fastest": 8},
         ),
+        *(
+            (
+                measured._moe_curves,
+                {
+                    "differences": {"losses": [*[first] * 20, 0.01], "validation": [1e-7, last]},
+                    "sides": {"ted": {"final": 2.5}},
+                },
+                {"here: validation losses of both are equal but for rounding": equal},
+            )
+            for first, last, equal in ((3e-8, 2e-3, True), (3e-8, 3e-3, False), (2e-6, 1e-4, False))
+        ),
         (
             measured._memorization,
             {
