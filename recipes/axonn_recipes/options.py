@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from axonn_plugins.cli.options import read
+from axonn_plugins.cli.options import check_folder, read
 from axonn_plugins.config import ConfigError
 from axonn_tp import Grid
 
@@ -25,6 +25,10 @@ class Run:
     dry_run: bool = False
     name: str | None = None
     runs: Path = Path("runs")
+
+    def __post_init__(self) -> None:
+        check_folder("--runs", self.runs)
+        check_folder("--name", self.runs / (self.name or ""))
 
 
 def part(kind: type, options: Any) -> dict[str, Any]:

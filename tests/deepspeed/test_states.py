@@ -27,14 +27,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(block: dict[str, Any] | None, bf16: bool = True, **params: Any) -> Any:
+def engine_of(block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, **params: Any) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, **params}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
         "zero_allow_untested_optimizer": True,
         **({"bf16": {"enabled": True}} if bf16 else {}),
         **({} if block is None else {"axonn": block}),
@@ -48,6 +48,30 @@ def step(engine: Any, poison: bool = False) -> None:
     loss = engine(rows).float().square().mean()
     engine.backward(loss * float("nan") if poison else loss)
     engine.step()
+
+
+def coalesced(block: dict[str, Any], stage: int) -> bool:
+    """Passes whose sums are reduced once train as one pass of the losses' sum."""
+    found, sent = [], []
+    whole = dist.all_reduce, dist.reduce_scatter_tensor
+    for together in (False, True):
+        engine = engine_of(block, bf16=False, stage=stage)
+        for _ in range(2):
+            seed = 7 + (0 if "tensor_parallel" in block else dist.get_rank())
+            first, second = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(seed))
+            if together:
+                with engine.coalesce_grad_reduction():
+                    for rows in (first, second):
+                        loss = engine(rows).square().mean()
+                        dist.all_reduce = dist.reduce_scatter_tensor = lambda *_, **__: sent.append(1)
+                        engine.backward(loss)
+                        dist.all_reduce, dist.reduce_scatter_tensor = whole
+            else:
+                engine.backward(engine(first).square().mean() + engine(second).square().mean())
+            engine.step()
+        found.append(weights(engine))
+        engine.destroy()
+    return not sent and bool((found[0] - found[1]).abs().max() < 1e-6)
 
 
 def weights(engine: Any) -> torch.Tensor:
@@ -80,6 +104,8 @@ def everything(folder: str) -> dict[str, Any]:
         with pytest.raises(ConfigError, match="engine.offload_states is for DeepSpeed's ZeRO"):
             engine.offload_states()
         engine.destroy()
+        for stage in (1, 2):
+            found[f"{name}: coalesced at stage {stage}"] = coalesced(block, stage)
         found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())
     return found | weights_alone(folder)
 

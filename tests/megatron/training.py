@@ -180,7 +180,7 @@ def build(case: Case) -> DistributedDataParallel:
         **case.model,
     }
     model: Any = GPTModel(config, layers, **keywords)
-    if case.dtype != torch.float32:
+    if case.dtype.itemsize == 2:
         model = Float16Module(config, model)
     return DistributedDataParallel(config, DistributedDataParallelConfig(**case.ddp), model)
 
@@ -210,7 +210,7 @@ def train(case: Case) -> dict[str, Any]:
 def _optimizer(case: Case, model: DistributedDataParallel) -> Any:
     keywords = {"optimizer": "adam", "lr": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1, **case.optimizer}
     keywords["use_distributed_optimizer"] = bool(case.ddp.get("use_distributed_optimizer"))
-    if case.dtype != torch.float32:
+    if case.dtype.itemsize == 2:
         keywords |= {
             "bf16": case.dtype == torch.bfloat16,
             "fp16": case.dtype == torch.float16,

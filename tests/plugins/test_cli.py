@@ -88,6 +88,23 @@ def test_every_recipe_is_described_in_a_line(capsys: pytest.CaptureFixture[str])
     assert {"tp", "ted"} <= set(benchmarks()) and "quickstart" in recipes()
 
 
+def test_a_file_where_a_folder_is_to_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    commands = [["bench", name] for name in benchmarks()] + [["train", name] for name in recipes()]
+    said = {"validation": "--out", **dict.fromkeys([name for _, name in commands if name != "validation"], "--runs")}
+    lines = [(*command, said[command[1]], where) for command in commands for where in (file, file / "below" / "it")]
+    lines += [("simulate", "pccl", "--out", file), ("train", "planner", "--runs", tmp_path, "--name", file.name)]
+    lines += [("train", "megatron_gpt", option, file / "x") for option in ("--save", "--prepare")]
+    for words in lines:
+        assert main([*map(str, words)]) == 2, words
+        err = capsys.readouterr().err
+        # --prepare is the beginning of files' names.
+        assert err.startswith(f'axonn: error: {words[-2]} = "') and err.count("\n") == 1, err
+        assert f"since {file} is a file" in err, err
+    assert file.read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_help_imports_little(tmp_path: Path) -> None:
     code = (
         "import sys; from axonn_plugins.cli import main; main(sys.argv[1:]);"

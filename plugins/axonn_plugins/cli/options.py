@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -40,6 +42,23 @@ def read(kind: type[Kind], arguments: Sequence[str], prog: str = "axonn", defaul
     markers = (HelptextFromCommentsOff, DisallowNone, SuppressFixed, *(() if on else (FlagCreatePairsOff,)))
     with wrong.on_parse_error(refuse):
         return tyro.cli(kind, prog=prog, args=[*arguments], config=markers, **defaults)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that is none, and cannot become one.
+
+    Args:
+        option: by which it was given.
+        folder: where files are to be written; it and those above it are made where they are missing.
+
+    Raises:
+        ConfigError: a file is in its place, or nothing may be written there.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f'{option} = "{folder}" cannot be a folder, since {there} is a file; give another')
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f'{option} = "{folder}" cannot be written, since {there} is not yours to write; give another')
 
 
 def _sentence(event: wrong.ParseErrorEvent) -> str | None:

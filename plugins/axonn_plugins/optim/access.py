@@ -39,11 +39,10 @@ class Access:
     @torch.no_grad()
     def set_gradient(self, value: Tensor) -> None:
         """Have the coming step take this gradient."""
-        entry, _, store = self._found()
+        entry, bucket, store = self._found()
         self._optimizer.reducer.finish()
         if not entry.arrived:
-            self._optimizer.reducer.gradient_of(entry)
-            self._optimizer.reducer.finish()
+            entry.arrived, entry.filled = True, not bucket.transient
         for segment in self._segments():
             _gradient(store, segment).copy_(self._part(value, segment))
 

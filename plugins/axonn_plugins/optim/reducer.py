@@ -13,6 +13,7 @@ from torch import Tensor
 
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 
+_Order = list[tuple[Store, Bucket]]
 _AHEAD = 2  # buckets of stage 2 whose gradients may be on their way at a time
 
 
@@ -47,8 +48,8 @@ class Reducer:
 
     Buckets are reduced in rounds, in one order on all ranks, whatever the order in which gradients come. A round ends with
     the last bucket; when a second backward pass brings a gradient that the round has had, what the first did not bring is
-    reduced, as zeros, and the next round begins. So every rank has as many rounds as passes, if each pass brings it a
-    gradient that another did. `finish` reduces what is left: a gradient that only some ranks have counts on all.
+    reduced, as zeros, and the next round begins. `finish` reduces what is left: a gradient that only some ranks have counts
+    on all, and a rank takes part in the rounds that others had, with zeros, where its own passes brought it less or nothing.
 
     Args:
         stores: all of them.
@@ -67,7 +68,7 @@ class Reducer:
             if (bucket.ranks > 1 or bucket.divisor != 1) and bucket.end > bucket.begin
         ]
         self._bucket_of = {entry: bucket for store in stores for bucket in store.buckets for entry in bucket.entries}
-        self._reduced = {entry for _, bucket in self._order for entry in bucket.entries}
+        self._reduced = {entry: bucket.process_group for _, bucket in self._order for entry in bucket.entries}
         self._under_way: list[_Work] = []
         self._finished = False
         self._begin_round()
@@ -92,8 +93,9 @@ class Reducer:
         Call it before each write: a second pass must not write to what is being reduced.
         """
         if self._finished or entry in self._seen:
-            self._end_round()
-            self._reopen()
+            if not self._finished:
+                self._end_round(self._order, more=True)
+            self._reopen(self._order)
         bucket = self._bucket_of[entry]
         bucket.local = bucket.room()
         return bucket.of(entry, bucket.local)
@@ -108,7 +110,8 @@ class Reducer:
             return
         self._missing[self._bucket_of[entry]] -= 1
         while self._next < len(self._order) and not self._missing[self._order[self._next][1]]:
-            self._launch()
+            self._launch(*self._order[self._next])
+            self._next += 1
 
     def gradient_of(self, entry: Entry) -> Tensor:
         """What an entry has got so far, zeros where nothing has come; changed in place it is what counts.
@@ -136,18 +139,31 @@ class Reducer:
         return place
 
     def finish(self) -> None:
-        """Reduce what is left, and wait for all of it; nothing where no gradient has come since the last step."""
-        if self._finished or not any(entry.arrived for entry in self._bucket_of):
+        """Reduce what is left on any rank, and wait for all of it; every rank calls it. What has come on no rank stays away."""
+        if self._finished:
             return
-        self._end_round()
+        came: set[dist.ProcessGroup | None] = set()
+        left = self._order
+        while left:
+            said = {group: values.tolist() for group, values in self._end_round(left, more=False).items()}
+            came |= {group for group, (_, arrived) in said.items() if arrived}
+            left = [(store, bucket) for store, bucket in left if said[bucket.process_group][0]]
+            if left:
+                self._reopen(left)
         self._finished = True
-        for entry in self._reduced:
-            entry.arrived = True
+        for entry, group in self._reduced.items():
+            entry.arrived = entry.arrived or group in came
+
+    def end_pass(self) -> None:
+        """The same behind every backward pass of a step, for hosts that reduce behind each: also where it brought nothing."""
+        if self._finished:
+            self._reopen(self._order)
+        self.finish()
 
     def forget(self) -> None:
         """Wait for what is under way, and have no gradients any more."""
-        if self._seen and not self._finished:
-            self._end_round()
+        if self._seen:
+            self.finish()
         self._wait()
         for entry, bucket in self._bucket_of.items():
             entry.filled = entry.arrived = bucket.reduced = False
@@ -156,18 +172,36 @@ class Reducer:
         self._finished = False
         self._begin_round()
 
-    def _end_round(self) -> None:
-        while not self._finished and self._next < len(self._order):
-            self._launch()
+    def _end_round(self, order: _Order, more: bool) -> dict[dist.ProcessGroup | None, Tensor]:
+        """Reduce what is left of a round, and tell the others where this rank is.
+
+        Args:
+            order: the round's buckets.
+            more: whether this rank begins another round.
+
+        Returns:
+            By group, how many of its ranks begin another, and how many have had a gradient.
+        """
+        for store, bucket in order[self._next :]:
+            self._launch(store, bucket)
+        self._next = len(self._order)
+        flags = float(more), float(any(entry.arrived for entry in self._bucket_of))
+        said = {}
+        for group, bucket in {bucket.process_group: bucket for _, bucket in order}.items():
+            said[group] = values = torch.tensor(flags, device=bucket.entries[0].parameter.device)
+            if bucket.ranks > 1:
+                handle = dist.all_reduce(values, group=group, async_op=True)
+                self._under_way.append(_Work(bucket, handle, None, None, values))
         self._wait()
+        return said
 
     def _wait(self, leave: int = 0) -> None:
         while len(self._under_way) > leave:
             self._under_way.pop(0).wait()
 
-    def _reopen(self) -> None:
+    def _reopen(self, order: _Order) -> None:
         """Begin a round; what is reduced in place is to come out as it is when it is reduced again with what is added."""
-        for _, bucket in self._order:
+        for _, bucket in order:
             if bucket.transient:
                 continue
             whole = bucket.room()
@@ -181,9 +215,7 @@ class Reducer:
         self._finished = False
         self._begin_round()
 
-    def _launch(self) -> None:
-        store, bucket = self._order[self._next]
-        self._next += 1
+    def _launch(self, store: Store, bucket: Bucket) -> None:
         whole = bucket.room()
         for entry in bucket.entries:
             if not entry.filled:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from axonn_plugins.cli.options import read
+from axonn_plugins.cli.options import check_folder, read
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pccl.calibration import Calibrated, fit, load
 from axonn_plugins.pccl.calibration_report import report
@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> int:
     """
     parsed = read(Options, arguments, "axonn simulate pccl")
     clusters = [cluster for name, cluster in CLUSTERS.items() if parsed.cluster in (name, "all")]
+    check_folder("--out", parsed.out)
     parsed.out.mkdir(parents=True, exist_ok=True)
     if parsed.calibrated or parsed.fit:
         return _calibrated(clusters, parsed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.cli.options import read
+from axonn_plugins.cli.options import check_folder, read
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.rounds import apart
@@ -39,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     settings = resolve(options)
     if options.load is not None and not (options.load / "metadata.json").is_file():
         raise ConfigError(f"--load {options.load} holds no checkpoint; give a folder that --save wrote")
+    for option, folder in (("--save", options.save), ("--prepare", options.prepare and options.prepare.parent)):
+        if folder is not None:
+            check_folder(option, folder)
     if options.save is not None and options.save.exists() and any(options.save.iterdir()):
         raise ConfigError(f"--save {options.save} is not empty; choose another folder")
     print(described(settings), flush=True)

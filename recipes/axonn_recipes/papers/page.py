@@ -35,7 +35,7 @@ def allowed(number: Number) -> str:
         return "-"
     if number.within is not None:
         return f"{number.within:g} {number.unit}".rstrip()
-    return "exact" if isinstance(number.published, bool | str) else f"{number.tolerance:.0%}"
+    return "exact" if isinstance(number.published, bool | str | list) else f"{100 * number.tolerance:g}%"
 
 
 def cells(one: Compared) -> tuple[str, ...]:

@@ -51,10 +51,11 @@ class Judged:
         """In words: all numbers agree, so many differ, or why there are none."""
         counts = {kind: sum(one.verdict == kind for one in self.compared) for kind in ("agrees", "differs", "not run")}
         known = counts["agrees"] + counts["differs"]
+        left = f"; {counts['not run']} not run" if counts["not run"] else ""
         if counts["differs"]:
-            return f"differs: {counts['differs']} of {known}"
+            return f"differs: {counts['differs']} of {known}{left}"
         if known:
-            return f"agrees: {known}"
+            return f"agrees: {known}{left}"
         if counts["not run"] or (self.row.runs and not self.found):
             return "not run"
         return "needs the machine" if self.compared else NO_NUMBERS[bool(self.found)]

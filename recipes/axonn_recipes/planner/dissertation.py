@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from axonn_plugins.planner import fourd, machine, model
+from axonn_plugins.planner import corpus, files, fourd, machine, model
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.report import DAY
 from axonn_plugins.planner.step import Setting
+from axonn_recipes.papers.data import load, select
 from axonn_recipes.planner.outcome import Check, Outcome, lines
 
 TABLE_5_2 = [
-    ("perlmutter", 512, "5b", 80.8, 50.6, 56.2),
-    ("perlmutter", 1024, "10b", 197.8, 61.9, 68.8),
-    ("perlmutter", 2048, "20b", 352.5, 55.2, 61.3),
-    ("perlmutter", 4096, "40b", 620.1, 48.5, 53.9),
-    ("frontier", 512, "5b", 40.4, 41.1, 63.3),
-    ("frontier", 1024, "10b", 77.3, 39.3, 60.4),
-    ("frontier", 2048, "20b", 145.7, 37.0, 57.0),
-    ("frontier", 4096, "40b", 295.9, 37.6, 57.9),
-    ("frontier", 8192, "80b", 571.4, 36.3, 56.0),
-    ("frontier", 16384, "160b", 1019.9, 32.4, 49.9),
-    ("frontier", 32768, "320b", 1381.0, 22.0, 33.8),
-    ("alps", 1024, "10b", 310.0, 30.6, 37.3),
-    ("alps", 2048, "20b", 621.6, 30.7, 37.4),
-    ("alps", 4096, "40b", 1095.8, 27.0, 33.0),
-    ("alps", 6144, "60b", 1423.1, 23.4, 28.6),
+    (one.machine, one.gpus, one.model.removeprefix("gpt-"), one.value)
+    for one in corpus.read(files.ours("corpus")["gordon_bell"])
 ]
-"""Machine, GPUs, model, Pflop/s, and percent of the advertised and of the empirical peak."""
+"""Machine, GPUs, model and Pflop/s."""
 TOKENS = 2e12
 DAYS_OFF = 0.25
 """Share by which predicted days may miss what was published."""
@@ -63,8 +51,12 @@ def table_5_2() -> Outcome:
     """Percentages of peak from Pflop/s."""
     rows: list[dict[str, Any]] = []
     largest = 0.0
-    for where, gpus, size, rate, advertised, empirical in TABLE_5_2:
-        on = machine.load(where)
+    (published,) = select(load(), "000 tab 5.2")
+    percents = {number.what: number.published for number in published.numbers}
+    for where, gpus, size, rate in TABLE_5_2:
+        on, name = machine.load(where), f"{where.capitalize()} {gpus}, {size.upper()}"
+        advertised, empirical = (percents[f"{name}: % of {peak} peak"] for peak in ("advertised", "empirical"))
+        assert isinstance(advertised, int | float) and isinstance(empirical, int | float)
         ours = [100 * rate * 1e15 / gpus / peak for peak in (on.tensor, on.sustained or on.tensor)]
         rows.append(
             {

@@ -39,6 +39,14 @@ class _Stop:
         self.signal = number
 
 
+def _step(side: Side, number: int, every: int) -> tuple[float, float, dict[str, float]]:
+    """Loss, gradient norm, and what was communicated where it was watched."""
+    # Watching costs some time, so it is the step before the one whose speed is printed.
+    if (number + 1) % every == 0 and number > 2:
+        return side.watched_step(number)
+    return *side.step(number), {}
+
+
 def train(side: Side, settings: Settings, run: Path, resume: bool, save_every: int, matmul: int) -> Outcome:
     """Train to the last step, or until a signal; save on the way and at the end.
 
@@ -67,13 +75,9 @@ def train(side: Side, settings: Settings, run: Path, resume: bool, save_every: i
     outcome, waited = Outcome(step=done), {}
     for number in range(done + 1, settings.steps + 1):
         began = time.perf_counter()
-        communicated: dict[str, float] = {}
-        # Watching costs some time, so it is the step before the one whose speed is printed.
-        if (number + 1) % every == 0 and number > 2:
-            loss, norm, communicated = side.watched_step(number)
+        loss, norm, communicated = _step(side, number, every)
+        if communicated:
             waited = {name.removesuffix("_exposed_s"): s for name, s in communicated.items() if name.endswith("_s")}
-        else:
-            loss, norm = side.step(number)
         rate = settings.batch * settings.context / (time.perf_counter() - began)
         outcome.losses[number], outcome.step = loss, number
         if metrics is not None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from axonn_plugins.cli.options import check_folder
 from axonn_recipes.options import at_least_one, grid_of
 from axonn_tp import Grid
 from axonn_tp import Options as Switches
@@ -78,4 +79,5 @@ def resolve(options: Options) -> Settings:
         ConfigError: the first mistake.
     """
     at_least_one(options, "steps")
+    check_folder("--out", options.out)
     return Settings(grid_of(options.grid), options.layout, options.steps, options.seed)

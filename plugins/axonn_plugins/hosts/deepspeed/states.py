@@ -6,6 +6,8 @@ the ranks that each parameter's layout names.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +134,7 @@ class OwnStates(CheckedCheckpoints):
         self.basic_optimizer = self.optimizer
         # The optimizer sums gradients while backward runs, and what is left when it steps.
         self.enable_backward_allreduce = False
+        self.coalesce_grad_reduction = self._coalesced  # DeepSpeed's own asks for its ZeRO
 
     def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
         """What DeepSpeed's sections say of the optimizer."""
@@ -157,6 +160,21 @@ class OwnStates(CheckedCheckpoints):
         if self._owns:
             self.optimizer.zero_grad()
         super().zero_grad()
+
+    @contextmanager
+    def _coalesced(self) -> Iterator[None]:
+        """What `coalesce_grad_reduction` is then: backward passes inside only accumulate, and what they make is reduced once.
+
+        Raises:
+            ConfigError: a pipeline's engine, which does so with every batch.
+        """
+        if self.pipeline_parallelism:
+            raise ConfigError(
+                "engine.coalesce_grad_reduction is for backward passes of the script's own, and a pipeline reduces once a batch; leave it out"
+            )
+        with self.no_sync():
+            yield
+        self.optimizer.reducer.finish()
 
     # Steps and checkpoints
 

@@ -144,6 +144,20 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         components.add(group)
     except ConfigError as error:
         fail(error)
+    _settle_what_is_parsed(parser, hosts, group)
+    return parser
+
+
+def _settle_what_is_parsed(
+    parser: argparse.ArgumentParser, hosts: list[argparse.Action], group: argparse._ArgumentGroup
+) -> None:
+    """Have the parser check our flags, and forget them where they are not used.
+
+    Args:
+        parser: of the script.
+        hosts: its arguments that are not ours.
+        group: ours.
+    """
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
@@ -162,7 +176,6 @@ def add_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return found, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[assignment,method-assign]
-    return parser
 
 
 def _check_words(words: list[str], ours: list[str]) -> None:

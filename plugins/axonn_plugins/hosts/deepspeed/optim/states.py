@@ -87,7 +87,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
     def backward_epilogue(self, **keywords: Any) -> None:
         """A backward pass has ended: have its gradients be all ranks', also where ranks used other parameters in it."""
         if self._reduces():
-            self.reducer.finish()
+            self.reducer.end_pass()
 
     def destroy(self) -> None:
         """Leave the model's parameters alone."""
