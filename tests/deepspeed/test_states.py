@@ -74,6 +74,20 @@ def coalesced(block: dict[str, Any], stage: int) -> bool:
     return not sent and bool((found[0] - found[1]).abs().max() < 1e-6)
 
 
+def share_written(engine: Any) -> bool:
+    """A rank's part of a checkpoint is what it holds: half of the states of two ranks, which nothing gathers."""
+    calls: list[int] = []
+    whole = dist.all_gather_into_tensor, dist.all_gather
+    dist.all_gather_into_tensor = dist.all_gather = lambda *_, **__: calls.append(1)
+    shards, _ = engine._portable_state().collect({})
+    dist.all_gather_into_tensor, dist.all_gather = whole
+    mine = sum(shard.tensor.nbytes for name, shard in shards.items() if name.startswith("optimizer."))
+    total = torch.tensor(mine)
+    dist.all_reduce(total)
+    every = 3 * 4 * sum(parameter.numel() for parameter in engine.module.parameters())
+    return not calls and abs(int(total) - every) <= 24 and 0.4 < mine / every < 0.6
+
+
 def weights(engine: Any) -> torch.Tensor:
     return torch.cat([p.detach().double().reshape(-1) for p in engine.module.parameters()])
 
@@ -104,6 +118,8 @@ def everything(folder: str) -> dict[str, Any]:
         with pytest.raises(ConfigError, match="engine.offload_states is for DeepSpeed's ZeRO"):
             engine.offload_states()
         engine.destroy()
+        if name != "split":
+            found[f"{name}: share written"] = share_written(engine)
         for stage in (1, 2):
             found[f"{name}: coalesced at stage {stage}"] = coalesced(block, stage)
         found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())

@@ -70,6 +70,70 @@ def read_state(
     return found
 
 
+def dense_parts(
+    stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[Entry, tuple[int, int, dict[str, Any]]]:
+    """What this rank holds of every entry's state, in host memory; where it is shared every rank calls it, and nothing is gathered.
+
+    Args:
+        stores: all of them.
+        state: the optimizer's, by `Segment.weights`.
+
+    Returns:
+        By entry, first element and length of its part of the flattened dense parameter, and the state: vectors of this length with
+        zeros where elements are pruned, and what is one value a parameter.
+    """
+    settle(store.device for store in stores if store.host)
+    found: dict[Entry, tuple[int, int, dict[str, Any]]] = {}
+    for store in stores:
+        mine: dict[Bucket, list[Segment]] = {bucket: [] for bucket in store.buckets}
+        owners = {entry: bucket for bucket in store.buckets for entry in bucket.entries}
+        held = {segment.entry: segment for segment in store.segments}
+        for entry, segment in held.items():
+            mine[owners[entry]].append(segment)
+        for bucket, values, kinds in _agreed(mine, state, store):
+            for entry in bucket.entries:
+                found[entry] = _dense_part(entry, held.get(entry), values.get(entry.name), kinds, state)
+    for entry, (_, length, read) in found.items():
+        if not entry.kept:  # no step has made a state of nothing: that of another of its group, with zeros
+            others = (other for each, (_, _, other) in found.items() if each.group == entry.group and each.kept)
+            for key, value in next(filter(None, others), {}).items():
+                vector = isinstance(value, Tensor) and value.dim() == 1
+                read.setdefault(key, torch.zeros(length, dtype=value.dtype) if vector else value)
+    return found
+
+
+def _dense_part(
+    entry: Entry,
+    segment: Segment | None,
+    values: Mapping[str, Any] | None,
+    kinds: Mapping[str, torch.dtype],
+    state: Mapping[Tensor, Mapping[str, Any]],
+) -> tuple[int, int, dict[str, Any]]:
+    whole = not entry.kept and (entry.process_group is None or dist.get_rank(entry.process_group) == 0)
+    low, high = (0, entry.parameter.numel()) if whole else (0, 0)
+    places: Tensor | slice = slice(0)
+    if segment is not None:
+        low, high = segment.begin, segment.begin + segment.length
+        places = slice(high - low)
+        if entry.index is not None:
+            # What is pruned between two ranks' elements goes with those before it.
+            kept = entry.index.positions().long().cpu()
+            first, end = low, high
+            low = 0 if first == 0 else int(kept[first])
+            high = entry.parameter.numel() if end == entry.kept else int(kept[end])
+            places = kept[first:end] - low
+    read = dict(values or {})
+    for key, dtype in kinds.items():
+        if values is None and key != MASTER:
+            continue
+        read[key] = torch.zeros(high - low, dtype=dtype)
+        value = segment and (segment.weights if key == MASTER else state.get(segment.weights, {}).get(key))
+        if isinstance(value, Tensor):
+            read[key][places] = value.cpu()
+    return low, high - low, read
+
+
 def write_state(
     stores: list[Store],
     optimizer: torch.optim.Optimizer,

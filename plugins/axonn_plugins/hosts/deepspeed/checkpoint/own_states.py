@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import samo
 from axonn_plugins.hosts.common.composition import Composition
+from axonn_plugins.optim.state import MASTER, dense_parts
 from axonn_plugins.samo.pruning import Masks
 from axonn_tp import layout_of
+from axonn_tp.checkpoint.optimizer import Piece, Pieces
 from axonn_tp.checkpoint.planner import Shard
 from axonn_tp.checkpoint.state import Notes, Shards
 
@@ -45,16 +46,38 @@ class OwnState:
         numbers = count()
         return [(next(numbers), parameter) for group in self.view.param_groups for parameter in group["params"]]
 
-    def collect(self) -> None:
-        """Fill `view` and `masters` from the optimizer; every rank calls it."""
-        found = samo.dense_state_dict(self._states, torch.device("cpu"))["state"]
-        for number, parameter in self._numbered:
-            state = dict(found.get(number, {}))
-            master = state.pop("master", None)
-            if master is not None:
-                self.masters[self._names[parameter]] = Shard(master, layout_of(parameter))
-            if state:
-                self.view.state[parameter] = state
+    def collect(self) -> Pieces:
+        """Fill `view` and `masters` with what this rank holds; every rank calls it.
+
+        Returns:
+            Which part of each parameter that is.
+        """
+        parts = {
+            entry.parameter: part for entry, part in dense_parts(self._states.stores, self._states.inner.state).items()
+        }
+        pieces: Pieces = []
+        for group in self.view.param_groups:
+            pieces.append([])
+            for parameter in group["params"]:
+                start, length, state = parts.get(parameter, (0, 0, {}))
+                name, layout = self._names[parameter], layout_of(parameter)
+                if not self._writes(parameter):
+                    start, length, state = 0, 0, {key: _nothing_of(value) for key, value in state.items()}
+                holder = parameter.new_empty(1).expand(length)
+                master = state.pop(MASTER, None)
+                if master is not None:
+                    self.masters[name] = Shard(master, layout, start)
+                if state:
+                    self.view.state[holder] = state
+                pieces[-1].append(Piece(name, layout, holder, 0, length, start))
+        return pieces
+
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is of the first that share a parameter's states: replicas on other axes and stages cut them elsewhere."""
+        layout = layout_of(parameter)
+        at = self._engine.mesh.over(layout.grid).coordinates
+        first = layout.counted_here(at, ("y",) if layout.partial else ("x", "y"))
+        return first and not getattr(parameter, "ds_pipe_replicated", False)
 
     def masks(self) -> tuple[Shards, Notes]:
         """Masks by the serial model's names, with what a search for a ticket has seen; every rank calls it."""
@@ -118,6 +141,10 @@ class OwnState:
         for group in self.view.param_groups:
             groups.append({**group, "params": [next(numbers) for _ in group["params"]]})
         self._states.load_state_dict({"state": state, "param_groups": groups, "loss_scale": None})
+
+
+def _nothing_of(value: Any) -> Any:
+    return value[:0] if isinstance(value, Tensor) and value.dim() else value
 
 
 def _named(parts: Masks, key: str) -> list[tuple[str, str, Tensor]]:

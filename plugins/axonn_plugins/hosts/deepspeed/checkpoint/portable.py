@@ -15,6 +15,7 @@ from torch import nn
 
 from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
+    Pieces,
     groups_of,
     matched_groups,
     optimizer_state,
@@ -65,9 +66,8 @@ class PortableState:
         Raises:
             CheckpointError: the optimizer's states cannot be split anew; the same on every rank.
         """
-        if self.own is not None:
-            self.own.collect()
-        shards, notes = self.ranks.together(lambda: self._collect(client_state))
+        pieces = self.pieces if self.own is None else self.own.collect()
+        shards, notes = self.ranks.together(lambda: self._collect(client_state, pieces))
         if self.names is not None:
             notes = merged(self.ranks.gather(self.names.notes(notes, self.names.outward)))
         shards = self._outward(shards)
@@ -80,12 +80,12 @@ class PortableState:
     def _outward(self, shards: Shards) -> Shards:
         return shards if self.names is None else {self.names.outward(name): shard for name, shard in shards.items()}
 
-    def _collect(self, client_state: dict[str, Any]) -> tuple[Shards, Notes]:
+    def _collect(self, client_state: dict[str, Any], pieces: Pieces) -> tuple[Shards, Notes]:
         shards, model = model_state(self.module)
         notes: Notes = {"model": model, "extra": client_state}
         notes["counters"] = {name: getattr(self.engine, name) for name in _COUNTERS}
         if self.optimizer is not None:
-            states, notes["optimizer"] = optimizer_state(self.optimizer, self.pieces)
+            states, notes["optimizer"] = optimizer_state(self.optimizer, pieces)
             shards |= states | self._wide_masters()
         if self.engine.lr_scheduler is not None:
             notes["scheduler"] = self.engine.lr_scheduler.state_dict()
