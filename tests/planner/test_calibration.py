@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.planner import axonn, calibration, corpus, fit, fourd, machine, model, rates, space, step, validate
+from axonn_plugins.planner import (
+    axonn,
+    calibration,
+    corpus,
+    fit,
+    fourd,
+    machine,
+    model,
+    rates,
+    setting,
+    space,
+    validate,
+)
 from axonn_plugins.planner.answer import Question, answer
 from axonn_plugins.planner.search import Constraints, GridPlan, search
 
@@ -128,7 +140,9 @@ def test_uneven_stages_take_as_long_as_the_fullest() -> None:
     assert isinstance(trained, model.Transformer)
     with_more = replace(trained, layers=128)
     found = [
-        search(machine.load("h100"), one, "1d", 8192, 2048, "calibrated", 1, PUBLISHED, step.Setting(interleave=8)).best
+        search(
+            machine.load("h100"), one, "1d", 8192, 2048, "calibrated", 1, PUBLISHED, setting.Setting(interleave=8)
+        ).best
         for one in (trained, with_more)
     ]
     assert all(found)
@@ -158,3 +172,31 @@ def test_the_range_is_that_of_the_spread() -> None:
     span = validate.calibrated_range(2.0)
     factor = math.exp(1.2816 * calibration.ours().spread)
     assert (span.low, span.high) == pytest.approx((2 / factor, 2 * factor))
+
+
+@pytest.mark.parametrize("strategy", ["1d", "axonn"])
+def test_offloaded_states_leave_the_gpu_and_visit_it(strategy: str) -> None:
+    on, fixed = machine.load("a100-80gb"), {"n1": 1, "np": 1, "bm": 1} if strategy == "1d" else {"gz": 8, "m": 1}
+    asked = [
+        Question(on, LLAMA, 8, 8, (strategy,), fixed=fixed, setting=setting.Setting(offload=offload))  # type: ignore[arg-type]
+        for offload in (False, True)
+    ]
+    kept, offloaded = (answer(one, 1).best[0] for one in asked)
+    assert kept.holds["optimizer"] > 0 and offloaded.holds["optimizer"] == 0
+    assert kept.holds["optimizer"] == pytest.approx(
+        12 / 8 * LLAMA.parameters, rel=0.15
+    )  # 1D counts no tables of tokens
+    own = kept.holds["optimizer"] / 12
+    assert offloaded.seconds - kept.seconds == pytest.approx(24 * own / 25e9, rel=1e-6)
+
+
+def test_products_in_8_bits() -> None:
+    reached = H100.calibration
+    assert reached is not None
+    faster = rates.in_precision(H100, True)
+    ratio = rates.spent(H100, "tensor", 1e15, 0.0)[0] / rates.spent(faster, "tensor", 1e15, 0.0)[0]
+    assert ratio == pytest.approx(2 * reached.fp8, rel=1e-3)
+    attention = [rates.spent(on, "attention", 1e12, 0.0) for on in (H100, faster)]
+    assert attention[0] == attention[1]
+    with pytest.raises(ConfigError, match="a100-80gb has no products in 8 bits"):
+        rates.in_precision(machine.calibrated(machine.load("a100-80gb"), "calibrated"), True)

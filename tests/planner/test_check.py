@@ -86,12 +86,14 @@ def test_float32_is_said(asked):
     assert "in float32 weights and activations take twice" in asked({"train_batch_size": 1024})[1]
 
 
-def test_offloading_is_said(asked):
+def test_offloaded_states_are_in_no_gpu(asked):
     stock = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for raw in (stock, {"axonn": grid(offload_optimizer={})}):
-        assert "the optimizer's state is in host memory" in asked({"train_batch_size": 1024, **BF16, **raw})[1]
+        checked = json.loads(asked({"train_batch_size": 1024, **BF16, **raw}, f"{ASKED} --json -")[1])["checked"]
+        assert checked["memory_parts_gb"]["optimizer"] == 0 < checked["memory_parts_gb"]["gradients"]
     off = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
-    assert "host memory" not in asked({"train_batch_size": 1024, **BF16, **off})[1]
+    checked = json.loads(asked({"train_batch_size": 1024, **BF16, **off}, f"{ASKED} --json -")[1])["checked"]
+    assert checked["memory_parts_gb"]["optimizer"] > 0
 
 
 WRONG = [

@@ -9,8 +9,9 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import axonn, experts, fourd, machine, model, work
 from axonn_plugins.planner.answer import EVERY, Question, answer
 from axonn_plugins.planner.axonn import Grids, model_flops
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.space import placed, shapes
-from axonn_plugins.planner.step import Candidates, Setting, memory, times
+from axonn_plugins.planner.step import Candidates, memory, times
 from axonn_plugins.planner.transformer import STRATEGIES, local, operations, parameters
 
 H100 = machine.load("h100")

@@ -8,8 +8,9 @@ import pytest
 from axonn_plugins import cli
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.rest import optimizer_seconds, plain_attention
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.space import shapes
-from axonn_plugins.planner.step import Setting, times
+from axonn_plugins.planner.step import times
 from axonn_plugins.planner.transformer import local, operations
 
 A100 = replace(machine.load("a100-nvs8"), flop_latency=0.0)

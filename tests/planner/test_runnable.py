@@ -28,8 +28,8 @@ from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.answer import Question, answer
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.runnable import runnable
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.split import split_of
-from axonn_plugins.planner.step import Setting
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid
 from tests.distributed import run_ranks

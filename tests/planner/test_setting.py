@@ -9,8 +9,9 @@ from axonn_plugins import cli
 from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.answer import EVERY, Question, answer
 from axonn_plugins.planner.search import Constraints, search
+from axonn_plugins.planner.setting import OVERLAPS, Setting
 from axonn_plugins.planner.space import placed, shapes
-from axonn_plugins.planner.step import OVERLAPS, Setting, memory, times
+from axonn_plugins.planner.step import memory, times
 from samo.memory import our_bytes
 from ted_moe.memory import Degrees, state_bytes
 from ted_moe.memory import Transformer as ted_transformer

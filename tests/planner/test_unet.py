@@ -10,7 +10,7 @@ from axonn_plugins import cli
 from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication
 from axonn_plugins.planner.layers import Linear
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.unet import UNet
 from axonn_recipes.models import unet as recipe
 from axonn_tp import Grid

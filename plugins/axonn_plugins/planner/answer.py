@@ -10,7 +10,7 @@ from axonn_plugins.planner import fourd
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
 from axonn_plugins.planner.search import AnyPlan, Constraints, Found, faster_but_too_large, search
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import STRATEGIES, Mode
 
 AnyStrategy = Literal["1d", "2d", "summa", "axonn"]

@@ -20,6 +20,7 @@ class Calibration:
 
     Attributes:
         products: of the rate that a large product sustains, what products reach in training.
+        fp8: of what products in 8 bits would gain by their peak, what they gain.
         attention: operations a second of fused attention, by the peak of the vector unit, which its softmax keeps busy.
         backward: how much longer an operation of products and attention takes in backward.
         passes: bytes that operations between products move, by those that each would as one kernel.
@@ -32,6 +33,7 @@ class Calibration:
     """
 
     products: float
+    fp8: float
     attention: float
     backward: float
     passes: float

@@ -17,7 +17,7 @@ from axonn_plugins.planner import existing, machine, model, report, validate, va
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.check import Checked, check
 from axonn_plugins.planner.runnable import runnable
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import STRATEGIES, Mode
 
 _SIZE = conf.create_mutex_group(required=False)
@@ -41,6 +41,8 @@ class Options:
         ted: experts=E, a mixture of E experts in every second layer, split as TED does.
         collectives: native: rings; pccl: recursive between domains.
         whole: also output layer and loss, the optimizer's step, residual sums.
+        offload: float32 weights and the optimizer's state are in host memory.
+        precision: of products; fp8 in the calibrated mode.
         attention: fused: one kernel; plain: scores are written to memory.
         top: configurations to list.
         tokens: positions to train on, such as 2T, for the days that this takes.
@@ -83,6 +85,8 @@ class Options:
     ted: str | None = None
     collectives: Literal["native", "pccl"] = "native"
     whole: bool = False
+    offload: bool = False
+    precision: Literal["bf16", "fp8"] = "bf16"
     attention: Literal["fused", "plain"] = "fused"
     top: str = "10"
     tokens: str | None = None
@@ -137,7 +141,15 @@ def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | Non
         experts=values.experts(parsed.ted),
         whole=parsed.whole,
         fused=parsed.attention == "fused",
+        offload=parsed.offload,
+        fp8=parsed.precision == "fp8",
     )
+    if setting.fp8 and mode != "calibrated":
+        raise ConfigError(f'--precision = "fp8" is not of --mode {mode}; leave one of the two out')
+    if setting.fp8 and where.fp8 is None:
+        raise ConfigError(
+            f'--precision = "fp8", but {where.name} has no products in 8 bits, or its file no fp8; use bf16'
+        )
     batch, found = _batch(parsed, trained), None
     if parsed.check is not None:
         found = _existing(parsed.check, every, batch, fixed, setting)

@@ -15,7 +15,7 @@ from axonn_plugins.planner.answer import EVERY, AnyStrategy, Question, answer
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.calibration import Calibration
 from axonn_plugins.planner.search import AnyPlan
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import Mode
 
 MEASURES = ("seconds", "petaflops", "percent_of_peak", "tflops", "percent_of_model_peak", "tokens_per_gpu")
@@ -115,7 +115,7 @@ def read(path: Path) -> tuple[Measurement, ...]:
 
 
 _NEEDED = ("framework", "model", "machine", "gpus", "batch", "strategy")
-_SETTING = ("recompute", "interleave", "sparsity", "experts", "fused")
+_SETTING = ("recompute", "interleave", "sparsity", "experts", "fused", "fp8")
 
 
 def _row(where: str, row: dict[str, Any]) -> dict[str, Any]:

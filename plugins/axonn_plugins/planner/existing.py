@@ -11,7 +11,7 @@ from axonn_plugins import config
 from axonn_plugins.config import batch
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 
 _OTHER_SPLITS = {
     "sequence_parallel_size": "splits sequences by all-to-alls, which is not modelled; use axonn.tensor_parallel.gz in its place",
@@ -71,10 +71,8 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         notes.append(
             "neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"
         )
-    if given.offload_optimizer is not None or _section(zero, "offload_optimizer").get("device", "none") != "none":
-        notes.append(
-            "the optimizer's state is in host memory: a GPU holds less than is said here, and a step takes longer"
-        )
+    device = _section(zero, "offload_optimizer").get("device", "none")
+    setting = replace(setting, offload=given.offload_optimizer is not None or device != "none")
     fixed = sizes if steps is None else {**sizes, "m": steps}
     return Existing(fixed, total, stage, _setting(given, setting), given.tensor_parallel is not None, tuple(notes))
 

@@ -32,10 +32,12 @@ from axonn_plugins.planner.compute import Layer, layer_times, stored
 from axonn_plugins.planner.layers import Block
 from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Model, Transformer
-from axonn_plugins.planner.rest import optimizer_seconds, output_seconds
+from axonn_plugins.planner.rates import in_precision
+from axonn_plugins.planner.rest import offload_seconds, optimizer_seconds, output_seconds
 from axonn_plugins.planner.search import Constraints, Found, GridPlan
+from axonn_plugins.planner.setting import OVERLAPS, Setting
 from axonn_plugins.planner.space import divisors
-from axonn_plugins.planner.step import OVERLAPS, Memory, Setting, Times
+from axonn_plugins.planner.step import Memory, Times
 from axonn_plugins.planner.transformer import Mode, local
 from axonn_plugins.planner.work import Number
 
@@ -107,6 +109,7 @@ def times(
     if mode == "paper":
         talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, batch)
         return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
+    machine = in_precision(machine, setting.fp8)
     share = 1.0 if machine.calibration is None else machine.calibration.hidden
     compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
     talked, of_stage = Communication(none, none, none, none, none), _of_stage(model, at)
@@ -167,7 +170,8 @@ def memory(
         kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
         activations = 2 * in_flight * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
     index = kept * two if setting.sparsity else 0 * two
-    optimizer = of_stage * kept * (12.0 * model.parameters / shards) / at.gdata + index
+    states = 0.0 if setting.offload else 12.0
+    optimizer = of_stage * kept * (states * model.parameters / shards) / at.gdata + index
     return Memory(two + gathered, kept * two, optimizer, activations)
 
 
@@ -184,7 +188,8 @@ def _ends(
     plane, one = (at.gx * at.gy).astype(np.float64), np.ones(len(at))
     size = local(model, "1d", "roofline", plane, one, samples, one)
     own = setting.kept * model.parameters / (plane * at.gz * at.gdata * at.depth)
-    return output_seconds(machine, model, size), optimizer_seconds(machine, own)
+    visits = offload_seconds(machine, own) if setting.offload else 0.0
+    return output_seconds(machine, model, size), optimizer_seconds(machine, own) + visits
 
 
 def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: float) -> Floats:

@@ -40,6 +40,7 @@ class Machine:
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
         product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
         fp8: peak of matrix multiplication in 8 bits; None where there is none.
+        host_bandwidth: between a GPU and its host's memory; 25 GB/s of PCIe 4 by default.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
         bandwidth_efficiency: share of both networks' bandwidths that is reached.
@@ -72,6 +73,7 @@ class Machine:
     sustained: float | None = None
     product_half: float | None = None
     fp8: float | None = None
+    host_bandwidth: float = 25e9
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
     bandwidth_efficiency: float = 0.7
@@ -97,7 +99,7 @@ _QUANTITIES = {
     "slow_bandwidth": "bandwidth",
     "slow_latency": "time",
 }
-_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "flop_latency": "time"}
+_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "host_bandwidth": "bandwidth", "flop_latency": "time"}
 _OPTIONAL = (
     "name",
     "interfaces",

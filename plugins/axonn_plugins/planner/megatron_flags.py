@@ -35,6 +35,8 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
         return "its router of experts runs with transformer-engine only, which is for GPUs"
     if ours and experts:
         return "on a grid its MoE layers own the dispatch of tokens; TED is for DeepSpeed, and --strategy 1d for Megatron's own experts"
+    if ours and question.setting.fp8:
+        return "on a grid layers multiply in 16 bits; --strategy 1d is Megatron's own with transformer-engine"
     if ours and model.latent:
         return "on a grid multi-latent attention makes shares that it does not know; --strategy 1d is Megatron's own"
     if model.kv % split.gx and split.gx % model.kv:
@@ -53,6 +55,7 @@ def flags(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         *_sizes(model),
         *_experts(model, question.setting.experts, split),
         *("--micro-batch-size", str(split.microbatch), "--global-batch-size", str(question.batch), "--bf16"),
+        *(["--fp8-format", "hybrid"] if question.setting.fp8 else []),
         *_parallel(question, plan, split),
         *_staged(model, split, question.setting.interleave),
         *(["--use-distributed-optimizer"] if split.gdata > 1 else []),
@@ -121,7 +124,7 @@ def _experts(model: Transformer, teds: int, split: Split) -> list[str]:
 
 def _ours(question: Question, plan: AnyPlan) -> bool:
     """Whether layers are split by our grid: Megatron itself runs 1D where no optimizer of ours is asked for."""
-    return plan.strategy == "axonn" or bool(question.setting.sparsity)
+    return plan.strategy == "axonn" or bool(question.setting.sparsity) or question.setting.offload
 
 
 def _parallel(question: Question, plan: AnyPlan, split: Split) -> list[str]:
@@ -138,6 +141,8 @@ def _parallel(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         found += ["--axonn-layout", "replicated"]
     if question.setting.sparsity:
         found += ["--axonn-samo", json.dumps({"sparsity": question.setting.sparsity})]
+    if question.setting.offload:
+        found += ["--axonn-offload-optimizer"]
     return found + (["--axonn-pccl"] if question.machine.collectives == "pccl" and cpu else [])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.work import Number
 
@@ -42,6 +44,20 @@ def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool
 def vector_cost(machine: Machine) -> float:
     """Operations of products that take as long as one of fused attention's softmax; none where its rate was measured as a whole."""
     return 0.0 if machine.calibration else machine.tensor / machine.vector
+
+
+def in_precision(machine: Machine, fp8: bool) -> Machine:
+    """A calibrated machine whose products are in 8 bits, if so.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not fp8 or machine.calibration is None:
+        return machine
+    if machine.fp8 is None:
+        raise ConfigError(f"{machine.name} has no products in 8 bits, or its file does not give fp8; leave fp8 out")
+    faster = machine.calibration.fp8 * machine.fp8 / machine.tensor
+    return replace(machine, sustained=faster * sustained(machine))
 
 
 def sustained(machine: Machine) -> float:

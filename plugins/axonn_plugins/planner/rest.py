@@ -88,6 +88,11 @@ def optimizer_seconds(machine: Machine, parameters: Number) -> Number:
     return _OPTIMIZER_BYTES * parameters / machine.memory_bandwidth
 
 
+def offload_seconds(machine: Machine, parameters: Number) -> Number:
+    """Of so many parameters' states, 12 bytes each, on their way to the GPU and back (000, section 3.3)."""
+    return 2 * 12 * parameters / machine.host_bandwidth
+
+
 def _again(done: Work) -> Work:
     return replace(
         done, backward_flops=done.backward_flops + done.flops, backward_moved=done.backward_moved + done.moved

@@ -81,6 +81,8 @@ def _launch(machine: Machine, gpus: int) -> str:
 
 
 def _not_under_deepspeed(question: Question, split: Split) -> str:
+    if question.setting.fp8:
+        return "it trains in 8 bits with Transformer Engine's layers alone, which are Megatron's"
     if question.setting.interleave > 1 and split.stages > 1:
         return "its pipelines do not interleave parts of the model"
     return ""
@@ -115,6 +117,8 @@ def block(question: Question, split: Split) -> dict[str, Any]:
         found["ted"] = {}
     if setting.sparsity:
         found["samo"] = {"sparsity": setting.sparsity}
+    if setting.offload:
+        found["offload_optimizer"] = {}
     if question.machine.collectives == "pccl" and question.machine.device == "cpu":
         found["pccl"] = {}
     return found

@@ -10,8 +10,9 @@ import numpy as np
 
 from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.space import placed, shapes
-from axonn_plugins.planner.step import Candidates, Memory, Setting, Times, memory, times
+from axonn_plugins.planner.step import Candidates, Memory, Times, memory, times
 from axonn_plugins.planner.transformer import Mode, Strategy
 
 

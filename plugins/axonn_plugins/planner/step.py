@@ -16,53 +16,14 @@ from axonn_plugins.planner.experts import exchange_seconds, exchanged_bytes, sha
 from axonn_plugins.planner.experts import layers as layers_of
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
-from axonn_plugins.planner.rates import spent, vector_cost
-from axonn_plugins.planner.rest import optimizer_seconds, output_seconds, plain_attention, residuals
+from axonn_plugins.planner.rates import in_precision, spent, vector_cost
+from axonn_plugins.planner.rest import offload_seconds, optimizer_seconds, output_seconds, plain_attention, residuals
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, kept, local
 from axonn_plugins.planner.work import Number
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-
-OVERLAPS = frozenset({"OAR", "ORS", "OAG"})
-"""Of all-reduces with the product of the weight's gradient, of reduce-scatters with the rest of backward, and of all-gathers with the
-layer before (000, section 5.1.4)."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a model is trained, beyond the paper.
-
-    Attributes:
-        recompute: activation checkpointing: layers keep their inputs alone, and backward runs forward again.
-        interleave: parts of the model on each stage (interleaved 1F1B): bubbles are so many times shorter, messages as many times more,
-            and activations of (np − 1)/(np · interleave) more microbatches are in flight.
-        sparsity: share of the parameters that is pruned, with SAMO's compressed state and gradients: 2 + (4 + 12/nd)·(1 − p)
-            bytes a parameter, as `samo` keeps them.
-        experts: in the place of every second layer's MLP (`experts`); 0 for none.
-        whole: also what 004 leaves out (`rest`): output layer and loss, the optimizer's step, residual sums.
-        fused: attention is one kernel; else four, whose scores backward computes again.
-        overlap: what of 4D grids' collectives hides behind compute, of `OVERLAPS`.
-        keep_gathered: with recomputation, 4D grids keep the weights that forward gathers (003, section IV-D).
-        dropping: experts' all-to-alls carry no duplicates (000, section 7.3.1).
-        stashing: with recomputation, what forward's collectives gave is kept, and none runs again (000, section 7.3.2).
-    """
-
-    recompute: bool = False
-    interleave: int = 1
-    sparsity: float = 0.0
-    experts: int = 0
-    whole: bool = False
-    fused: bool = True
-    overlap: frozenset[str] = OVERLAPS
-    keep_gathered: bool = False
-    dropping: bool = True
-    stashing: bool = False
-
-    @property
-    def kept(self) -> float:
-        """Share of the parameters that is not pruned."""
-        return 1 - self.sparsity
 
 
 @dataclass(frozen=True)
@@ -198,7 +159,8 @@ def memory(
         activations = kept_inputs * layers * in_flight + layer
     left = setting.kept
     index = 2 * left * weights if setting.sparsity else 0 * weights
-    return Memory(2 * weights, 2 * left * weights, 12 * left * sharded + index, activations)
+    states = left * sharded * (0 if setting.offload else 12)
+    return Memory(2 * weights, 2 * left * weights, states + index, activations)
 
 
 def times(
@@ -223,7 +185,7 @@ def times(
     """
     setting = setting or Setting()
     if machine.calibration is not None:
-        setting = replace(setting, whole=True)
+        setting, machine = replace(setting, whole=True), in_precision(machine, setting.fp8)
     size = _local(model, strategy, mode, at)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at, setting)
@@ -249,9 +211,11 @@ def times(
     data = 2 * collective + (layers - 1) * exposed
 
     compute, waiting, tensor = (microbatches * layers * (layer.forward[i] + layer.backward[i]) for i in range(3))
+    own = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
+    if setting.offload:
+        waiting = waiting + offload_seconds(machine, setting.kept * own)
     if setting.whole:
         head = output_seconds(machine, model, size)
-        own = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
         compute = compute + microbatches * head[0]
         waiting = waiting + microbatches * head[1] + optimizer_seconds(machine, setting.kept * own)
     return Times(compute, waiting, tensor, data, pipeline, bubble).waited(machine, at.n1 * at.n2 * at.np * at.nd)

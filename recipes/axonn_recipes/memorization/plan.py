@@ -9,7 +9,7 @@ import numpy as np
 from axonn_plugins.planner import model as sizes
 from axonn_plugins.planner.axonn import Grids
 from axonn_plugins.planner.fourd import memory
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_recipes.memorization.settings import BUCKETS, HEADS, LAYERS, SUFFIX, Options, Settings, numbers
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.space import divisors, factorizations, placed
-from axonn_plugins.planner.step import Candidates, Setting, memory, times
+from axonn_plugins.planner.step import Candidates, memory, times
 
 MOST_MICROBATCH = 16
 Sizes = tuple[int, int, int, int]

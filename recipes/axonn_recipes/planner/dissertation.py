@@ -7,7 +7,7 @@ from typing import Any
 from axonn_plugins.planner import corpus, files, fourd, machine, model
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.report import DAY
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_recipes.papers.data import load, select
 from axonn_recipes.planner.outcome import Check, Outcome, lines
 

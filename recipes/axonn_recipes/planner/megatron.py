@@ -7,7 +7,7 @@ from typing import Any
 
 from axonn_plugins.planner import corpus, files, machine, model
 from axonn_plugins.planner.search import Constraints, search
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_recipes.planner.outcome import Check, Outcome, lines
 
 VOCABULARY = 51200

@@ -1,15 +1,10 @@
-"""Which optimizers compute the same on parts of parameters, and their states for these parts."""
+"""Which optimizers compute the same on parts of parameters."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
-
 from axonn_plugins.config import ConfigError
-from axonn_tp import Mesh, layout_of
 
 # Words in the names of optimizers that look at a whole weight matrix, layer or model at once.
 NOT_ELEMENTWISE = (
@@ -33,23 +28,3 @@ def check_optimizer(optimizer: Any) -> None:
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
         )
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """What it updates, in the order of its groups, which is that of its state dict."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def own_part(value: Any, parameter: Tensor, mesh: Mesh) -> Any:
-    """This rank's part of a state of the serial parameter's shape; anything else is returned."""
-    layout = layout_of(parameter)
-    if not isinstance(value, Tensor) or not layout.axes or value.shape != torch.Size(layout.serial_shape):
-        return value
-    return layout.shard(value, mesh.grid, mesh.coordinates)
-
-
-def split_states(optimizer: Optimizer, mesh: Mesh) -> None:
-    """States that were made beside serial parameters become this rank's parts, once the parameters are split."""
-    for parameter in parameters_of(optimizer):
-        held = optimizer.state.get(parameter, {})
-        held.update({key: own_part(value, parameter, mesh) for key, value in held.items()})

@@ -21,7 +21,8 @@ from torch import nn
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
-from axonn_plugins.hosts.common.elementwise import check_optimizer, split_states
+from axonn_plugins.hosts.common.elementwise import check_optimizer
+from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import (
     agree,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.common.elementwise import own_part, parameters_of
+from axonn_plugins.hosts.common.split_states import own_part, parameters_of
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.whole import assemble
 

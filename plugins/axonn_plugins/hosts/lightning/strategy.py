@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.common.elementwise import check_optimizer, split_states
+from axonn_plugins.hosts.common.elementwise import check_optimizer
 from axonn_plugins.hosts.common.replicas import align_random_state, stop_sharing_samplers
+from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.lightning import patch, settings
 from axonn_plugins.hosts.lightning.gradients import clip
 from axonn_plugins.hosts.lightning.replicas import Readers, Replicas, own_samplers, seed_workers

@@ -12,7 +12,7 @@ from pathlib import Path
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.search import Plan, search
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import best, less
 from axonn_recipes.papers.found import MODEL, Experiment, Found

@@ -14,7 +14,7 @@ from axonn_plugins.observe.figures import Picture
 from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.axonn import Grids, model_flops
 from axonn_plugins.planner.search import Constraints, GridPlan
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.found import MODEL, Experiment, Found
 from axonn_recipes.planner.dissertation import TABLE_5_2, time_to_solution

@@ -17,7 +17,7 @@ from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.experts import exchange_seconds, share
 from axonn_plugins.planner.search import Constraints, Plan, search
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import local
 from axonn_plugins.ted import memory_report
 from axonn_recipes.papers.data import Value

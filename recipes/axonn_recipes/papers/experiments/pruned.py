@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.collectives import Kind, seconds
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.samo.memory_cli import picture
 from axonn_recipes.models.vgg import VGG, VGGConfig
 from axonn_recipes.models.wide_resnet import WideResNet, WideResNetConfig

@@ -14,7 +14,7 @@ from axonn_plugins.planner import machine
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.report import DAY, GB
-from axonn_plugins.planner.step import Setting
+from axonn_plugins.planner.setting import Setting
 from axonn_recipes.papers.configured import Run, Sizes, every, runs
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found

@@ -1,0 +1,31 @@
+"""States of an optimizer for parts of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from axonn_tp import Mesh, layout_of
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """What it updates, in the order of its groups, which is that of its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def own_part(value: Any, parameter: Tensor, mesh: Mesh) -> Any:
+    """This rank's part of a state of the serial parameter's shape; anything else is returned."""
+    layout = layout_of(parameter)
+    if not isinstance(value, Tensor) or not layout.axes or value.shape != torch.Size(layout.serial_shape):
+        return value
+    return layout.shard(value, mesh.grid, mesh.coordinates)
+
+
+def split_states(optimizer: Optimizer, mesh: Mesh) -> None:
+    """States that were made beside serial parameters become this rank's parts, once the parameters are split."""
+    for parameter in parameters_of(optimizer):
+        held = optimizer.state.get(parameter, {})
+        held.update({key: own_part(value, parameter, mesh) for key, value in held.items()})

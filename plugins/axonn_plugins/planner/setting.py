@@ -1,0 +1,49 @@
+"""How a model is trained, beyond 004."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OVERLAPS = frozenset({"OAR", "ORS", "OAG"})
+"""Of all-reduces with the product of the weight's gradient, of reduce-scatters with the rest of backward, and of all-gathers with the
+layer before (000, section 5.1.4)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained, beyond the paper.
+
+    Attributes:
+        recompute: activation checkpointing: layers keep their inputs alone, and backward runs forward again.
+        interleave: parts of the model on each stage (interleaved 1F1B): bubbles are so many times shorter, messages as many times more,
+            and activations of (np − 1)/(np · interleave) more microbatches are in flight.
+        sparsity: share of the parameters that is pruned, with SAMO's compressed state and gradients: 2 + (4 + 12/nd)·(1 − p)
+            bytes a parameter, as `samo` keeps them.
+        experts: in the place of every second layer's MLP (`experts`); 0 for none.
+        whole: also what 004 leaves out (`rest`): output layer and loss, the optimizer's step, residual sums.
+        fused: attention is one kernel; else four, whose scores backward computes again.
+        overlap: what of 4D grids' collectives hides behind compute, of `OVERLAPS`.
+        keep_gathered: with recomputation, 4D grids keep the weights that forward gathers (003, section IV-D).
+        dropping: experts' all-to-alls carry no duplicates (000, section 7.3.1).
+        stashing: with recomputation, what forward's collectives gave is kept, and none runs again (000, section 7.3.2).
+        offload: float32 weights and optimizer state are in host memory, and visit the GPU in buckets (000, section 3.3).
+        fp8: products are in 8 bits, in the calibrated mode.
+    """
+
+    recompute: bool = False
+    interleave: int = 1
+    sparsity: float = 0.0
+    experts: int = 0
+    whole: bool = False
+    fused: bool = True
+    overlap: frozenset[str] = OVERLAPS
+    keep_gathered: bool = False
+    dropping: bool = True
+    stashing: bool = False
+    offload: bool = False
+    fp8: bool = False
+
+    @property
+    def kept(self) -> float:
+        """Share of the parameters that is not pruned."""
+        return 1 - self.sparsity
