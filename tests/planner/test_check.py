@@ -35,6 +35,7 @@ def test_a_grid_and_what_is_better_and_why(asked):
     assert (checked["gx"], checked["gz"], checked["gdata"], checked["m"]) == (8, 8, 4, 32) and checked["fits"]
     assert checked["better"]["seconds"] < 0.99 * checked["seconds"]
     assert sum(checked["parts"].values()) == pytest.approx(checked["seconds"])
+    assert ", ZeRO's stage to 1" in out  # as which better's memory is counted
 
 
 def test_what_is_checked_is_what_is_planned(asked, capsys):
@@ -108,6 +109,8 @@ WRONG = [
     ({"train_batch_size": True}, ASKED, "train_batch_size = True is not an integer"),
     ({"train_batch_size": 1024}, f"{ASKED} --fix gx=2", "--fix names gx, but --check takes sizes from"),
     ({"train_batch_size": 1024}, ASKED.replace("256", "256,512"), "--check is of one number of GPUs"),
+    ({"train_batch_size": 1024}, f"{ASKED} --ted experts=4", "--ted experts=4 is TED's"),
+    ({"train_batch_size": 1024}, f"{ASKED} --strategy 1d --interleave 2", "--interleave = 2 is not modelled"),
     ("{", ASKED, "is not JSON"),
     ("[1]", ASKED, "holds no keys with values"),
 ]  # fmt: skip

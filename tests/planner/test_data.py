@@ -152,6 +152,13 @@ def test_wrong_machine_files(tmp_path, old, new, message):
     assert message in sentence and str(path) in sentence and "\n" not in sentence
 
 
+def test_flags_among_numbers():
+    llama = model.load(
+        "layers=32,hidden=4096,heads=32,kv_heads=8,feed_forward=14336,vocabulary=128256,gated=true,untied=true"
+    )
+    assert llama.parameters == model.load("llama3-8b").parameters
+
+
 BAD_MODELS = [
     ("layers=4,hidden=512", 'lacks the key "heads"'),
     ("layers=4,hidden=512,heads=7", "heads = 7 does not divide hidden = 512"),
@@ -159,6 +166,11 @@ BAD_MODELS = [
     ("layers=4,hidden=512,heads=8,kv_heads=3", "kv_heads = 3 does not divide heads = 8"),
     ("layers=4,hiden=512,heads=8", 'unknown key "hiden"; use "hidden"'),
     ("layers=4,hidden=x,heads=8", "does not give sizes"),
+    (
+        "layers=4,hidden=512,heads=8,experts=4,experts_per_token=1,expert_feed_forward=64,dense_layers=5",
+        "dense_layers = 5 are more",
+    ),
+    ("layers=4,hidden=512,heads=true", "heads = True is not a whole number"),
     ("gpt-81b", 'use "gpt-80b"'),
     ("no/such/config.json", "cannot be read"),
 ]

@@ -164,6 +164,13 @@ def test_wrong_command_lines(extra, message, capsys):
     assert err.startswith("axonn: error: ") and err.count("\n") == 1
 
 
+def test_a_fit_is_not_begun_that_cannot_be_written(capsys):
+    assert (
+        '--fit = "no/such/folder/a.toml" cannot be written'
+        in run("plan --validate --fit no/such/folder/a.toml", capsys)[2]
+    )
+
+
 def test_wrong_tokens_per_batch(capsys):
     base = "plan --model gpt-5b --machine a100 --gpus 8 --tokens-per-batch"
     assert "use 2097152, which is --batch 1024" in run(f"{base} 2097153", capsys)[2]
@@ -197,3 +204,14 @@ def test_what_the_suite_runs_competes_by_default(options, strategies, capsys):
 def test_a_batch_is_asked_for(capsys):
     code, _, err = run("plan --model gpt3-xl --machine a100 --gpus 64", capsys)
     assert code == 2 and "one of these arguments is required: --batch or --tokens-per-batch" in err
+
+
+def test_flops_count_the_output_layer_where_its_time_does(capsys):
+    asked = "plan --model layers=12,hidden=1024,heads=16,vocabulary={} --machine h100 --gpus 8 --batch 64 --json - --mode {}"
+    rates = {}
+    for mode in ("calibrated", "roofline"):
+        for vocabulary in (1024, 262144):
+            best = json.loads(run(asked.format(vocabulary, mode), capsys)[1])["best"]
+            rates[mode, vocabulary] = best["model_flops_a_gpu"] * best["seconds"]
+    assert rates["calibrated", 262144] > 2 * rates["calibrated", 1024]
+    assert rates["roofline", 262144] == pytest.approx(rates["roofline", 1024])

@@ -91,6 +91,21 @@ def test_the_command(more, capsys):
     assert best["gx"] * best["gy"] * best["gz"] * best["gdata"] == 256
 
 
+MORE = {
+    "--mode paper": "best: axonn gx=",
+    "--interleave 2": "--interleave = 2 is not modelled for the stages of 4D grids",
+    "--ted experts=4": "--ted experts=4 is TED's",
+    "--whole": "--whole is modelled for 1d",
+    "--attention plain": "--attention plain is modelled for 1d",
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_without_a_strategy(more, capsys):
+    cli.main(f"plan --model unet-1b --machine perlmutter --gpus 256 --batch 2048 {more}".split())
+    assert MORE[more] in "".join(capsys.readouterr())
+
+
 def test_own_sizes(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     file.write_text("channels = 64\nimage = 16\nmultipliers = [1, 2]\nattention_levels = [1]\nblocks = 1\nheads = 2\n")

@@ -145,6 +145,7 @@ def _changes(question: Question, existing: Existing, plan: AnyPlan, better: AnyP
     pairs = [(key, getattr(old, key), getattr(new, key)) for key in _KEYS]
     changed = [f"{_KEYS[key]} {before} to {after}" for key, before, after in pairs if before != after]
     if existing.grid:
-        return ", ".join(changed) or "ZeRO's stage to 1"
+        shared_out = existing.stage == 1 or new.gdata == 1
+        return ", ".join([*changed, *([] if changed and shared_out else ["ZeRO's stage to 1"])])
     samples = [f"{_KEYS[key]} to {after}" for key, _, after in pairs if key in ("microbatch", "accumulation")]
     return f'add "axonn": {json.dumps(block(question, new))}, with ZeRO stage 1, ' + ", ".join(samples)

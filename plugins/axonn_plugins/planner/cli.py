@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from tyro import conf
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.planner import existing, machine, model, report, validate, values
+from axonn_plugins.planner import existing, files, machine, model, report, validate, values
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.check import Checked, check
 from axonn_plugins.planner.runnable import runnable
@@ -108,7 +107,7 @@ def main(arguments: list[str]) -> int:
         )
     for option, name in (("json", parsed.json), ("plot", parsed.plot)):
         if name not in (None, "-"):
-            _writable(option, name)
+            files.writable(option, name)
     questions, found = _questions(parsed)
     top = values.number("top", parsed.top)
     tokens = None if parsed.tokens is None else values.tokens(parsed.tokens)
@@ -154,6 +153,8 @@ def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | Non
     if parsed.check is not None:
         found = _existing(parsed.check, every, batch, fixed, setting)
         batch, setting, fixed = found.batch, found.setting, {}
+        _strategies("axonn", mode, fixed, setting)  # as which it is modelled
+        strategy = strategy or "axonn"
     if batch is None:
         raise ConfigError("one of these arguments is required: --batch or --tokens-per-batch")
     strategies = _strategies(strategy, mode, fixed, setting)
@@ -181,7 +182,7 @@ def _existing(
     return existing.read(name, gpus[0], batch, fixed.get("stages"), setting)
 
 
-def _unets(parsed: Options) -> str | None:
+def _unets(parsed: Options) -> str:
     """The strategy that splits U-Nets; what counts positions of a text has no meaning for them."""
     for option, value in (
         ("sequence", parsed.sequence),
@@ -197,7 +198,7 @@ def _unets(parsed: Options) -> str | None:
         raise ConfigError(
             f'--strategy = "{parsed.strategy}" splits layers of transformers, but --model = "{parsed.model}" is a U-Net; use axonn'
         )
-    return "axonn" if parsed.strategy == "all" else parsed.strategy
+    return "axonn"
 
 
 def _executed(mode: Mode, fixed: dict[str, int], setting: Setting) -> str:
@@ -268,13 +269,3 @@ def _write(name: str, answers: list[dict], checked: Checked | None, asked: Answe
         sys.stdout.write(text + "\n")
     else:
         Path(name).write_text(text + "\n")
-
-
-def _writable(option: str, name: str) -> None:
-    """Said before anything is searched."""
-    path = Path(name)
-    able = path if path.exists() else path.parent
-    if path.is_dir() or not path.parent.is_dir() or not os.access(able, os.W_OK):
-        raise ConfigError(
-            f'--{option} = "{name}" cannot be written; give a file in a folder that exists and may be written to'
-        )

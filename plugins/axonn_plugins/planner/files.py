@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -155,3 +156,17 @@ def ours(folder: str) -> dict[str, Path]:
     """Our files of a folder beside this module, by name without the suffix."""
     found = (Path(str(file)) for file in files("axonn_plugins.planner").joinpath(folder).iterdir())
     return {path.stem: path for path in sorted(found) if path.suffix == ".toml"}
+
+
+def writable(option: str, name: str) -> None:
+    """See that a file can be written, before what goes into it is computed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    path = Path(name)
+    able = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(able, os.W_OK):
+        raise ConfigError(
+            f'--{option} = "{name}" cannot be written; give a file in a folder that exists and may be written to'
+        )

@@ -47,6 +47,7 @@ _POSITIONS = ("gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta", "b
 """Families with a table of learned positions; gpt_neo is one, too, but gpt_neox is not."""
 _TIED = (*_POSITIONS, "gpt_neo", "bloom", "falcon", "mpt", "gemma", "cohere", "starcoder2")
 """Families whose tables of tokens are one where their configuration does not say."""
+_OF_ANOTHER_WIDTH = "tables of tokens of another width"
 _NOT_KNOWN = {
     "layers of state-space models": ("ssm_", "mamba_", "state_size", "time_step_rank", "hybrid_override_pattern"),
     "recurrent layers": ("lru_width", "rwkv_", "attention_hidden_size", "mlstm_", "qk_dim_factor"),
@@ -56,7 +57,7 @@ _NOT_KNOWN = {
     "layers that share their parameters": ("num_hidden_groups",),
     "embeddings of every layer": ("hidden_size_per_layer_input",),
     "experts that do nothing": ("zero_expert_num",),
-    "tables of tokens of another width": ("embedding_size", "input_embedding_size"),
+    _OF_ANOTHER_WIDTH: ("embedding_size", "input_embedding_size", "word_embed_proj_dim"),
 }
 """What has other parameters than attention and MLPs, by the beginning of a key."""
 _OTHER_FAMILIES = (
@@ -161,12 +162,13 @@ def _refuse(where: str, family: str, table: Mapping[str, Any]) -> None:
     """What is not modelled."""
     use = "which is not modelled; give a decoder of attention and MLPs"
     for what, keys in _NOT_KNOWN.items():
-        found = next(
-            (key for key in table if key.startswith(keys) and table[key] not in (0, False, table.get("hidden_size"))),
-            None,
-        )
+        without = (0, False, *([table.get("hidden_size")] if what == _OF_ANOTHER_WIDTH else []))
+        found = next((key for key in table if key.startswith(keys) and table[key] not in without), None)
         if found:
             raise ConfigError(f"{where}: {found} = {table[found]!r} means {what}, {use}")
+    for key in ("layer_types", "attn_type_list"):
+        if not isinstance(table.get(key, []), list):
+            raise ConfigError(f"{where}: {key} = {table[key]!r} is not a list; write one value for each layer")
     other = [one for one in table.get("layer_types", ()) if one not in _ATTENTIONS]
     if other:
         raise ConfigError(f'{where}: layer_types has "{other[0]}", {use}')

@@ -21,7 +21,7 @@ _NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("n
 _OPTIONAL = ("name", "source", *_FLAGS, *(key for key in _NUMBERS if key not in _REQUIRED))
 _UNET = ("image", "blocks", "heads", "in_channels")
 _UNET_LISTS = {"multipliers": 1, "attention_levels": 0}
-_PAIR = re.compile(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*")
+_PAIR = re.compile(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9}|true|false)\s*")
 
 
 def names() -> list[str]:
@@ -120,7 +120,13 @@ def _from_numbers(text: str, option: str) -> Model:
     twice = [key for key in given if given.count(key) > 1]
     if twice:
         raise ConfigError(f'{option} = "{text}" gives {twice[0]} twice; give it once')
-    return parse(f'{option} = "{text}"', {pair[1]: int(pair[2]) for pair in pairs if pair}, "yours", "the command line")
+    return parse(
+        f'{option} = "{text}"', {pair[1]: _value(pair[2]) for pair in pairs if pair}, "yours", "the command line"
+    )
+
+
+def _value(text: str) -> int | bool:
+    return text == "true" if text in ("true", "false") else int(text)
 
 
 @cache

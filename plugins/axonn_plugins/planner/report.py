@@ -197,7 +197,8 @@ def flops_a_gpu(asked: Answer) -> tuple[float, float] | None:
     if not plan.parts["compute"]:
         return None
     model = question.model
-    layers = replace(model, vocabulary=0) if isinstance(model, Transformer) and not question.setting.whole else model
+    whole = question.setting.whole or question.mode == "calibrated"
+    layers = replace(model, vocabulary=0) if isinstance(model, Transformer) and not whole else model
     rate = model_flops(layers, question.batch, recompute=False) / plan.seconds / question.gpus
     return rate, rate / question.machine.tensor
 

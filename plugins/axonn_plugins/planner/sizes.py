@@ -83,6 +83,10 @@ class Transformer:
             raise ConfigError(
                 f"{say} experts = {self.experts} needs expert_feed_forward, and an experts_per_token from 1 to {self.experts}; give both"
             )
+        if self.dense_layers > self.layers:
+            raise ConfigError(
+                f"{say} dense_layers = {self.dense_layers} are more than layers = {self.layers}; give as many at most"
+            )
         if self.rope_width + self.q_rank and not self.kv_rank:
             raise ConfigError(f"{say} q_rank and rope_width are of multi-latent attention; give kv_rank, too")
 

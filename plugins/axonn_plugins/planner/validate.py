@@ -12,7 +12,7 @@ from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.observe.figures import Picture
-from axonn_plugins.planner import calibration
+from axonn_plugins.planner import calibration, files
 from axonn_plugins.planner.corpus import Measurement, load
 from axonn_plugins.planner.fit import fit, held_out, systems
 from axonn_plugins.planner.transformer import Mode
@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> int:
     parsed = read(Options, [one for one in arguments if one != "--validate"], "axonn plan --validate")
     rows = load()
     if parsed.fit is not None:
+        files.writable("fit", str(parsed.fit))
         found = fit(rows, calibration.ours(), print)
         parsed.fit.write_text(calibration.written(found))
     compared = [compare(row, parsed.mode) for row in rows]
