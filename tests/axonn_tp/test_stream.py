@@ -17,7 +17,7 @@ from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
 from axonn_tp.options import LAYOUTS
-from tests.axonn_tp.families import FAMILIES, hf
+from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import TOLERANCE, Expected, batch_for, serial_steps, three_steps
 from tests.distributed import meshes, run_ranks
 from tests.matrix import thorough
@@ -93,16 +93,15 @@ def test_losses_gradients_and_steps_equal_serial(names: list[str], both: bool) -
     with in_own_type():
         torch.manual_seed(1)
         models = {name: FAMILIES[name][0]().double() for name in names}
-        grids = [grid for grid in factorisations(4) if grid.gx * grid.gy * grid.gz > 1]
+        grids = [grid for grid in factorisations(4) if grid.gx * grid.gy > 1]
         plans = {(name, grid): auto_plan(model, grid)[0] for grid in grids for name, model in models.items()}
         expected = {name: serial_steps(model) for name, model in models.items()}
         ranks = run_ranks(trained, 4, models, expected, plans, both)
     for rank in ranks:
         for case, (errors, found, *counts) in rank.items():
             assert errors["loss"] < TOLERANCE and errors["gradients"] < TOLERANCE, (case, errors)
-            assert found["embedding"], (case, found)
             if "gy=1" not in case:
-                assert found["norm"] == 5 and found["head"] == 1, (case, found)
+                assert found["embedding"] and found["norm"] == 5 and found["head"] == 1, (case, found)
             if counts:
                 assert counts[0] == counts[1], case
 
@@ -126,21 +125,6 @@ def test_the_report_says_how_the_stream_is_split() -> None:
     # HF's norms round to float32, which no split of the row can repeat to float64's precision.
     plan, report = auto_plan(build().double(), Grid(2, 2))
     assert not kinds(plan)["norm"] and "is whole on every rank: " in report.note
-
-
-@pytest.mark.parametrize("grid", [Grid(2), Grid(1, 1, 2), Grid(2, 1, 2)], ids=str)
-def test_tables_are_split_where_the_stream_is_whole(grid: Grid) -> None:
-    """Untied ones, those that several modules share, and those of models whose pairs begin with several widths."""
-    pytest.importorskip("transformers")
-    for family, tables in (("llama", {"model.embed_tokens"}), ("t5", {"shared", "encoder.embed_tokens"})):
-        model = FAMILIES[family][0]()
-        plan, report = auto_plan(model, grid)
-        embeddings = {name for name, layer in plan.items() if layer.kind == "embedding"}
-        assert embeddings >= tables and report.note.startswith("Embeddings are split over "), report
-        place(model, grid, plan)
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    plan, report = auto_plan(hf("BertForSequenceClassification", **sizes, num_attention_heads=4, num_labels=3), grid)
-    assert plan["bert.embeddings.word_embeddings"].kind == "embedding", report
 
 
 class Streamed(nn.Module):

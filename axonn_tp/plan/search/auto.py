@@ -270,16 +270,14 @@ class _Finder:
 
     def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
         grid, groups = self.grid, self._groups
-        if grid.gx * grid.gy * grid.gz == 1 or not plan:
+        if grid.gx * grid.gy == 1 or not plan:
             return {}, ""
         if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
             raise Mismatch("the model could not be traced as a whole")
         assert self.shadow is not None
         widths = {self.sizes[group.transposed][1] for group in groups}
         widths |= {self.sizes[name][0] for group in groups for name in group.normal}
-        over_x, over_both = (
-            self._ranks(groups, grid.gx, grid.gy, scatter) or [Shared(0, 0, {}, [])] for scatter in (False, True)
-        )
+        over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
         found = split_stream(self.model, self.shadow, self._whole, grid, widths, over_x, over_both)
         made = found.plan()
         place(self.model, grid, {**plan, **made})

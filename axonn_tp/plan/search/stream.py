@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.grid.mesh import Grid
+from axonn_tp.layers.rms_norm import is_rms_norm
 from axonn_tp.plan.own_faults import let_out
+from axonn_tp.plan.report import collapse
+from axonn_tp.plan.rules import LayerPlan
+from axonn_tp.plan.search.copies import is_embedding
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, equal, same
 from axonn_tp.plan.search.shadow import Shadow
-from axonn_tp.plan.search.stream_layers import Stream, stream_modules, tables_of, with_namesakes
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,53 @@ class StreamPass:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """The layers of a split stream.
+
+    Attributes:
+        embeddings: those that start it.
+        norms: those inside it.
+        heads: linears that leave it.
+        whole_tokens: why its tokens cannot be split over x; empty where they can.
+    """
+
+    embeddings: tuple[str, ...]
+    norms: tuple[str, ...]
+    heads: tuple[str, ...]
+    whole_tokens: str = ""
+
+    def plan(self) -> dict[str, LayerPlan]:
+        """Its layers' part of a plan."""
+        plan = {name: LayerPlan("embedding", whole_tokens=bool(self.whole_tokens)) for name in self.embeddings}
+        return plan | dict.fromkeys(self.norms, LayerPlan("norm")) | dict.fromkeys(self.heads, LayerPlan("head"))
+
+    def described(self, grid: Grid) -> str:
+        """A sentence for the report."""
+        told = "The stream between pairs is split, features over y"
+        if grid.gx > 1:
+            why = f" but all tokens on every x ({collapse(self.whole_tokens)})"
+            told += why if self.whole_tokens else " and, in the scattered layout, tokens over x"
+        return f"{told}."
+
+
+def stream_modules(model: nn.Module, width: int) -> tuple[set[str], set[str]]:
+    """Names of the embeddings and norms over `width` features that could be part of a split stream."""
+    embeddings, norms = set(), set()
+    for name, module in model.named_modules():
+        if is_embedding(module) and module.embedding_dim == width:
+            if not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+                embeddings.add(name)
+        elif isinstance(module, nn.LayerNorm):
+            if tuple(module.normalized_shape) == (width,) and type(module).forward is nn.LayerNorm.forward:
+                norms.add(name)
+        else:
+            weight = module._parameters.get("weight")
+            if weight is not None and tuple(weight.shape) == (width,) and is_rms_norm(module, in_own_type=True):
+                norms.add(name)
+    return embeddings, norms
+
+
+@dataclass(frozen=True)
 class Shared:
     """The pairs as one rank has them: its place, their cuts and their counts."""
 
@@ -234,34 +284,34 @@ def split_stream(
     Raises:
         Exception: what stands against a split stream.
     """
-    several = f"pairs begin and end with {' and '.join(map(str, sorted(widths)))} features" if len(widths) > 1 else ""
-    if several and grid.gy > 1:
-        raise Mismatch(several)
-    embeddings, norms = stream_modules(model, widths)
+    if len(widths) > 1:
+        raise Mismatch(f"pairs begin and end with {' and '.join(map(str, sorted(widths)))} features")
+    embeddings, norms = stream_modules(model, min(widths))
     if not embeddings:
         raise Mismatch("no embedding starts it")
     shadow.watch(embeddings, norms)
     run = shadow.whole("", arguments)
     run.settle()
     found = _simulated(shadow, run, grid, [*over_x, *over_both], False)
-    if grid.gx == 1 and grid.gy > 1:
-        return with_namesakes(model, found)
-    other, problem = None, several
-    if grid.gx > 1 and not several:
-        try:
-            other = _simulated(shadow, run, grid, over_both, True)
-            problem = "other layers would be part of it"
-        except Exception as error:
-            let_out(error)
-            problem = str(error) or type(error).__name__
+    if grid.gx == 1:
+        return found
+    try:
+        other = _simulated(shadow, run, grid, over_both, True)
+        problem = "other layers would be part of it"
+    except Exception as error:
+        let_out(error)
+        other, problem = None, str(error) or type(error).__name__
     if other is not None and (other == found or grid.gy == 1):
-        return with_namesakes(model, other)
+        return other
     if grid.gy > 1:
-        return with_namesakes(model, replace(found, whole_tokens=problem))
-    # The share is the whole: that tells nothing of who reads it, and only a head that shares a table must be split with it.
-    modules, tables = tables_of(model, found)
+        return replace(found, whole_tokens=problem)
+    # The share is the whole: that tells nothing of who reads it, and only a head that shares a table gains.
+    modules = dict(model.named_modules())
+    tables = {id(modules[name].weight) for name in embeddings}
     tied = tuple(name for name in found.heads if id(modules[name].weight) in tables)
-    return with_namesakes(model, replace(found, norms=(), heads=tied, whole_tokens=problem))
+    if not tied:
+        raise Mismatch(problem)
+    return replace(found, norms=(), heads=tied, whole_tokens=problem)
 
 
 def _simulated(shadow: Shadow, run: Run, grid: Grid, ranks: list[Shared], tokens: bool) -> Stream:
