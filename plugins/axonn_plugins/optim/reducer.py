@@ -14,6 +14,8 @@ from torch import Tensor
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 
 _Order = list[tuple[Store, Bucket]]
+FLAGS_BYTES = 8
+"""Of the two flags of a round and group: whether a rank begins another round, and whether it had a gradient."""
 _AHEAD = 2  # buckets of stage 2 whose gradients may be on their way at a time
 
 
