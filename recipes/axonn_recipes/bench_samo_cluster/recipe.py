@@ -100,7 +100,7 @@ def text(numbers: dict[str, Any]) -> str:
             "",
             f"bandwidth {settings['bandwidth']}: communication is {numbers['communication_share_of_dense']:.0%} of the dense step",
             f"dense / SAMO: {compared(numbers['ratio'])}",
-            f"SAMO all-reduces {ours['reduced']:,} bytes: {ours['reduced'] / ours['kept']:g} for each of {ours['kept']:,} "
+            f"SAMO all-reduces {ours['reduced']:,} bytes: {ours['reduced'] / ours['kept']:.3g} for each of {ours['kept']:,} "
             f"parameters kept of {ours['parameters']:,}",
         ]
     )
