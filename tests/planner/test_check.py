@@ -97,6 +97,16 @@ def test_offloaded_states_are_in_no_gpu(asked):
     assert checked["memory_parts_gb"]["optimizer"] > 0
 
 
+def test_the_same_split_is_not_better(asked):
+    """1D's model hides sums a little better than the grids' of the same configuration."""
+    raw = {"train_batch_size": 1024, "gradient_accumulation_steps": 8, "axonn": grid(), **BF16}
+    code, out, err = asked(
+        {**raw, "zero_optimization": {"stage": 1}}, "--model gpt3-xl --machine h100 --gpus 8 --strategy all --top 40"
+    )
+    assert code == 0 and "It does not fit" not in out, err
+    assert "Better: 1d n1=1 np=1 nd=8" not in out
+
+
 WRONG = [
     ({"train_batch_size": 1000, "axonn": grid(gz=64)}, ASKED, "train_batch_size = 1000 does not divide by gz*gdata = 64*4"),
     ({"train_batch_size": 1024, "axonn": grid(gx=3)}, ASKED, "--gpus = 256 is not a multiple of gx*gy*gz = 3"),

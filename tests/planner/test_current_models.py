@@ -176,3 +176,23 @@ def test_configurations_that_are_refused(change, words, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=words) as caught:
         model.load(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_keys_for_images_that_are_no_numbers_count_as_missing(tmp_path):
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    vision = {"hidden_size": 32, "num_hidden_layers": 2}
+    counts = []
+    for odd in (
+        {},
+        {"intermediate_size": "a", "mlp_ratio": None, "spatial_merge_size": [2], "deepstack_visual_indexes": 3},
+    ):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**config, "vision_config": {**vision, **odd}}))
+        counts.append(model.load(str(path)).parameters)
+    assert counts[0] == counts[1] > 0

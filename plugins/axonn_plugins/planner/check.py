@@ -80,10 +80,11 @@ def check(asked: Answer, existing: Existing) -> Checked:
         raise ConfigError(none_fits(found))
     plan = _with_stage(found.best[0], existing.stage)
     fits = plan.bytes <= question.machine.memory
-    best = asked.best[0] if asked.best else None
+    split = split_of(plan, question.batch)
+    best = next((one for one in asked.best if not fits or split_of(one, question.batch) != split), None)
     gains = best is not None and (not fits or plan.seconds - best.seconds > _WORTH * plan.seconds)
     better = best if gains else None
-    return Checked(plan, fits, better, tuple(_lines(question, existing, plan, fits, better, best is not None)))
+    return Checked(plan, fits, better, tuple(_lines(question, existing, plan, fits, better, bool(asked.best))))
 
 
 def _with_stage(plan: AnyPlan, stage: int) -> AnyPlan:

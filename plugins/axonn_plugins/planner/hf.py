@@ -261,11 +261,17 @@ def _images(vision: Any, text: int) -> int:
     )
     if not (isinstance(hidden, int) and isinstance(layers, int)):
         return 0
-    inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
+    inner = _number(vision, "intermediate_size", hidden * _number(vision, "mlp_ratio", 4))
     gated = _first(vision, _ACTIVATIONS) in _GATES or vision.get("model_type") == "pixtral"
     merged, mergers = (
-        hidden * vision.get("spatial_merge_size", 1) ** 2,
-        1 + len(vision.get("deepstack_visual_indexes", ())),
+        hidden * int(_number(vision, "spatial_merge_size", 1)) ** 2,
+        1 + len(deepest if isinstance(deepest := vision.get("deepstack_visual_indexes"), list) else ()),
     )
     to_text = merged * (merged + text) * mergers if merged > hidden else (hidden + text) * text
-    return layers * (4 * hidden**2 + (3 if gated else 2) * hidden * inner) + to_text
+    return layers * (4 * hidden**2 + (3 if gated else 2) * hidden * int(inner)) + to_text
+
+
+def _number(table: Mapping[str, Any], key: str, otherwise: float) -> float:
+    """A key's number; of what is missing, 0 or no number, the other."""
+    found = table.get(key)
+    return found if isinstance(found, (int, float)) and found else otherwise
