@@ -104,7 +104,7 @@ def test_the_same_split_is_not_better(asked):
         {**raw, "zero_optimization": {"stage": 1}}, "--model gpt3-xl --machine h100 --gpus 8 --strategy all --top 40"
     )
     assert code == 0 and "It does not fit" not in out, err
-    assert "Better: 1d n1=1 np=1 nd=8" not in out
+    assert "Better: 1d n1=1 np=1 nd=16" not in out
 
 
 WRONG = [
