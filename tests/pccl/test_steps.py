@@ -10,11 +10,13 @@ from axonn_plugins.pccl.graph import ProgramError
 from axonn_plugins.pccl.program import Buffer as B
 from axonn_plugins.pccl.program import Kind, Op, Program, Span
 from axonn_plugins.pccl.steps import Step, barred, cut
+from tests.matrix import thorough
 from tests.pccl.test_algorithms import UNEVEN, bruck_chain, dealt, log_steps, node_major, programs_of
 
 MAPS = [
     *((tuple(range(size)),) for size in (1, 2, 3, 4, 5, 7, 8, 16)),
-    *(node_major(*shape) for shape in ((2, 2), (3, 2), (4, 2), (5, 3), (4, 4), (6, 4))),
+    *(node_major(*shape) for shape in ((2, 2), (3, 2), (4, 2), (5, 3), (4, 4))),
+    thorough(node_major(6, 4)),
     *UNEVEN,
     *(dealt(size) for size in (6, 9, 13, 20)),
 ]
