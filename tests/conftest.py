@@ -3,6 +3,9 @@
 A test's time limit goes by progress: whenever it has passed, the test goes on if its processes have worked meanwhile, up to `AT_MOST` times.
 A busy machine makes tests slow, but not idle, as ranks are that wait for each other for ever.
 
+Processes are scheduled as batches: gloo's threads turn on messages that nobody has asked for yet, and would take the processor
+from the rank that is about to ask (a quarter of the suite's processor time).
+
 pccl is not tuned by itself; faults of our own in the search for a plan come out; DeepSpeed's kernels are compiled into a folder of this run:
 
 torch guards a compilation by a file that stays when the process is killed, and whoever comes next then waits for ever:
@@ -45,6 +48,8 @@ WORKING = 0.1
 
 
 def pytest_configure(config):
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     folder = tempfile.mkdtemp(prefix="axonn-extensions-")
     os.environ["TORCH_EXTENSIONS_DIR"] = folder
     os.environ["AXONN_PCCL_TUNE"] = "0"
