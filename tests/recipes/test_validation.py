@@ -10,7 +10,7 @@ import torch
 
 from axonn_plugins.cli import main
 from axonn_recipes.validation import recipe
-from axonn_recipes.validation.problems import PIXELS, discs
+from axonn_recipes.validation.problems import discs
 from axonn_recipes.validation.report import Pair
 from axonn_recipes.validation.settings import BOUNDS, Options, resolve
 
@@ -44,6 +44,15 @@ def test_a_dry_run_says_what_would_be_run(tmp_path: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert "16 ranks, gx=2 gy=2 gz=2 gdata=2" in text and "300 steps, float64 and float32" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_larger_size_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.report.write([Pair("gpt", "float64", [1.0], [1.0], (1.0, 1.0))], resolve(Options()), tmp_path / "small")
+    words = ["train", "validation", "--dry-run", "--size", "large", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0 and "GPT: 10,868,736 parameters" in capsys.readouterr().out
+    assert (
+        main([*words, str(tmp_path / "small")]) == 2 and "whose size is small and not large" in capsys.readouterr().err
+    )
 
 
 def test_everything_is_on() -> None:
@@ -95,6 +104,6 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_images_are_discs_and_follow_from_the_generator() -> None:
-    first, again = (discs(5, PIXELS, torch.Generator().manual_seed(3)) for _ in range(2))
-    assert torch.equal(first, again) and first.shape == (5, 3, PIXELS, PIXELS)
+    first, again = (discs(5, 8, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, again) and first.shape == (5, 3, 8, 8)
     assert first.abs().max() <= 1 and (first.amax((2, 3)) - first.amin((2, 3))).mean() > 0.1

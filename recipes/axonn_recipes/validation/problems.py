@@ -17,19 +17,44 @@ from axonn_recipes.models.unet_plan import unet_plan
 from axonn_recipes.validation.settings import MODELS, Settings
 from axonn_tp import LayerPlan, place
 
-GPT_SIZES = GPTConfig(vocabulary=256, context=32, layers=2, heads=8, hidden=96)
-GPT_PLAN = {
-    **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
-    **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
-    **{"*.qkv": LayerPlan("normal", parts=3, heads=GPT_SIZES.heads), "*.proj": LayerPlan("transposed")},
-    **{"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")},
-    **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
+TIMESTEPS = 1000
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the models and a step's batch are."""
+
+    gpt: GPTConfig
+    unet: UNetConfig
+    pixels: int
+    batch: Mapping[str, int]
+
+
+SIZES = {
+    "small": Size(
+        GPTConfig(vocabulary=256, context=32, layers=2, heads=8, hidden=96),
+        UNetConfig(in_channels=3, channels=16, multipliers=(1, 2), blocks=1, attention_levels=(), heads=4, groups=4),
+        pixels=8,
+        batch={"gpt": 16, "unet": 16},
+    ),
+    "large": Size(
+        GPTConfig(vocabulary=256, context=64, layers=6, heads=8, hidden=384),
+        UNetConfig(in_channels=3, channels=48, multipliers=(1, 2), blocks=1, attention_levels=(), heads=4, groups=8),
+        pixels=16,
+        batch={"gpt": 16, "unet": 16},
+    ),
 }
-UNET_SIZES = UNetConfig(
-    in_channels=3, channels=16, multipliers=(1, 2), blocks=1, attention_levels=(), heads=4, groups=4
-)
-PIXELS, TIMESTEPS = 8, 1000
-BATCH = {"gpt": 16, "unet": 16}
+
+
+def gpt_plan(sizes: GPTConfig) -> dict[str, LayerPlan]:
+    """How the GPT's layers use the grid."""
+    return {
+        **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
+        **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
+        **{"*.qkv": LayerPlan("normal", parts=3, heads=sizes.heads), "*.proj": LayerPlan("transposed")},
+        **{"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")},
+        **{"head": LayerPlan("head"), "loss": LayerPlan("loss")},
+    }
 
 
 @dataclass(frozen=True)
@@ -57,12 +82,13 @@ def problem(name: str, settings: Settings) -> Problem:
     Raises:
         ConfigError: it does not fit.
     """
-    build: Callable[[], nn.Module] = (lambda: GPT(GPT_SIZES)) if name == "gpt" else (lambda: UNet(UNET_SIZES))
-    plan = GPT_PLAN if name == "gpt" else unet_plan(UNET_SIZES)
+    size = SIZES[settings.size]
+    build: Callable[[], nn.Module] = (lambda: GPT(size.gpt)) if name == "gpt" else (lambda: UNet(size.unet))
+    plan = gpt_plan(size.gpt) if name == "gpt" else unet_plan(size.unet)
     grid = ",".join(map(str, astuple(settings.grid)))
-    if BATCH[name] % settings.grid.batch:
+    if size.batch[name] % settings.grid.batch:
         raise ConfigError(
-            f"--grid {grid}: the batch of {BATCH[name]} does not divide by gz*gdata = {settings.grid.batch}; choose a divisor"
+            f"--grid {grid}: the batch of {size.batch[name]} does not divide by gz*gdata = {settings.grid.batch}; choose a divisor"
         )
     with torch.device("meta"):
         model = build()
@@ -71,22 +97,25 @@ def problem(name: str, settings: Settings) -> Problem:
     except ValueError as error:
         raise ConfigError(f"--grid {grid} does not fit the {MODELS[name][0]}: {error}") from None
     if name == "gpt":
-        return Problem(build, plan, lambda model: model.blocks, _text(settings), lr=3e-3)
-    return Problem(build, plan, lambda model: model.down, _noisy_images(settings), lr=2e-3)
+        return Problem(
+            build, plan, lambda model: model.blocks, _text(size, settings), 3e-3 if settings.size == "small" else 1e-3
+        )
+    return Problem(build, plan, lambda model: model.down, _noisy_images(size, settings), lr=2e-3)
 
 
-def _text(settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
-    corpus = data.load(None, GPT_SIZES.context)
-    return lambda step: corpus.batch("training", BATCH["gpt"], GPT_SIZES.context, _seed(settings, step))
+def _text(size: Size, settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
+    context = size.gpt.context
+    corpus = data.load(None, context)
+    return lambda step: corpus.batch("training", size.batch["gpt"], context, _seed(settings, step))
 
 
-def _noisy_images(settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
+def _noisy_images(size: Size, settings: Settings) -> Callable[[int], tuple[Tensor, ...]]:
     signal = cosine_schedule(TIMESTEPS)
 
     def batch(step: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(_seed(settings, step))
-        images = discs(BATCH["unet"], PIXELS, generator)
-        t = torch.randint(TIMESTEPS, (BATCH["unet"],), generator=generator)
+        images = discs(size.batch["unet"], size.pixels, generator)
+        t = torch.randint(TIMESTEPS, (len(images),), generator=generator)
         noise = torch.randn(images.shape, generator=generator, dtype=torch.float64)
         return diffuse(images, t, noise, signal), t, noise
 

@@ -12,7 +12,7 @@ import torch
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.validation import report
-from axonn_recipes.validation.problems import BATCH, Problem, problem
+from axonn_recipes.validation.problems import SIZES, Problem, problem
 from axonn_recipes.validation.report import Pair
 from axonn_recipes.validation.settings import BOUNDS, MODELS, Options, Settings, resolve
 from axonn_recipes.validation.train import curve
@@ -56,7 +56,7 @@ def _described(settings: Settings, problems: dict[str, Problem], dtypes: list[st
         with torch.device("meta"):
             parameters = sum(p.numel() for p in made.build().parameters())
         lines.append(
-            f"{MODELS[name][0]}: {parameters:,} parameters, batch {BATCH[name]}, {settings.steps} steps, {' and '.join(dtypes)}"
+            f"{MODELS[name][0]}: {parameters:,} parameters, batch {SIZES[settings.size].batch[name]}, {settings.steps} steps, {' and '.join(dtypes)}"
         )
     return "\n".join(lines)
 

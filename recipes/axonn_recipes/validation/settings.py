@@ -25,6 +25,7 @@ class Settings:
 
     grid: Grid
     layout: str
+    size: str
     steps: int
     seed: int
 
@@ -56,6 +57,7 @@ class Options:
         dtype: one alone; by itself both, one after another.
         grid: gx,gy,gz,gdata.
         layout: of activations.
+        size: of models and images; large is what half an hour on two cores allows, both models in float32.
         steps: optimizer steps.
         seed: of weights and batches.
         dry_run: say what would be run, and stop.
@@ -66,6 +68,7 @@ class Options:
     dtype: Literal["float64", "float32"] | None = None
     grid: str = "2,2,2,2"
     layout: Literal["scattered", "replicated"] = "scattered"
+    size: Literal["small", "large"] = "small"
     steps: int = 300
     seed: int = 1
     dry_run: bool = False
@@ -80,4 +83,4 @@ def resolve(options: Options) -> Settings:
     """
     at_least_one(options, "steps")
     check_folder("--out", options.out)
-    return Settings(grid_of(options.grid), options.layout, options.steps, options.seed)
+    return Settings(grid_of(options.grid), options.layout, options.size, options.steps, options.seed)
