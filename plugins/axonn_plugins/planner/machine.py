@@ -40,6 +40,7 @@ class Machine:
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
         product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
         fp8: peak of matrix multiplication in 8 bits; None where there is none.
+        bf16: whether its 16 bits may be bf16; else fp16, whose losses are scaled.
         host_bandwidth: between a GPU and its host's memory; 25 GB/s of PCIe 4 by default.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
@@ -73,6 +74,7 @@ class Machine:
     sustained: float | None = None
     product_half: float | None = None
     fp8: float | None = None
+    bf16: bool = True
     host_bandwidth: float = 25e9
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
@@ -113,6 +115,7 @@ _OPTIONAL = (
     "product_half",
     "collective_error",
     "reduce_scatter",
+    "bf16",
 )
 _GROUPS = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})")
 _HERE = "here"
@@ -204,6 +207,8 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
         if table["device"] not in ("cuda", "cpu"):
             raise ConfigError(f'{at("device")} = {table["device"]!r} is not known; write "cuda" or "cpu"')
         values["device"] = table["device"]
+    if "bf16" in table:
+        values["bf16"] = files.truth(at("bf16"), table["bf16"])
     if "within" in table:
         values["within"] = _rings(at("within"), table["within"])
     return Machine(

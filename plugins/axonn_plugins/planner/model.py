@@ -82,9 +82,7 @@ def parse(where: str, table: dict[str, Any], name: str, source: str = "") -> Mod
     }
     for key in _FLAGS:
         if key in table:
-            if not isinstance(table[key], bool):
-                raise ConfigError(f"{where}: {key} = {table[key]!r} is not true or false; write one of the two")
-            sizes[key] = table[key]
+            sizes[key] = files.truth(f"{where}: {key}", table[key])
     return Transformer(name=name, source=source, **sizes)
 
 
