@@ -11,6 +11,7 @@ from typing import Any
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
 from axonn_plugins.planner.hf import is_hf, sizes_of
+from axonn_plugins.planner.hf_counts import counted
 from axonn_plugins.planner.sizes import Transformer as Transformer
 from axonn_plugins.planner.unet import UNet
 
@@ -104,7 +105,10 @@ def _from_file(path: Path, option: str) -> Model:
     table = files.read(option, path)
     if is_hf(table):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return parse(str(path), sizes_of(str(path), table), name or "model", f"HF {path.name}")
+        found = parse(str(path), sizes_of(str(path), table), name or "model", f"HF {path.name}")
+        assert isinstance(found, Transformer)
+        whole = counted(table)
+        return found if whole is None else replace(found, other=found.other + whole - found.parameters)
     return parse(str(path), table, path.stem)
 
 
