@@ -14,7 +14,7 @@ import numpy as np
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
-from axonn_plugins.planner.calibration import Calibration, ours
+from axonn_plugins.planner.calibration import Calibration, as_measured, ours
 from axonn_plugins.planner.work import Number
 
 
@@ -50,8 +50,9 @@ class Machine:
             in one (000, section 5.1.2, case 1). Others have `bandwidth_efficiency` of `fast_bandwidth`.
         collective_error: share by which 4D grids' collectives may miss what the formulas say, which ``axonn bench planner`` writes into
             its file as the ledger measured it; None for what was measured on Perlmutter (`uncertainty`).
-        reduce_scatter: seconds of a reduce-scatter beside an all-gather's of the same bytes: 1 of a ring's, 2 where it is done as an
+        reduce_scatter: seconds of a library's reduce-scatter beside an all-gather's of the same bytes: 1 of a ring's, 2 where it is done as an
             all-reduce, as gloo does.
+        call: seconds that a collective takes longer in training than by itself, where nothing runs ahead, as on CPUs.
         collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
             within (000, chapter 6).
         calibration: what training reaches of all this; None for the papers' assumptions.
@@ -83,6 +84,7 @@ class Machine:
     within: Mapping[tuple[int, int], float] = field(default_factory=dict)
     collective_error: float | None = None
     reduce_scatter: float = 1.0
+    call: float = 0.0
     collectives: Literal["native", "pccl"] = "native"
     calibration: Calibration | None = None
 
@@ -101,7 +103,10 @@ _QUANTITIES = {
     "slow_bandwidth": "bandwidth",
     "slow_latency": "time",
 }
-_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "host_bandwidth": "bandwidth", "flop_latency": "time"}
+_OPTIONAL_QUANTITIES = {
+    **{"sustained": "rate", "fp8": "rate", "host_bandwidth": "bandwidth"},
+    **{"flop_latency": "time", "call": "time"},
+}
 _OPTIONAL = (
     "name",
     "interfaces",
@@ -171,8 +176,13 @@ def load(name: str, option: str = "--machine") -> Machine:
 
 
 def calibrated(machine: Machine, mode: str) -> Machine:
-    """With the fitted coefficients in the mode that is named for them."""
-    return replace(machine, calibration=machine.calibration or ours()) if mode == "calibrated" else machine
+    """With the fitted coefficients, of GPUs, in the mode that is named for them; CPUs are as their file says that they were measured."""
+    if mode != "calibrated" or machine.calibration is not None:
+        return machine
+    if machine.device == "cpu":
+        products = machine.sustained or machine.tensor
+        return replace(machine, calibration=as_measured(products, machine.vector), sustained=products)
+    return replace(machine, calibration=ours())
 
 
 def parse(where: str, table: dict[str, Any], name: str) -> Machine:
