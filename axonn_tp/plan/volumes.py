@@ -26,14 +26,21 @@ class Volume:
         sent: bytes that a rank sends under the ring algorithms (000, equations 5.1 to 5.5).
         messages: that a rank sends one after another.
         scattered: bytes among `sent` that go in reduce-scatters, which some libraries do at an all-reduce's cost.
+        calls: collectives.
     """
 
     sent: Fraction = Fraction(0)
     messages: int = 0
     scattered: Fraction = Fraction(0)
+    calls: int = 0
 
     def __add__(self, other: Volume) -> Volume:
-        return Volume(self.sent + other.sent, self.messages + other.messages, self.scattered + other.scattered)
+        return Volume(
+            self.sent + other.sent,
+            self.messages + other.messages,
+            self.scattered + other.scattered,
+            self.calls + other.calls,
+        )
 
 
 def step_volumes(
@@ -57,7 +64,9 @@ def step_volumes(
             size = placement.options.itemsize(collective, dtype)
             sent = times * collective.sent * size
             scattered = sent if collective.op == "reduce_scatter" else Fraction(0)
-            found[collective.axis] += Volume(sent, times * _messages(collective), scattered)
+            found[collective.axis] += Volume(
+                sent, times * _messages(collective), scattered, times * (collective.size > 1)
+            )
     for axis, (elements, size) in _gradients(model, placements, grid).items():
         members = [name for name in _ACROSS[axis] if grid.size(name) > 1]
         if members:
@@ -67,7 +76,7 @@ def step_volumes(
             total = Collective("all_reduce", axis, ranks, elements)
             # As `Mesh.axis_names` calls the group.
             named = members[0] if len(members) == 1 else "batch" if members == ["z", "data"] else axis
-            found[named] += Volume(total.sent * size, _messages(total))
+            found[named] += Volume(total.sent * size, _messages(total), calls=1)
     return dict(found)
 
 

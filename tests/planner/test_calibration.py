@@ -193,10 +193,10 @@ def test_offloaded_states_leave_the_gpu_and_visit_it(strategy: str) -> None:
 def test_products_in_8_bits() -> None:
     reached = H100.calibration
     assert reached is not None
-    faster = rates.in_precision(H100, True)
+    faster = rates.in_precision(H100, setting.Setting(fp8=True))
     ratio = rates.spent(H100, "tensor", 1e15, 0.0)[0] / rates.spent(faster, "tensor", 1e15, 0.0)[0]
     assert ratio == pytest.approx(2 * reached.fp8, rel=1e-3)
     attention = [rates.spent(on, "attention", 1e12, 0.0) for on in (H100, faster)]
     assert attention[0] == attention[1]
     with pytest.raises(ConfigError, match="a100-80gb has no products in 8 bits"):
-        rates.in_precision(machine.calibrated(machine.load("a100-80gb"), "calibrated"), True)
+        rates.in_precision(machine.calibrated(machine.load("a100-80gb"), "calibrated"), setting.Setting(fp8=True))

@@ -87,9 +87,20 @@ def test_float32_is_said(asked):
     assert "in float32 weights and activations take twice" in asked({"train_batch_size": 1024})[1]
 
 
+def test_sections_in_short_are_what_deepspeed_makes_of_them(asked):
+    for short, stage in ((True, 1), (False, 0)):
+        said = asked({"train_batch_size": 1024, "zero_optimization": short, **BF16})[1]
+        assert f"ZeRO stage {stage}:" in said and "float32" not in said
+    old = {"train_batch_size": 1024, "bfloat16": {"enabled": True}, "bf16": None}
+    assert "float32" not in asked(old)[1]
+    weights = {"train_batch_size": 1024, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, **BF16}
+    assert "zero_optimization.offload_param is not modelled" in asked(weights)[1]
+
+
 def test_offloaded_states_are_in_no_gpu(asked):
     stock = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    for raw in (stock, {"axonn": grid(offload_optimizer={})}):
+    old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    for raw in (stock, old, {"axonn": grid(offload_optimizer={})}):
         checked = json.loads(asked({"train_batch_size": 1024, **BF16, **raw}, f"{ASKED} --json -")[1])["checked"]
         assert checked["memory_parts_gb"]["optimizer"] == 0 < checked["memory_parts_gb"]["gradients"]
     off = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
@@ -120,6 +131,11 @@ WRONG = [
     ({"train_batch_size": 1024}, ASKED.replace("256", "256,512"), "--check is of one number of GPUs"),
     ({"train_batch_size": 1024}, f"{ASKED} --ted experts=4", "--ted experts=4 is TED's"),
     ({"train_batch_size": 1024}, f"{ASKED} --strategy 1d --interleave 2", "--interleave = 2 is not modelled"),
+    ({"train_batch_size": 1024, "bf16": True}, ASKED, 'bf16 = True is not an object; write one, such as "bf16": {"enabled": true}'),
+    ({"train_batch_size": 1024, "fp16": "auto"}, ASKED, "fp16 = 'auto' is not an object"),
+    ({"train_batch_size": 1024, "fp16": {"enabled": True}, **BF16}, ASKED, "bf16 and fp16 are both enabled"),
+    ({"train_batch_size": 1024, "zero_optimization": 2}, ASKED, "zero_optimization = 2 is not an object"),
+    ({"train_batch_size": 1024, "zero_optimization": {"stage": True}}, ASKED, "zero_optimization.stage = True is not known"),
     ("{", ASKED, "is not JSON"),
     ("[1]", ASKED, "holds no keys with values"),
 ]  # fmt: skip

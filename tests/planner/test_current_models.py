@@ -129,6 +129,28 @@ def test_transformers_modules_have_as_many(family):
     assert found.parameters == pytest.approx(counted, rel=5e-3)
 
 
+@pytest.mark.parametrize("family", ["afmoe", "bert", "cpmant", "glm4v", "got_ocr2", "starcoder2", "qwen3_moe"])
+def test_a_file_has_as_many_as_its_class_makes(family, tmp_path):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    sizes = {"hidden_size": 384, "vocab_size": 50000} if family == "starcoder2" else {}  # biases are 1 % of it
+    config = transformers.CONFIG_MAPPING[family](**sizes)
+    auto = {
+        "bert": "AutoModelForMaskedLM",
+        "glm4v": "AutoModelForImageTextToText",
+        "got_ocr2": "AutoModelForImageTextToText",
+    }
+    with torch.device("meta"):
+        network = getattr(transformers, auto.get(family, "AutoModelForCausalLM")).from_config(config)
+    network.tie_weights()
+    config.architectures = [type(network).__name__]
+    config.save_pretrained(tmp_path)
+    found = model.load(str(tmp_path))
+    assert found.parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert found.active_parameters == found.parameters or found.experts
+
+
 @pytest.mark.parametrize(
     ("change", "dense", "every", "sparse"),
     [

@@ -164,6 +164,21 @@ def test_wrong_command_lines(extra, message, capsys):
     assert err.startswith("axonn: error: ") and err.count("\n") == 1
 
 
+STAGES = {
+    "--fix stages=3": "64 GPUs cannot be split with stages=3: gx must divide",
+    "--fix stages=64": "stages be no more than 24 layers, and the product of all be 64",
+    "--fix gx=2,stages=2 --mode roofline": "with gx=2, stages=2: gx must divide",
+    "--fix stages=2 --mode roofline": "stages be 1, of which --mode calibrated has more",
+    "--fix np=5": "64 GPUs cannot be split with np=5: n1 must divide",
+}
+
+
+@pytest.mark.parametrize("fixed", STAGES)
+def test_stages_that_cannot_be_are_named(fixed, capsys):
+    code, out, err = run(f"plan --model gpt3-xl --machine a100 --gpus 64 --batch 64 {fixed}", capsys)
+    assert code == 2 and not out and STAGES[fixed] in err and err.count("\n") == 1
+
+
 def test_a_fit_is_not_begun_that_cannot_be_written(capsys):
     assert (
         '--fit = "no/such/folder/a.toml" cannot be written'

@@ -84,6 +84,10 @@ def test_any_answer_is_a_configuration_that_is_taken():
             assert split.gx * split.gy * split.gz * split.gdata * split.stages == gpus
             readers = split.gz * split.gdata
             assert raw["train_micro_batch_size_per_gpu"] * raw["gradient_accumulation_steps"] * readers == batch
+            assert raw["fp16" if where == "summit" else "bf16"] == {"enabled": True} and ("bf16" in raw) != (
+                "fp16" in raw
+            )
+            assert made.megatron is None or ("--fp16" in made.megatron) == (where == "summit")
             assert (block.pipeline is None) == (split.stages == 1) and (block.samo is None) == (setting.sparsity == 0)
             words = shlex.split(made.launch)
             torchrun = parse_args([*words[words.index("torchrun") + 1 :], "train.py"])

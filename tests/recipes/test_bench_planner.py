@@ -33,6 +33,18 @@ def test_it_runs_on_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "Spearman" in capfd.readouterr().out
 
 
+def test_several_models_are_measured_on_one_network(tmp_path: Path) -> None:
+    words = ["bench", "planner", "--models", "1,32,4,8,4 1,64,4,8,4", "--rounds", "1", "--nodes", "1"]
+    assert main([*words, "--ranks-per-node", "2", "--runs", str(tmp_path)]) == 0
+    folder = tmp_path / "bench_planner"
+    loaded, every = machine.load(str(folder / "machine.toml")), []
+    for number, hidden in enumerate((32, 64)):
+        every.append(json.loads((folder / f"model{number}" / "results.json").read_text()))
+        assert every[-1]["settings"]["hidden"] == hidden and len(every[-1]["grids"]) == 4
+    assert loaded.collective_error == pytest.approx(sum(one["collective_error"] for one in every) / 2, rel=1e-2)
+    assert loaded.device == "cpu" and loaded.call >= 0
+
+
 def test_spearman() -> None:
     assert spearman([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1)
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
@@ -61,6 +73,20 @@ def test_mistakes_and_dry_run(
 ) -> None:
     assert main(["bench", "planner", "--dry-run", "--bandwidth", "500Mbit", "--runs", str(tmp_path)]) == 0
     assert "20 grids: x1 y1 z1 d8" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    words = ["bench", "planner", "--nodes", "1", "--runs", str(tmp_path), "--dry-run"]
+    assert main([*words, "--models", "1,32,4,8,4 2,64,8,16,8"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "GPT: 1 blocks, hidden 32, 4 heads, 4 x 8 tokens" in said
+        and "GPT: 2 blocks, hidden 64, 8 heads, 8 x 16" in said
+    )
+    for models, message in (
+        ("1,32,4", "is not layers,hidden,heads,context,batch"),
+        ("", "names none"),
+        ("1,30,4,8,4", "30"),
+    ):
+        assert main([*words, "--models", models]) == 2
+        assert message in capsys.readouterr().err
     assert main(["bench", "planner", "--nodes", "1", "--ranks-per-node", "1", "--dry-run"]) == 2
     assert "there is only one grid of 1 ranks" in capsys.readouterr().err
     for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -28,7 +28,6 @@ class Calibration:
         slow: of the bandwidth between domains.
         crowding: by which collectives between domains take longer with each doubling of the domains of their group.
         hidden: of collectives that compute may hide.
-        straggling: by which a step takes longer with each doubling of all domains, as everyone waits for the slowest.
         spread: standard deviation of the logarithm of published over predicted seconds, where systems were held out.
     """
 
@@ -41,7 +40,6 @@ class Calibration:
     slow: float
     crowding: float
     hidden: float
-    straggling: float
     spread: float
 
 
@@ -49,6 +47,17 @@ class Calibration:
 def ours() -> Calibration:
     """The fitted one."""
     return read(FILE)
+
+
+def as_measured(tensor: float, vector: float) -> Calibration:
+    """Of a machine whose file says what its ranks reach when all do the same, as CPUs' do: the cores that would hide a collective move its bytes.
+
+    Args:
+        tensor: flop/s of products, and so of attention, which is made of them there.
+        vector: of all else.
+    """
+    ones = dict.fromkeys(("products", "fp8", "backward", "passes", "fast", "slow"), 1.0)
+    return Calibration(**ones, attention=tensor / vector, crowding=0.0, hidden=0.0, spread=ours().spread)
 
 
 def read(path: Path) -> Calibration:

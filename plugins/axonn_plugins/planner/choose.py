@@ -10,8 +10,10 @@ import numpy as np
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.axonn import Floats, Grids, bandwidths, ranked
+from axonn_plugins.planner.collectives import sum_of_shares
 from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.rates import sustained
+from axonn_plugins.planner.work import Number
 from axonn_tp import AXES, Grid
 from axonn_tp.plan.volumes import Volume
 
@@ -27,6 +29,7 @@ class Candidate:
         state: bytes of weights, gradients and optimizer state.
         scattered: of the bytes sent, those in reduce-scatters, by axis.
         flops: of a step's products, behind which collectives may hide; 0 for none.
+        calls: collectives of a step.
     """
 
     sizes: tuple[int, int, int, int]
@@ -35,6 +38,7 @@ class Candidate:
     state: float
     scattered: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
+    calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def candidate(grid: Grid, volumes: Mapping[str, Volume], state: float, flops: fl
         sent[axis] += float(volume.sent)
         messages[axis] += volume.messages
         scattered[axis] += float(volume.scattered)
-    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state, scattered, flops)
+    calls = sum(volume.calls for volume in volumes.values())
+    return Candidate((grid.gx, grid.gy, grid.gz, grid.gdata), sent, messages, state, scattered, flops, calls)
 
 
 def outermost(axis: str, grid: Grid) -> str:
@@ -113,10 +118,11 @@ def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
     """Of the collectives of a step on each grid that compute does not hide.
 
     On GPUs, of what may run beside compute (all over z, and backward's half over x and y) the calibrated share is hidden. CPUs, whose cores
-    do both, hide nothing, and their rates are as measured.
+    do both, hide nothing; their rates are as measured, and so is what a call takes of a core besides its messages.
     """
     if machine.device == "cpu":
-        return np.sum(list(seconds_by_axis(machine, candidates).values()), axis=0)
+        calls = machine.call * np.array([one.calls for one in candidates])
+        return calls + np.sum(list(seconds_by_axis(machine, candidates).values()), axis=0)
     machine = calibrated(machine, "calibrated")
     assert machine.calibration is not None
     took = seconds_by_axis(machine, candidates)
@@ -134,6 +140,9 @@ def seconds_by_axis(machine: Machine, candidates: Sequence[Candidate]) -> dict[s
         latency = np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
         sent = np.array([float(one.sent.get(axis, 0.0)) for one in candidates])
         scattered = np.array([float(one.scattered.get(axis, 0.0)) for one in candidates])
-        sent = sent + (machine.reduce_scatter - 1) * scattered
+        longer: Number = machine.reduce_scatter
+        if axis == "z":
+            longer = sum_of_shares(machine, size, np.clip(machine.domain * size // inner, 1, size))
+        sent = sent + (longer - 1) * scattered
         found[axis] = sent / rate + np.array([one.messages.get(axis, 0) for one in candidates]) * latency
     return found

@@ -90,6 +90,21 @@ def reached(machine: Machine, domains: Number) -> tuple[float, Number]:
     return of.fast, of.slow / (1 + of.crowding * np.log2(np.maximum(domains, 1)))
 
 
+def sum_of_shares(machine: Machine, ranks: Number, near: Number) -> Number:
+    """Seconds of a sum of weights' gradients, of which each rank gets its share, beside those of an all-gather of the same bytes.
+
+    Where a reduce-scatter is done as an all-reduce, as gloo does, ranks exchange their shares instead if fewer bytes go between nodes
+    (`axonn_tp.comm.gloo_reduce_scatter`).
+
+    Args:
+        machine: the networks.
+        ranks: of the group.
+        near: of which so many share a domain.
+    """
+    exchanged = np.maximum(near * (ranks - near) / np.maximum(ranks - 1, 1), 1.0)
+    return np.where(exchanged < 2, np.minimum(machine.reduce_scatter, exchanged), machine.reduce_scatter)
+
+
 def point_to_point(machine: Machine, volume: Number, n: Number, v: Number, paper: bool) -> Number:
     """Mean time of a message from one pipeline stage to the next.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from axonn_plugins import config
 from axonn_plugins.config import batch
@@ -18,6 +18,8 @@ _OTHER_SPLITS = {
     "expert_parallel": "deals out experts in a way that is not modelled; use axonn.ted",
 }
 _AUTO = "auto"
+_OBJECTS = {"zero_optimization": '{"stage": 1}', **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": true}')}
+"""What is written for keys that DeepSpeed wants an object of."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
     """
     raw = files.read("--check", Path(name))
     given = config.parse(raw["axonn"]) if "axonn" in raw else config.parse({})
-    zero = _section(raw, "zero_optimization")
+    zero = _zero(raw)
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ConfigError(f"zero_optimization.stage = {stage!r} is not known; use 0, 1, 2 or 3")
     _refuse_others(raw)
     if given.pipeline is not None and stages is None:
@@ -67,24 +69,50 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         )
     sizes = _grid(raw, given, gpus, stages or 1, stage)
     total, steps, notes = _batch(raw, sizes, samples)
-    if not any(_section(raw, half).get("enabled") in (True, _AUTO) for half in ("bf16", "fp16")):
-        notes.append(
-            "neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"
-        )
-    device = _section(zero, "offload_optimizer").get("device", "none")
-    setting = replace(setting, offload=given.offload_optimizer is not None or device != "none")
+    notes += _precision(raw)
+    if _offloaded(zero, "param"):
+        notes.append("zero_optimization.offload_param is not modelled: weights are counted on the GPU")
+    setting = replace(setting, offload=given.offload_optimizer is not None or _offloaded(zero, "optimizer"))
     fixed = sizes if steps is None else {**sizes, "m": steps}
     return Existing(fixed, total, stage, _setting(given, setting), given.tensor_parallel is not None, tuple(notes))
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = raw.get(key)
-    return found if isinstance(found, Mapping) else {}
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f'{key} = {found!r} is not an object; write one, such as "{key}": {_OBJECTS.get(key, "{}")}')
+    return found
+
+
+def _zero(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ZeRO's section; true, which DeepSpeed still takes, is stage 1."""
+    given = raw.get("zero_optimization")
+    return {"stage": int(given)} if isinstance(given, bool) else _section(raw, "zero_optimization")
+
+
+def _offloaded(zero: Mapping[str, Any], what: Literal["param", "optimizer"]) -> bool:
+    """Whether parameters or optimizer states are in host memory or on a disk, by today's key or by the one before."""
+    before = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
+    return _section(zero, f"offload_{what}").get("device", "none") != "none" or zero.get(before) is True
+
+
+def _precision(raw: Mapping[str, Any]) -> list[str]:
+    """What is said of the numbers' type."""
+    of_bf16 = "bf16" if raw.get("bf16") is not None else "bfloat16"
+    on = [half for half in (of_bf16, "fp16") if _section(raw, half).get("enabled") in (True, _AUTO)]
+    if len([half for half in on if _section(raw, half)["enabled"] is True]) == 2:
+        raise ConfigError(f"{on[0]} and fp16 are both enabled, which DeepSpeed refuses; leave one of them out")
+    if on:
+        return []
+    return ["neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"]
 
 
 def _refuse_others(raw: Mapping[str, Any]) -> None:
     for key, why in _OTHER_SPLITS.items():
-        if raw.get(key) not in (None, 1) and _section(raw, key).get("enabled", True):
+        given = raw.get(key)
+        if given not in (None, 1) and not (isinstance(given, Mapping) and not given.get("enabled", True)):
             raise ConfigError(f"{key} {why}")
 
 
@@ -93,7 +121,7 @@ def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, s
     staged = {"stages": stages}  # also where sizes are open: a configuration makes no stages
     if given.tensor_parallel is None:
         x = _section(raw, "tensor_parallel").get("autotp_size") or 1
-        z = (_section(raw, "zero_optimization").get("zero_hpz_partition_size", 1) if stage == 3 else 1) or 1
+        z = (_zero(raw).get("zero_hpz_partition_size", 1) if stage == 3 else 1) or 1
         x, z = (
             files.whole(key, size) for key, size in (("tensor_parallel.autotp_size", x), ("zero_hpz_partition_size", z))
         )

@@ -66,6 +66,17 @@ def whole(where: str, value: Any, least: int = 1, most: int = 10**9) -> int:
     return value
 
 
+def truth(where: str, value: Any) -> bool:
+    """True or false.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} = {value!r} is not true or false; write one of the two")
+    return value
+
+
 def wholes(where: str, value: Any, least: int) -> tuple[int, ...]:
     """A list of whole numbers, at most 16.
 

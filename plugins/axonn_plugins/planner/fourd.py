@@ -27,7 +27,7 @@ from axonn_plugins.planner.axonn import (
     staged,
     state_bytes,
 )
-from axonn_plugins.planner.collectives import point_to_point
+from axonn_plugins.planner.collectives import point_to_point, sum_of_shares
 from axonn_plugins.planner.compute import Layer, layer_times, stored
 from axonn_plugins.planner.layers import Block
 from axonn_plugins.planner.machine import Machine, calibrated
@@ -109,7 +109,7 @@ def times(
     if mode == "paper":
         talked = communication(replace(machine, bandwidth_efficiency=1.0), model, at, batch)
         return Times(none, none, talked.total - talked.data, talked.data, none, none), talked
-    machine = in_precision(machine, setting.fp8)
+    machine = in_precision(machine, setting)
     share = 1.0 if machine.calibration is None else machine.calibration.hidden
     compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
     talked, of_stage = Communication(none, none, none, none, none), _of_stage(model, at)
@@ -135,8 +135,7 @@ def times(
         near = np.clip(machine.domain // (at.gpus // at.stages), 1, at.stages)
         pipeline = none + 2 * m * point_to_point(machine, message, at.stages, near, False)
         bubble = (at.stages - 1) * (compute + waiting + exposed + pipeline) / m
-    spent = Times(compute, waiting, exposed, talked.data, pipeline, bubble)
-    return spent.waited(machine, at.gpus), talked
+    return Times(compute, waiting, exposed, talked.data, pipeline, bubble), talked
 
 
 def memory(
@@ -222,10 +221,16 @@ def _gathers(setting: Setting) -> int:
 
 def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
     """Of each linear of a block and micro-batch, `samples` of a data-parallel group."""
-    # Training sums weights' gradients in 4 bytes, and a block's weights in one collective; the published model has 2, and each its own.
+    # Training sums weights' gradients in 4 bytes (of float32, whose bandwidths count half, 2), and a block's weights in one collective;
+    # the published model has 2, and each its own.
     reached, count = machine.calibration is not None, len(block.linears)
-    one = Repeats(gathers=_gathers(setting), gradient_bytes=2 * setting.kept, scatter_bytes=4 if reached else 2)
+    one = Repeats(
+        gathers=_gathers(setting),
+        gradient_bytes=2 * setting.kept,
+        scatter_bytes=4 if reached and not setting.float32 else 2,
+    )
     beta, share, scatter = bandwidths(machine, at), (1 / count if reached else 1.0, 1 / count), machine.reduce_scatter
+    shares = sum_of_shares(machine, at.gz, np.clip(machine.domain // (at.gx * at.gy), 1, at.gz))
     parts = [
         _with_latency(
             machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share, one.gathers
@@ -236,7 +241,7 @@ def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, s
     return [
         replace(
             part,
-            scatter=scatter * part.scatter,
+            scatter=shares * part.scatter,
             forward=(1 + scatter) / 2 * part.forward,
             backward=(1 + scatter) / 2 * part.backward,
         )
@@ -257,7 +262,7 @@ def _with_latency(
         slow = (size / near - 1) * machine.slow_latency + (size - size / near) * machine.fast_latency
         plain = (size - 1) * np.where(inner > machine.domain, machine.slow_latency, machine.fast_latency)
         ring = plain if machine.calibration is None else slow
-        steps.append((recursive if machine.collectives == "pccl" else ring).astype(np.float64))
+        steps.append((recursive if machine.collectives == "pccl" else ring) + machine.call * (size > 1))
     x, y, z, data = steps
     x, y = (y, x) if transposed else (x, y)
     return part + Communication(gathers * z * shares[0], z * shares[0], 2 * y, 2 * x, 2 * data * shares[1])

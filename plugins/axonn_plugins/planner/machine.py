@@ -14,7 +14,7 @@ import numpy as np
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
-from axonn_plugins.planner.calibration import Calibration, ours
+from axonn_plugins.planner.calibration import Calibration, as_measured, ours
 from axonn_plugins.planner.work import Number
 
 
@@ -40,6 +40,7 @@ class Machine:
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
         product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
         fp8: peak of matrix multiplication in 8 bits; None where there is none.
+        bf16: whether its 16 bits may be bf16; else fp16, whose losses are scaled.
         host_bandwidth: between a GPU and its host's memory; 25 GB/s of PCIe 4 by default.
         flop_latency: seconds that an operation takes before it computes.
         flop_efficiency: share of both peaks that is reached.
@@ -49,8 +50,9 @@ class Machine:
             in one (000, section 5.1.2, case 1). Others have `bandwidth_efficiency` of `fast_bandwidth`.
         collective_error: share by which 4D grids' collectives may miss what the formulas say, which ``axonn bench planner`` writes into
             its file as the ledger measured it; None for what was measured on Perlmutter (`uncertainty`).
-        reduce_scatter: seconds of a reduce-scatter beside an all-gather's of the same bytes: 1 of a ring's, 2 where it is done as an
+        reduce_scatter: seconds of a library's reduce-scatter beside an all-gather's of the same bytes: 1 of a ring's, 2 where it is done as an
             all-reduce, as gloo does.
+        call: seconds that a collective takes longer in training than by itself, where nothing runs ahead, as on CPUs.
         collectives: "native" are rings; "pccl" are PCCL's: between domains by recursive doubling, each GPU with its share, then a ring
             within (000, chapter 6).
         calibration: what training reaches of all this; None for the papers' assumptions.
@@ -73,6 +75,7 @@ class Machine:
     sustained: float | None = None
     product_half: float | None = None
     fp8: float | None = None
+    bf16: bool = True
     host_bandwidth: float = 25e9
     flop_latency: float = 20e-6
     flop_efficiency: float = 0.8
@@ -81,6 +84,7 @@ class Machine:
     within: Mapping[tuple[int, int], float] = field(default_factory=dict)
     collective_error: float | None = None
     reduce_scatter: float = 1.0
+    call: float = 0.0
     collectives: Literal["native", "pccl"] = "native"
     calibration: Calibration | None = None
 
@@ -99,7 +103,10 @@ _QUANTITIES = {
     "slow_bandwidth": "bandwidth",
     "slow_latency": "time",
 }
-_OPTIONAL_QUANTITIES = {"sustained": "rate", "fp8": "rate", "host_bandwidth": "bandwidth", "flop_latency": "time"}
+_OPTIONAL_QUANTITIES = {
+    **{"sustained": "rate", "fp8": "rate", "host_bandwidth": "bandwidth"},
+    **{"flop_latency": "time", "call": "time"},
+}
 _OPTIONAL = (
     "name",
     "interfaces",
@@ -113,6 +120,7 @@ _OPTIONAL = (
     "product_half",
     "collective_error",
     "reduce_scatter",
+    "bf16",
 )
 _GROUPS = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})")
 _HERE = "here"
@@ -168,8 +176,13 @@ def load(name: str, option: str = "--machine") -> Machine:
 
 
 def calibrated(machine: Machine, mode: str) -> Machine:
-    """With the fitted coefficients in the mode that is named for them."""
-    return replace(machine, calibration=machine.calibration or ours()) if mode == "calibrated" else machine
+    """With the fitted coefficients, of GPUs, in the mode that is named for them; CPUs are as their file says that they were measured."""
+    if mode != "calibrated" or machine.calibration is not None:
+        return machine
+    if machine.device == "cpu":
+        products = machine.sustained or machine.tensor
+        return replace(machine, calibration=as_measured(products, machine.vector), sustained=products)
+    return replace(machine, calibration=ours())
 
 
 def parse(where: str, table: dict[str, Any], name: str) -> Machine:
@@ -204,6 +217,8 @@ def parse(where: str, table: dict[str, Any], name: str) -> Machine:
         if table["device"] not in ("cuda", "cpu"):
             raise ConfigError(f'{at("device")} = {table["device"]!r} is not known; write "cuda" or "cpu"')
         values["device"] = table["device"]
+    if "bf16" in table:
+        values["bf16"] = files.truth(at("bf16"), table["bf16"])
     if "within" in table:
         values["within"] = _rings(at("within"), table["within"])
     return Machine(

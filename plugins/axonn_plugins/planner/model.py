@@ -11,6 +11,7 @@ from typing import Any
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
 from axonn_plugins.planner.hf import is_hf, sizes_of
+from axonn_plugins.planner.hf_counts import counted
 from axonn_plugins.planner.sizes import Transformer as Transformer
 from axonn_plugins.planner.unet import UNet
 
@@ -82,9 +83,7 @@ def parse(where: str, table: dict[str, Any], name: str, source: str = "") -> Mod
     }
     for key in _FLAGS:
         if key in table:
-            if not isinstance(table[key], bool):
-                raise ConfigError(f"{where}: {key} = {table[key]!r} is not true or false; write one of the two")
-            sizes[key] = table[key]
+            sizes[key] = files.truth(f"{where}: {key}", table[key])
     return Transformer(name=name, source=source, **sizes)
 
 
@@ -106,7 +105,10 @@ def _from_file(path: Path, option: str) -> Model:
     table = files.read(option, path)
     if is_hf(table):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return parse(str(path), sizes_of(str(path), table), name or "model", f"HF {path.name}")
+        found = parse(str(path), sizes_of(str(path), table), name or "model", f"HF {path.name}")
+        assert isinstance(found, Transformer)
+        whole = counted(table)
+        return found if whole is None else replace(found, other=found.other + whole - found.parameters)
     return parse(str(path), table, path.stem)
 
 

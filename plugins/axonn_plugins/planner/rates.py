@@ -9,11 +9,13 @@ import numpy as np
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.work import Number
 
 Unit = Literal["tensor", "attention", "vector"]
 _SUSTAINED = 0.8
 """Of the peak, where no large product was measured: from 0.51 (MI300X) to 0.87 (A100) in stas00/ml-engineering."""
+_BANDWIDTHS = ("memory_bandwidth", "host_bandwidth", "fast_bandwidth", "slow_bandwidth")
 _LAUNCH = 4e-6
 """Seconds between a kernel's start and the next one's, of GPUs that are kept busy."""
 
@@ -46,13 +48,16 @@ def vector_cost(machine: Machine) -> float:
     return 0.0 if machine.calibration else machine.tensor / machine.vector
 
 
-def in_precision(machine: Machine, fp8: bool) -> Machine:
-    """A calibrated machine whose products are in 8 bits, if so.
+def in_precision(machine: Machine, setting: Setting) -> Machine:
+    """A machine as it is for numbers of another size than 2 bytes: of 4, all bandwidths count half; a calibrated one with products in 8 bits.
 
     Raises:
         ConfigError: it has none.
     """
-    if not fp8 or machine.calibration is None:
+    if setting.float32:
+        rates = {key: getattr(machine, key) / 2 for key in _BANDWIDTHS}
+        return replace(machine, **rates, within={groups: rate / 2 for groups, rate in machine.within.items()})
+    if not setting.fp8 or machine.calibration is None:
         return machine
     if machine.fp8 is None:
         raise ConfigError(f"{machine.name} has no products in 8 bits, or its file does not give fp8; leave fp8 out")

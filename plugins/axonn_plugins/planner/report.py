@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from axonn_plugins.planner.answer import Answer, sensitivity, too_large
+from axonn_plugins.planner.answer import Answer, Question, sensitivity, too_large
 from axonn_plugins.planner.axonn import model_flops
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Model, Transformer
@@ -167,18 +167,29 @@ def none_fits(asked: Answer) -> str:
             f"nothing can be placed{given}: no group sizes fill domains of {question.machine.domain} GPUs; "
             f"use a multiple of {question.machine.domain} GPUs that can be split so, or -nvsN behind the machine's name"
         )
-    given = " with the sizes given" if question.fixed else ""
+    given = " with " + ", ".join(f"{name}={size}" for name, size in question.fixed.items()) if question.fixed else ""
     if tuple(question.strategies) == ("axonn",) or not isinstance(model, Transformer):
         features, heads = model.divides
         return (
             f"{question.gpus} GPUs cannot be split{given}: gx must divide {heads} heads, gx and gy {' and '.join(map(str, features))} "
-            f"features, gz·gdata a batch of {question.batch}, and the product of all be {question.gpus}; ask for another number or batch"
+            f"features, gz·gdata a batch of {question.batch}, {_stages(question)}and the product of all be {question.gpus}; ask for another "
+            "number or batch" + (", or fix other sizes" if given else "")
         )
     return (
         f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {' and '.join(map(str, model.features))} features, "
-        f"np {model.layers} layers, and nd a batch of {question.batch}, and their product with n2 be {question.gpus}; "
-        "ask for another number or batch"
+        f"np {'be at most' if question.mode == 'calibrated' else 'divide'} {model.layers} layers, and nd divide a batch of {question.batch}, "
+        f"and their product with n2 be {question.gpus}; ask for another number or batch"
+        + (", or fix other sizes" if given else "")
     )
+
+
+def _stages(question: Question) -> str:
+    """What stages of grids must be."""
+    if not isinstance(question.model, Transformer):
+        return ""
+    if question.mode != "calibrated":
+        return "stages be 1, of which --mode calibrated has more, "
+    return f"stages be no more than {question.model.layers} layers, "
 
 
 def shares(plan: AnyPlan) -> dict[str, float]:

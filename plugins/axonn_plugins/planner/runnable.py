@@ -94,7 +94,7 @@ def _ds_config(question: Question, split: Split) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": split.microbatch,
         "gradient_accumulation_steps": split.accumulation,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16" if question.machine.bf16 else "fp16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
         "axonn": block(question, split),

@@ -28,6 +28,7 @@ class Setting:
         stashing: with recomputation, what forward's collectives gave is kept, and none runs again (000, section 7.3.2).
         offload: float32 weights and optimizer state are in host memory, and visit the GPU in buckets (000, section 3.3).
         fp8: products are in 8 bits, in the calibrated mode.
+        float32: all numbers have 4 bytes; products are as fast as the machine's file says.
     """
 
     recompute: bool = False
@@ -42,6 +43,7 @@ class Setting:
     stashing: bool = False
     offload: bool = False
     fp8: bool = False
+    float32: bool = False
 
     @property
     def kept(self) -> float:

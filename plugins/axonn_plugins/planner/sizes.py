@@ -34,7 +34,8 @@ class Transformer:
         kv_rank: features that keys and values are made from in multi-latent attention (DeepSeek-AI 2024, arXiv 2405.04434); 0 without.
         rope_width: rotary features besides of a query and of the one key that all heads share, likewise.
         value_width: features of a head's values; 0 for `head_width`.
-        other: parameters besides layers and tables of tokens: learned positions, what a multimodal model has for images.
+        other: parameters besides layers and tables of tokens: learned positions, what a multimodal model has for images, biases that
+            are not modelled; below 0 where the model has fewer than are.
         source: where the sizes come from.
 
     Raises:

@@ -102,13 +102,6 @@ class Times:
         """All of them."""
         return self.compute + self.memory + self.tensor + self.pipeline + self.bubble + self.data
 
-    def waited(self, machine: Machine, gpus: Number) -> Times:
-        """With what waiting for the slowest of so many GPUs adds to each."""
-        if machine.calibration is None:
-            return self
-        longer = 1 + machine.calibration.straggling * np.log2(machine.domains(gpus))
-        return Times(**{name: longer * seconds for name, seconds in vars(self).items()})
-
 
 @dataclass(frozen=True)
 class LayerTimes:
@@ -185,7 +178,7 @@ def times(
     """
     setting = setting or Setting()
     if machine.calibration is not None:
-        setting, machine = replace(setting, whole=True), in_precision(machine, setting.fp8)
+        setting, machine = replace(setting, whole=True), in_precision(machine, setting)
     size = _local(model, strategy, mode, at)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at, setting)
@@ -218,7 +211,7 @@ def times(
         head = output_seconds(machine, model, size)
         compute = compute + microbatches * head[0]
         waiting = waiting + microbatches * head[1] + optimizer_seconds(machine, setting.kept * own)
-    return Times(compute, waiting, tensor, data, pipeline, bubble).waited(machine, at.n1 * at.n2 * at.np * at.nd)
+    return Times(compute, waiting, tensor, data, pipeline, bubble)
 
 
 def layer_times(

@@ -62,7 +62,7 @@ def step_range(machine: Machine, model: Model, plan: AnyPlan, mode: Mode, batch:
         mode: as it was searched.
         batch: samples of a step.
     """
-    if mode == "calibrated":
+    if mode == "calibrated" and (machine.device != "cpu" or machine.collective_error is None):
         return calibrated_range(plan.seconds)
     if not isinstance(plan, Plan):
         return _grid_range(machine, model, plan, batch)

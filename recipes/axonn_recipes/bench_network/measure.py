@@ -8,9 +8,16 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from axonn_tp import Grid, Mesh, parallelize
+
+_LAYERS, _WIDTH, _ROWS = 16, 256, 128
+"""Of the small model whose sums are timed, one for each layer: of outputs in forward, or of gradients in backward."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class Measured:
         between: bandwidth of one ring over all ranks; None with one node.
         between_latency: of a message there.
         reduce_scatter: seconds of one over all ranks beside an all-gather's of the same bytes; None with one rank.
+        call: seconds that a layer's sum over two ranks takes longer in training than by itself; None on GPUs, where collectives run
+            behind, and where no node has two ranks.
     """
 
     device: str
@@ -46,6 +55,7 @@ class Measured:
     between: float | None
     between_latency: float | None
     reduce_scatter: float | None
+    call: float | None
 
 
 def measure(size: int, edge: int, rounds: int) -> Measured:
@@ -74,6 +84,7 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
         between=rings.bandwidth(1, world, size) if nodes > 1 else None,
         between_latency=rings.latency(1, world) if nodes > 1 else None,
         reduce_scatter=rings.reduce_scatter(1, world, size) if world > 1 else None,
+        call=_call(clock, rings, world) if not cuda and ranks % 2 == 0 else None,
     )
     dist.destroy_process_group()
     return found
@@ -154,6 +165,11 @@ class Rings:
         spent = self._clock.seconds(lambda: dist.reduce_scatter_tensor(own, whole, group=group))
         return spent / self._gather(before, members, elements)
 
+    def all_reduce(self, before: int, members: int, elements: int) -> float:
+        """Seconds of a sum."""
+        group, whole = self._group(before, members), torch.ones(elements, device=self._device)
+        return self._clock.seconds(lambda: dist.all_reduce(whole, group=group), times=10)
+
     def _gather(self, before: int, members: int, elements: int, times: int = 1) -> float:
         group = self._group(before, members)
         own = torch.ones(elements, device=self._device)
@@ -176,7 +192,8 @@ class Rings:
 def _arithmetic(clock: Clock, device: torch.device, edge: int) -> dict[str, float]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.ones(edge, edge, device=device, dtype=dtype) for _ in range(2))
-    product = clock.seconds(lambda: torch.mm(a, b))
+    # As long as a core's time slices, that ranks which share cores are seen to wait for them.
+    product = clock.seconds(lambda: torch.mm(a, b), times=20)
     small = torch.ones(256 if device.type == "cpu" else 2**20, 64, device=device, dtype=dtype)
     times = 100
 
@@ -187,7 +204,7 @@ def _arithmetic(clock: Clock, device: torch.device, edge: int) -> dict[str, floa
     tiny = torch.ones(1, device=device)
     return {
         "tensor": 2 * edge**3 / product,
-        "vector": times * small.numel() / clock.seconds(multiply),
+        "vector": times * small.numel() / clock.seconds(multiply, times=20),
         "overhead": clock.seconds(lambda: [tiny.add_(1.0) for _ in range(times)]) / times,
     }
 
@@ -196,7 +213,23 @@ def copies(clock: Clock, device: torch.device, size: int) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.ones(max(size, 2**24), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / clock.seconds(lambda: target.copy_(source))
+    return 2 * source.numel() / clock.seconds(lambda: target.copy_(source), times=5)
+
+
+def _call(clock: Clock, rings: Rings, world: int) -> float:
+    """What a sum takes longer in a training step with layers split over two ranks than by itself: the same products, of more rows."""
+    took = []
+    for split in (1, 2):
+        layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+        kinds = {str(at): ("normal", "transposed")[at % 2] for at in range(_LAYERS)}
+        parallelize(layers, Mesh(Grid(split, 1, 1, world // split)), kinds)
+        rows = torch.ones(split * _ROWS, _WIDTH, requires_grad=True)
+        took.append(clock.seconds(partial(_train, layers, rows), times=5))
+    return max((took[1] - took[0]) / _LAYERS - rings.all_reduce(1, 2, 2 * _ROWS * _WIDTH), 0.0)
+
+
+def _train(layers: nn.Module, rows: torch.Tensor) -> None:
+    layers(rows).sum().backward()
 
 
 def _memory(device: torch.device, ranks: int) -> float:

@@ -28,6 +28,7 @@ def toml(found: Measured, size: str, where: str) -> str:
         f'slow_latency = "{(slow_latency or 0.0) * 1e6:.5g} us"',
         f"interfaces = {1 / found.ranks:.6g}   # one ring has all that a node has",
         *([f"reduce_scatter = {found.reduce_scatter:.3g}   # beside an all-gather"] if found.reduce_scatter else []),
+        *([f'call = "{found.call * 1e6:.5g} us"'] if found.call is not None else []),
         f'flop_latency = "{found.overhead * 1e6:.5g} us"',
         "flop_efficiency = 1.0",
         "bandwidth_efficiency = 1.0",
@@ -62,6 +63,8 @@ def described(found: Measured) -> str:
     ]
     if found.reduce_scatter:
         lines.append(f"a reduce-scatter takes {found.reduce_scatter:.3g} times as long as an all-gather")
+    if found.call is not None:
+        lines.append(f"a layer's sum takes {found.call * 1e6:.4g} us longer in training than by itself")
     if found.between:
         lines.append(
             f"between nodes, one ring: {found.between / 1e9:.4g} GB/s, {(found.between_latency or 0) * 1e6:.4g} us a message"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
 from axonn_plugins.planner import fourd
 from axonn_plugins.planner.axonn import Floats, Grids
 from axonn_plugins.planner.choose import Candidate, candidate, seconds, seconds_by_axis
-from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.setting import Setting
+from axonn_plugins.planner.step import Times
 from axonn_recipes.bench_planner.measure import OPTIONS
 from axonn_recipes.bench_tp.settings import Settings
 from axonn_recipes.models.gpt import GPT
@@ -20,25 +20,13 @@ from axonn_tp.plan.volumes import step_volumes
 
 
 def formulas(machine: Machine, settings: Settings) -> Floats:
-    """Seconds a step as `axonn plan --strategy axonn` has them: equations 5.1 to 5.5, the roofline, and what overlap hides.
-
-    Its elements have 2 bytes and the run's have 4, so that all bandwidths count half.
-    """
-    half = replace(
-        machine,
-        memory_bandwidth=machine.memory_bandwidth / 2,
-        fast_bandwidth=machine.fast_bandwidth / 2,
-        slow_bandwidth=machine.slow_bandwidth / 2,
-        within={groups: rate / 2 for groups, rate in machine.within.items()},
-    )
-    at = _grids(settings)
-    return fourd.times(half, _model(settings), at, np.ones(len(at)), settings.batch)[0].total
+    """Seconds a step as `axonn plan --strategy axonn` has them by default."""
+    return _times(machine, settings).total
 
 
 def counted(machine: Machine, settings: Settings) -> Floats:
     """Seconds a step with what a rank sends counted over all layers, as sizes that are "auto" are chosen, and none of it hidden."""
-    at = _grids(settings)
-    timed, _ = fourd.times(machine, _model(settings), at, np.ones(len(at)), settings.batch)
+    timed = _times(machine, settings)
     return timed.compute + timed.memory + seconds(machine, [_candidate(settings, grid) for grid in settings.grids])
 
 
@@ -46,6 +34,12 @@ def collectives(machine: Machine, settings: Settings) -> list[dict[str, float]]:
     """Seconds of a step's collectives by axis, for every grid."""
     by_axis = seconds_by_axis(machine, [_candidate(settings, grid) for grid in settings.grids])
     return [{axis: float(values[i]) for axis, values in by_axis.items()} for i in range(len(settings.grids))]
+
+
+def _times(machine: Machine, settings: Settings) -> Times:
+    at = _grids(settings)
+    on, run = calibrated(machine, "calibrated"), Setting(float32=True)
+    return fourd.times(on, _model(settings), at, np.ones(len(at)), settings.batch, "calibrated", run)[0]
 
 
 def _candidate(settings: Settings, grid: Grid) -> Candidate:
@@ -60,4 +54,6 @@ def _grids(settings: Settings) -> Grids:
 
 
 def _model(settings: Settings) -> Transformer:
-    return Transformer("gpt", settings.layers, settings.hidden, settings.heads, settings.context)
+    return Transformer(
+        "gpt", settings.layers, settings.hidden, settings.heads, settings.context, vocabulary=settings.model.vocabulary
+    )
