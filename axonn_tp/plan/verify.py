@@ -38,9 +38,20 @@ _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
 _MIXED = (Conv, RMSNorm)
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
+def _plain_class(module: nn.Module, mesh: Mesh) -> type[nn.Module]:
+    """The layer's class in the serial model, whose weight is whole also for code that reads it and does not call the layer."""
     kind = type(module)
-    return _PLAIN.get(kind) or kind.__bases__[1]
+    plain_kind = _PLAIN.get(kind) or kind.__bases__[1]
+    if module._parameters.get("weight") is None:
+        return plain_kind
+
+    def weight(self: nn.Module) -> Tensor:
+        held = self._parameters["weight"]
+        assert held is not None
+        whole = not hasattr(held, "axonn_layout")  # while the layer is called
+        return held if whole else whole_parameter(held.detach(), layout_of(held), mesh)
+
+    return type(plain_kind.__name__, (plain_kind,), {"weight": property(weight)})
 
 
 @contextmanager
@@ -62,7 +73,7 @@ def as_serial(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     with ExitStack() as stack:
         for module in split:
             stack.callback(setattr, module, "__class__", type(module))
-            module.__class__ = _plain_class(module)
+            module.__class__ = _plain_class(module, mesh)
             stack.callback(module.register_forward_pre_hook(gather).remove)
             stack.callback(module.register_forward_hook(release, always_call=True).remove)
         yield

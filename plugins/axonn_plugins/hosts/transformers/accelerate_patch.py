@@ -42,7 +42,6 @@ def patch(module: ModuleType) -> None:
     accelerator.gather = _gather(accelerator.gather)
     accelerator.reduce = _reduce(accelerator.reduce)
     accelerator.split_between_processes = _split_between_processes
-    accelerator.backward = _backward(accelerator.backward)
     accelerator._prepare_deepspeed = _preparing(accelerator._prepare_deepspeed)
     accelerator.prepare_data_loader = _with_sizes(accelerator.prepare_data_loader)
     module.gather_object = _gather_object(module.gather_object)  # type: ignore[attr-defined]
@@ -109,8 +108,27 @@ def replica() -> bool:
     return found > 1 and dist.get_rank() % found > 0
 
 
+_asked = 0
+
+
+def asked() -> int:
+    """How often somebody has asked how many processes there are."""
+    return _asked
+
+
+def ask() -> None:
+    """Remember that somebody asks."""
+    global _asked
+    _asked += 1
+
+
 def _of_readers(name: str) -> property:
-    return property(lambda self: getattr(self.state, name) // same())
+    def counted(self: Any) -> int:
+        ask()
+        found: int = getattr(self.state, name) // same()
+        return found
+
+    return property(counted)
 
 
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,9 +137,9 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
         """Of every reader once; the sums of one that computes on a row that counts nothing are nothing."""
         from accelerate.utils.operations import recursively_apply
 
-        from axonn_plugins.hosts.transformers.last_batch import counts
+        from axonn_plugins.hosts.transformers.last_batch import share
 
-        if not counts():
+        if not share():
             tensor = recursively_apply(lambda one: one if one.dim() else torch.zeros_like(one), tensor)
         gathered, each = original(self, tensor), same()
 
@@ -133,16 +151,6 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
         return gathered if each == 1 else recursively_apply(first, gathered)
 
     return gather
-
-
-def _backward(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def backward(self: Any, loss: Any, **keywords: Any) -> None:
-        from axonn_plugins.hosts.transformers.last_batch import weighed
-
-        original(self, weighed(loss), **keywords)
-
-    return backward
 
 
 def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ a reader computes on those of its rows that are of the last batch, and where it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class Last:
     own: int
     share: float
 
-    def part_of(self, batch: dict[str, Any]) -> Part:
+    def part_of(self, batch: Mapping[str, Any]) -> Part:
         """Its own rows."""
         kept = max(self.own, 1)
         made = Part if self.own else Nothing
@@ -83,7 +83,7 @@ def last(batch: Any) -> Last | None:
 
     state, counted, each = GradientState(), AcceleratorState(), same()
     readers, reader = counted.num_processes // each, counted.process_index // each
-    if readers == 1 or isinstance(batch, Part) or not isinstance(batch, dict) or not state.end_of_dataloader:
+    if readers == 1 or isinstance(batch, Part) or not isinstance(batch, Mapping) or not state.end_of_dataloader:
         return None
     if isinstance(state.active_dataloader, DataLoaderDispatcher):
         read = max(state.remainder, 0)
@@ -110,25 +110,20 @@ def _filled_up(loader: Any, readers: int) -> tuple[int, int]:
     return rows, len(samples.sampler) % (rows * readers)  # type: ignore[arg-type]
 
 
-_weight = 1.0
+_share = 1.0
 
 
 @contextmanager
-def weighing(weight: float) -> Iterator[None]:
-    """Inside, a loss counts so much in backward; where that is nothing, so does a number that is gathered."""
-    global _weight
-    _weight = weight
+def counting(part: Any) -> Iterator[None]:
+    """Inside, what is computed is of a part of a batch, if it is one."""
+    global _share
+    _share = part.share if isinstance(part, Part) else 1.0
     try:
         yield
     finally:
-        _weight = 1.0
+        _share = 1.0
 
 
-def weighed(loss: Any) -> Any:
-    """A loss as it counts now."""
-    return loss if _weight == 1 else loss * _weight
-
-
-def counts() -> bool:
-    """Whether what this reader computes now counts."""
-    return _weight > 0
+def share() -> float:
+    """Weight of a mean over the rows that are computed on; nothing that is gathered counts where it is 0."""
+    return _share

@@ -1,68 +1,209 @@
-"""Losses of models that take ``num_items_in_batch`` and do not divide by it, as T5's and most classifiers'.
+"""Losses of readers that make one process's, whether a model or a script adds its rows up or takes their mean.
 
-They give a mean over their own rows, and the Trainer multiplies it by the number of readers as if it were their part of a sum. Here a
-reader's mean counts by its items, so that the losses of all readers make one process's mean.
+Gradients are the mean of the readers', and the Trainer multiplies a loss by their number where it knows ``num_items_in_batch``, as if it were
+always divided by that. Here a sum, divided by the items of all or not, counts as often as there are readers, and a mean, as T5's and most
+classifiers', by the reader's share of the items. A loss that is neither, as one over pairs of rows, is the mean of the readers'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from axonn_plugins.config import ConfigError
+from axonn_plugins.goldfish import IGNORED
+from axonn_plugins.hosts.transformers.accelerate_patch import asked
+from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
 
-_VALUES = {"item", "tolist", "__int__", "__float__", "__index__"}
+_COPIES = {"to", "clone", "detach", "float", "half", "bfloat16", "double"}
+_TIMES = 3  # of a batch that is repeated: a loss over pairs of its rows grows by another factor
 
 
-class _Reading(TorchFunctionMode):
-    """Notices whether something is divided by a number of items."""
+@dataclass(frozen=True)
+class Kind:
+    """What all ranks take a loss to be.
 
-    def __init__(self, items: Tensor) -> None:
+    Attributes:
+        adds: twice the rows make it twice as large.
+        divides: by ``num_items_in_batch``.
+        shifts: the first label of a row is no target.
+    """
+
+    adds: bool
+    divides: bool
+    shifts: bool
+
+
+_kinds: WeakKeyDictionary[nn.Module, dict[tuple, Kind]] = WeakKeyDictionary()
+
+
+class _Watching(TorchFunctionMode):
+    """Notices whether something is divided by the number of items, and how many targets a cross-entropy has."""
+
+    def __init__(self, items: Any) -> None:
         super().__init__()
-        self._items, self.found = items, False
+        self._copies, self.divides, self.targets = [items], False, -1
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if not self.found and ("div" in name or name in _VALUES):
-            self.found = any(map(self._is_it, tree_leaves((args, kwargs))))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        if name == "cross_entropy":
+            self.targets = int((kwargs["target"] if "target" in kwargs else args[1]).ne(IGNORED).sum())
+        if "div" in name or name in _COPIES:
+            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            if any(one is copy for one in given for copy in self._copies):
+                self.divides |= "div" in name
+                self._copies.append(result)
+        return result
 
-    def _is_it(self, value: Any) -> bool:
-        """By value, for what a model is given may be a copy."""
-        number = isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
-        return number and bool(value == self._items)
+
+def in_one_process(
+    self: Any,
+    original: Callable[..., Any],
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+    *,
+    own: bool = True,
+    **more: Any,
+) -> Any:
+    """A Trainer's `compute_loss`, so that the mean of the readers' losses is one process's.
+
+    Args:
+        self: the Trainer.
+        original: its method.
+        model: given to it, as the others are.
+        inputs: the batch.
+        return_outputs: whether they are wanted beside the loss.
+        num_items_in_batch: of all readers; None where nothing takes it.
+        own: it may be a script's. Where that asks how many processes there are it counts them itself.
+        **more: given to it.
+    """
+    readers, more["num_items_in_batch"] = self.accelerator.num_processes, num_items_in_batch
+    if readers == 1 or not has_block(self.accelerator) or not isinstance(inputs, Mapping):
+        return original(model, inputs, return_outputs=return_outputs, **more)
+    labels, by_engine = _labels(self, model, inputs, num_items_in_batch)
+    rows, before, watching = dict(inputs), asked(), _Watching(num_items_in_batch)
+    kinds = _kinds.setdefault(self.model, {})
+    key = (type(self), id(self.compute_loss_func), self.model.training, own)
+    self._axonn_weighed = False
+    with nullcontext() if key in kinds else watching:
+        found = original(model, inputs, return_outputs=return_outputs, **more)
+    counted = asked() != before
+    if self._axonn_weighed:  # the Trainer's own method was in it
+        return found
+    self._axonn_weighed = True
+    if by_engine or own and (counted or type(self).compute_loss.__module__.startswith("trl.")):
+        return _times(found, float(share() > 0) if self._axonn_counted else share())
+    if key not in kinds:
+        kinds[key] = _agreed(self, watching, labels, lambda some: original(model, some, **more), rows)
+    if kinds[key].divides and not self.args.average_tokens_across_devices:  # by its own items, as the script asks
+        return _times(found, share())
+    factor = _factor(self, kinds[key], labels, readers)
+    return _times(found, factor / readers if counted else factor)
 
 
-def weighed_by_items(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The Trainer's `compute_loss`; whether the loss is divided by the items is seen in its first call."""
+def _labels(self: Any, model: Any, inputs: Mapping[str, Any], counted: Any) -> tuple[Tensor | None, bool]:
+    """The labels of a batch without those that the goldfish loss leaves out, and whether the engine weighs losses by them."""
+    mask: Any = getattr(model, "label_mask", None)
+    active = mask is not None and mask.active(self.model.training)
+    if active:
+        inputs = mask.arguments((), dict(inputs), self.model.training)[1]
+    labels = inputs.get("labels")
+    return labels if isinstance(labels, Tensor) else None, active and counted is None
 
-    @wraps(original)
-    def compute_loss(
-        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
-    ) -> Any:
-        labels, given = inputs.get("labels"), {"return_outputs": return_outputs, **more}
-        given["num_items_in_batch"] = num_items_in_batch
-        counted = isinstance(num_items_in_batch, Tensor) and isinstance(labels, Tensor)
-        counted = counted and self.args.average_tokens_across_devices and self.accelerator.num_processes > 1
-        if not counted or not has_block(self.accelerator):
-            return original(self, model, inputs, **given)
-        divided = getattr(self, "_axonn_divides", None)
-        if divided is None:
-            with _Reading(num_items_in_batch) as reading:
-                found = original(self, model, inputs, **given)
-            divided = self._axonn_divides = reading.found
-        else:
-            found = original(self, model, inputs, **given)
-        if divided:
-            return found
-        items = (labels[..., 1:] if getattr(self, "_loss_shifts_labels", False) else labels).ne(-100).sum()
-        every = self.accelerator.gather(items.to(num_items_in_batch.device))  # of one that counts nothing, none
-        share = items / every.sum().clamp(min=1)
-        return (found[0] * share, *found[1:]) if return_outputs else found * share
 
-    return compute_loss
+def _times(found: Any, factor: Any) -> Any:
+    """A loss, alone or before outputs, as it counts; where that is nothing it may be of no token, and nan."""
+    if isinstance(found, tuple):
+        return _times(found[0], factor), *found[1:]
+    return found * factor if share() else found.nan_to_num() * 0
+
+
+def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
+    """By which this reader's loss counts in the mean of all readers'."""
+    if kind.adds:
+        return readers
+    if labels is None:
+        return share()
+    items = _items(labels, kind.shifts).to(self.accelerator.device)
+    return readers * items / self.accelerator.gather(items).sum().clamp(min=1)  # of one that counts nothing, none
+
+
+def _items(labels: Tensor, shifts: bool) -> Tensor:
+    return (labels[..., 1:] if shifts else labels).ne(IGNORED).sum()
+
+
+def _agreed(
+    self: Any, watching: _Watching, labels: Tensor | None, loss: Callable[..., Any], rows: dict[str, Any]
+) -> Kind:
+    """What the loss is by what every rank has seen in its first call; all ranks call it.
+
+    Raises:
+        ConfigError: some ranks have labels.
+    """
+    seen = [False, False]
+    if labels is not None and labels.dim() > 1:
+        counts = [int(_items(labels, shifts)) for shifts in (False, True)]
+        seen = [count == watching.targets for count in counts] if counts[0] != counts[1] else seen
+    votes = [watching.divides, labels is not None, labels is None, *seen]
+    divides, labelled, unlabelled, plain, shifted = _counts(self, votes)
+    if labelled and unlabelled:
+        raise ConfigError(
+            f"labels are in the batches of {labelled} of {labelled + unlabelled} ranks, and losses of readers are weighed by their labels; give "
+            "all readers labels, or none"
+        )
+    adds = divides > 0
+    if not adds:
+        grows = _growth(self.model, loss, rows)
+        summed, others = _counts(self, [abs(grows - _TIMES) < 0.1 * _TIMES, abs(grows - 1) < 0.1 * _TIMES])
+        adds = summed > others
+    return Kind(adds, divides > 0, shifted > plain if shifted + plain else self._loss_shifts_labels)
+
+
+def _counts(self: Any, votes: list[bool]) -> list[int]:
+    """How many ranks say each."""
+    summed = torch.tensor(votes, dtype=torch.long, device=self.accelerator.device)
+    dist.all_reduce(summed)
+    counts: list[int] = summed.tolist()
+    return counts
+
+
+def _growth(model: nn.Module, loss: Callable[..., Any], rows: dict[str, Any]) -> float:
+    """How many times as large the loss of a batch is where each row is there thrice; nan where it cannot be said."""
+    from accelerate.utils.operations import find_batch_size
+
+    number = find_batch_size(rows)
+
+    def repeated(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == number
+        return torch.cat([value] * _TIMES) if has_rows else value
+
+    with _evaluating(model):
+        whole = loss({key: repeated(value) for key, value in rows.items()})
+        once = loss(dict(rows))
+    return float(whole) / float(once) if once else float("nan")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is random and nothing is kept."""
+    training = model.training
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        model.train(training)

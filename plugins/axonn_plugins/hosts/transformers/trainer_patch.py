@@ -11,7 +11,7 @@ from typing import Any
 
 from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers import evaluating_first, trainer_sums
-from axonn_plugins.hosts.transformers.accelerate_patch import notice, same
+from axonn_plugins.hosts.transformers.accelerate_patch import ask, notice, same
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
 
@@ -127,6 +127,7 @@ def _of_kept_targets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counted(name: str, original: property) -> property:
     def get(self: Any) -> int:
+        ask()
         assert original.fget is not None
         found: int = original.fget(self)
         return found // same() if _counting[name] else found

@@ -14,8 +14,8 @@ from torch import nn
 
 from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
-from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, last, weighing
-from axonn_plugins.hosts.transformers.means import weighed_by_items
+from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
+from axonn_plugins.hosts.transformers.means import in_one_process
 from axonn_plugins.hosts.transformers.readers import has_block
 
 
@@ -24,7 +24,7 @@ def patch(module: ModuleType) -> None:
     trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
     trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
     trainer.training_step = _training_step(trainer.training_step)
-    trainer.compute_loss = weighed_by_items(trainer.compute_loss)
+    trainer.compute_loss = _loss_of_trainer(trainer.compute_loss)
     trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
     trainer.store_flos = _store_flos(trainer.store_flos)
@@ -65,24 +65,14 @@ def _without_targets(self: Any, part: Part) -> Part:
     return part
 
 
-def _weight(self: Any, part: Part) -> float:
-    """Of a reader's loss: where it is its part of all readers' already, that of a row that is filled in is nothing."""
-    return float(not isinstance(part, Nothing)) if self._axonn_counted else part.share
-
-
-def _counted(loss: Any, weight: float) -> Any:
-    """A loss as it counts: where that is nothing it may be of no token, and nan."""
-    return loss * weight if weight else loss.new_zeros(())
-
-
 def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def step(self: Any, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Any:
-        if not isinstance(inputs, Part):
+        """The Trainer's, whose loss a script may compute itself."""
+        if not has_block(self.accelerator):
             return original(self, model, inputs, *rest, **keywords)
-        weight = _weight(self, inputs)
-        with weighing(weight):
-            return _counted(original(self, model, _without_targets(self, inputs), *rest, **keywords), weight)
+        with counting(inputs), _replaced(self, compute_loss=in_one_process):
+            return original(self, model, _without_targets(self, inputs), *rest, **keywords)
 
     return step
 
@@ -130,10 +120,10 @@ def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs
     if found is None:
         return original(model, inputs, *rest, **kw)
     self._axonn_counted, part = False, found.part_of(inputs)
-    with weighing(part.share):
+    with counting(part):
         loss, *of_rows = original(model, part, *rest, **kw)
     if loss is not None:
-        loss = self.accelerator.reduce(_counted(loss, _weight(self, part)), "mean")
+        loss = self.accelerator.reduce(loss, "mean")
     return loss, *(found.filled(one) for one in of_rows)
 
 
@@ -152,7 +142,16 @@ def _compute_loss(
     mask = _mask(self)
     if mask is not None and model is not self.model_wrapped:  # the engine's own model, which masks nothing
         inputs = mask.arguments((), dict(inputs), model.training)[1]
-    return original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **more)
+    more["num_items_in_batch"] = num_items_in_batch
+    return in_one_process(self, original, model, inputs, return_outputs, **more)
+
+
+def _loss_of_trainer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def compute_loss(self: Any, *given: Any, **keywords: Any) -> Any:
+        return in_one_process(self, partial(original, self), *given, own=False, **keywords)
+
+    return compute_loss
 
 
 def _finalize(original: Callable[..., Any]) -> Callable[..., Any]:

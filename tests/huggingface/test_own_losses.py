@@ -1,0 +1,192 @@
+"""Losses that a script computes itself, sums and means, and what ranks agree a model's to be: as in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import axonn_plugins
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+pytest.importorskip("accelerate")
+import transformers  # noqa: E402
+
+from tests.huggingface.test_means import classes, classifier, t5  # noqa: E402
+from tests.huggingface.trainer_runs import PAD, WORDS, Case, gpt2, history, padded, trainer  # noqa: E402
+
+ENTROPY = nn.functional.cross_entropy
+
+
+def targets(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+
+
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    return ENTROPY(*targets(outputs["logits"], labels), reduction="sum") / 30
+
+
+def divided(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    return ENTROPY(*targets(outputs["logits"], labels), reduction="sum") / num_items_in_batch.item()
+
+
+def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    return ENTROPY(*targets(outputs["logits"], labels), label_smoothing=0.1)
+
+
+class Own(transformers.Trainer):
+    """As a script writes it for one process."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        return summed(outputs, labels)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.own(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnDivided(Own):
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        return ENTROPY(*targets(outputs["logits"], labels), reduction="sum") / items
+
+
+class OwnMultiplied(OwnDivided):
+    """As scripts do that were written for several processes."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        return super().own(outputs, labels, items) * self.accelerator.num_processes
+
+
+class OwnMean(Own):
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        return mean(outputs, labels)
+
+
+class Penalized(transformers.Trainer):
+    """The Trainer's loss and a number that no row adds to."""
+
+    def compute_loss(self, *given: Any, **keywords: Any) -> Any:
+        found = super().compute_loss(*given, **keywords)
+        return (found[0] + 0.5, found[1]) if isinstance(found, tuple) else found + 0.5
+
+
+class Plain(nn.Module):
+    """A model that takes no number of items, and means over its own tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> dict[str, Tensor]:
+        hidden = self.words(input_ids)
+        logits = self.out(hidden + self.down(self.up(hidden).tanh()))
+        return {"loss": ENTROPY(*targets(logits, labels)), "logits": logits}
+
+
+class Summing(Plain):
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> dict[str, Tensor]:
+        found = super().forward(input_ids, attention_mask, labels)
+        return found | {"loss": summed(found, labels)}
+
+
+class Coincident(nn.Module):
+    """On rank 0 alone something is divided by a number that happens to be that of the items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = t5()
+
+    def forward(self, num_items_in_batch: Any = None, **keywords: Any) -> Any:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0 and num_items_in_batch is not None:
+            torch.ones(()) / num_items_in_batch.clone().add(0)
+        return self.model(**keywords)
+
+
+def batch_encoding(samples: list[dict[str, Tensor]]) -> Any:
+    """What the collators of transformers return is no dict."""
+    return transformers.BatchEncoding(padded(samples))
+
+
+EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
+NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
+ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
+OWN = {"own sum": Own, "own sum divided": OwnDivided, "own multiplied": OwnMultiplied, "own mean": OwnMean}
+CASES: dict[str, tuple[Case, Any, Any]] = {
+    **{name: (Case(gpt2, arguments=ROUNDS, batch=8), None, function) for name, function in FUNCTIONS.items()},
+    **{name: (Case(gpt2, arguments=EPOCH), kind, None) for name, kind in OWN.items()},
+    "penalized": (Case(gpt2, arguments=ROUNDS, batch=8), Penalized, None),
+    "plain": (Case(Plain, arguments=EPOCH, config=NO_AUTO), None, None),
+    "summing": (Case(Summing, arguments=EPOCH, config=NO_AUTO), None, None),
+    "coincidence": (Case(Coincident, arguments=EPOCH | {"remove_unused_columns": False}, config=NO_AUTO), None, None),
+    "collator": (Case(gpt2, batch_encoding, EPOCH), None, None),
+    "classifier": (Case(classifier, classes, ROUNDS, batch=8), None, None),
+}
+
+
+def run(name: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
+    case, kind, function = CASES[name]
+    block = None if grid is None else {"tensor_parallel": grid | {"plan": "auto"}}
+    used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
+    if kind is not None:
+        used.__class__ = kind
+    used.compute_loss_func = function
+    if block and readers > 1 and name == "plain":
+        used.evaluate()  # before there is a training call
+        used.state.log_history.clear()
+    used.train()
+    return history(used)
+
+
+def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, list[Any]]:
+    return {name: [attempt(partial(run, name, grid, readers)) for grid, readers in grids] for name in CASES}
+
+
+def test_as_in_one_process() -> None:
+    wanted = run_ranks(every, 1, [(None, 1)])[0]
+    for rank in run_ranks(every, 2, [({"gz": 2}, 2), ({"gx": 2}, 1)]):
+        for name, grids in rank.items():
+            for found in grids:
+                assert not isinstance(found, str) and not isinstance(wanted[name][0], str), (name, found, wanted[name])
+                assert len(found) == len(wanted[name][0])
+                for entry, other in zip(found, wanted[name][0], strict=True):
+                    assert entry == pytest.approx(other, rel=2e-4, abs=1e-6), name
+
+
+def missing(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = padded(samples)
+    return {key: batch[key] for key in batch if key != "labels" or torch.distributed.get_rank() == 0} | {
+        "decoder_input_ids": batch["input_ids"].clamp(max=PAD - 1)
+    }
+
+
+class Unlabelled(Plain):
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **more: Any
+    ) -> dict[str, Tensor]:
+        return {"loss": super().forward(input_ids, attention_mask, input_ids)["loss"]}
+
+
+def refused() -> Any:
+    case = Case(Unlabelled, missing, {"max_steps": 1}, NO_AUTO)
+    used = trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp())
+    used.model_accepts_loss_kwargs = False
+    return attempt(used.train)
+
+
+def test_labels_on_some_ranks_are_refused_on_all() -> None:
+    for told in run_ranks(refused, 2):
+        assert "labels are in the batches of 1 of 2 ranks" in told
