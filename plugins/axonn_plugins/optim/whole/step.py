@@ -135,26 +135,37 @@ class WholeStep:
             inner.param_groups[group].update({key: value for key, value in options.items() if key != "params"})
 
     def _step(self, chunk: Chunk, held: list[Held], options: Mapping[str, Any]) -> None:
-        rule, exchange = chunk[0].rule, self._exchange(chunk)
+        rule, found = chunk[0].rule, list[list[Tensor] | None]()
         sent = [rule.send(options, one) for one in held]
-        brought = [exchange.bring(vectors) for vectors in zip(*sent, strict=True)]
-        found: list[list[Tensor] | None] = []
-        for number, (matrix, one) in enumerate(zip(chunk, held, strict=True)):
-            mine = [vectors[number] for vectors in brought]
+        for matrix, one, mine in zip(chunk, held, self._bring(chunk, sent), strict=True):
             if rule.everywhere or matrix.owner is not None:
-                here = [vector for vector in mine if vector is not None]
-                found.append(rule.whole(options, one, here) if here else None)
+                found.append(rule.whole(options, one, mine) if mine else None)
             else:
-                found.append(self._divided(matrix, options, mine[0]))
+                found.append(self._divided(matrix, options, mine[0] if mine else None))
         if rule.everywhere:
             for matrix, one, results in zip(chunk, held, found, strict=True):
                 assert results is not None
                 rule.take(options, one, [self._part(matrix, whole) for whole in results])
             return
         like = [vectors[0] for vectors in sent]
-        back = exchange.give_back([None if results is None else results[0] for results in found], like)
+        back = self._exchange(chunk).give_back([None if results is None else results[0] for results in found], like)
         for one, part in zip(held, back, strict=True):
             rule.take(options, one, [part])
+
+    def _bring(self, chunk: Chunk, sent: list[list[Tensor]]) -> list[list[Tensor]]:
+        """What this rank wants of each matrix, of all that is sent of it; nothing where it wants none."""
+        kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for number, vectors in enumerate(sent):
+            for place, vector in enumerate(vectors):
+                kinds.setdefault(vector.dtype, []).append((number, place))
+        mine: list[dict[int, Tensor]] = [{} for _ in chunk]
+        for members in kinds.values():
+            exchange = self._exchange([chunk[number] for number, _ in members])
+            cuts = exchange.bring([sent[number][place] for number, place in members])
+            for (number, place), cut in zip(members, cuts, strict=True):
+                if cut is not None:
+                    mine[number][place] = cut
+        return [[cuts[place] for place in sorted(cuts)] for cuts in mine]
 
     def _divided(self, matrix: _Matrix, options: Mapping[str, Any], panel: Tensor | None) -> list[Tensor] | None:
         rows, columns = matrix.spread.shape
