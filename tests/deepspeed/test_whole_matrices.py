@@ -12,7 +12,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from axonn_plugins.autoload import activate  # noqa: E402
