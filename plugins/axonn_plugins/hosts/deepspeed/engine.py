@@ -21,6 +21,7 @@ from torch import nn
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
+from axonn_plugins.hosts.common.elementwise import check_by_parameter
 from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import (
@@ -140,6 +141,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         self._axonn = self._settings(block)
         problem, split = None, Split({})
         try:
+            check_by_parameter(optimizer, block.samo is not None)
             check_shapes(model)
             mask_of(block, model)
             split = self._find_split(model)

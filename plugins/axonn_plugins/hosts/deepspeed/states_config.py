@@ -8,6 +8,7 @@ from typing import Any
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.hosts.common.elementwise import OF_PRUNED
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
     enabled,
@@ -198,6 +199,10 @@ def _of_others(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
     kind, settings = str(optimizer.get("type", "")), section(optimizer, "params")
     return [
         *of_optimizer(kind),
+        (
+            key == "axonn.samo" and needs_whole_matrices(kind),
+            f"optimizer.type = {kind} {OF_PRUNED}; use an element-wise one such as AdamW",
+        ),
         (
             kind.lower() == "lion",
             f"optimizer.type = {kind} is DeepSpeed's own kernel, which {key} cannot run in tiles; use Adam, AdamW, SGD or Adagrad",

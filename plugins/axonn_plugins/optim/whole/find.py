@@ -63,7 +63,10 @@ def make_inner(
 def _rule(
     inner: torch.optim.Optimizer, options: dict[str, Any], group: dict[str, Any], mesh: Mesh | None
 ) -> Rule | None:
-    own = getattr(inner, "rule_of", None)
+    name, own = type(inner).__name__, getattr(inner, "rule_of", None)
+    against = reason_against(name)
+    if against is not None:
+        raise ValueError(f"{name} {against}, and no rank has all of them; use an element-wise one such as AdamW")
     known = own(options) if own is not None else Muon() if type(inner) is getattr(torch.optim, "Muon", None) else None
     if known is not None and mesh is not None:
         return known
@@ -71,10 +74,6 @@ def _rule(
         for device, dtype in {(p.device, torch.promote_types(p.dtype, torch.float32)) for p in group["params"]}:
             examine(inner, options, torch.zeros(0, device=device, dtype=dtype), {})
     except Exception:  # what of an optimizer cannot step a vector is its own affair
-        name = type(inner).__name__
-        against = reason_against(name)
-        if against is not None:
-            raise ValueError(f"{name} {against}, so it cannot step shards; use Muon, Adam, AdamW or SGD") from None
         if mesh is None:
             raise
         return AsItIs(inner)

@@ -250,7 +250,7 @@ def _matrices(stores: list[Store], rules: Mapping[int, Rule], mesh: Mesh) -> Ite
                 if entry.group in rules:
                     if entry.index is not None:
                         raise ValueError(
-                            f"{entry.name!r} is pruned, and its optimizer looks at the whole of it: what it does to a kept weight would hang "
-                            "on pruned ones; use an element-wise optimizer, or do not prune it"
+                            f"{entry.name!r} is pruned, and its optimizer moves a kept weight by what pruned ones' gradients are; use an "
+                            "element-wise optimizer, or do not prune it"
                         )
                     yield _Matrix(entry, store, bucket, segments.get(entry), mesh, rules[entry.group])

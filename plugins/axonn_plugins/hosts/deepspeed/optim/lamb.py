@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Lamb(torch.optim.Optimizer):
@@ -55,16 +56,16 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = 0
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
-        average = state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-        squares = state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - beta2)
+        average = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
         root = (squares + group["eps"]).sqrt() if group["eps_inside_sqrt"] else squares.sqrt() + group["eps"]
         update = average / root + group["weight_decay"] * parameter
         weights, length = parameter.norm(), update.norm()

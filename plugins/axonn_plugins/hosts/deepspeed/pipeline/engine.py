@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.common import replicas
+from axonn_plugins.hosts.common.elementwise import check_by_parameter
 from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
@@ -111,6 +112,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         try:
             if self._ted is None and (self._split is not None or self._owns):
                 refuse_experts(model)
+            if self._split is not None or self._owns:
+                check_by_parameter(optimizer, block.samo is not None)
         except ValueError as error:
             return str(error)
         return None
