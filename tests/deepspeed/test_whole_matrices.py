@@ -10,6 +10,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -18,6 +19,7 @@ from axonn_plugins.autoload import activate  # noqa: E402
 from axonn_plugins.hosts.deepspeed.optim.lamb import Lamb  # noqa: E402
 from axonn_tp import layout_of  # noqa: E402
 from tests import groups  # noqa: E402
+from tests.compose import training  # noqa: E402
 from tests.distributed import run_ranks  # noqa: E402
 
 activate()
@@ -199,4 +201,40 @@ def everything(folder: str) -> dict[str, float]:
 
 def test_weights_are_the_serial_optimizers(tmp_path: Path) -> None:
     for rank in run_ranks(everything, 4, str(tmp_path)):
+        assert {name: apart for name, apart in rank.items() if not apart <= 1e-9} == {}
+
+
+def composed(cases: dict[str, training.Case]) -> dict[str, float]:
+    """Losses of a pipeline, or of experts, on a grid beside those of one process, by Muon."""
+    training.ready(all(case.stages for case in cases.values()))
+    torch._dynamo.config.disable = True
+    found = {}
+    for name, case in cases.items():
+        engine = training.start(case)
+        losses, _ = training.train(engine, case)
+        readers = training.readers_of(case, engine)
+        engine.destroy()
+        model = case.serial()
+        step, wanted = muon_by_hand(model, case.clip), []
+        for micros in case.batches(readers):
+            model.zero_grad()
+            parts = [model(ids[:, :-1], ids[:, 1:]) / (len(micros) * readers) for micro in micros for ids in micro]
+            sum(parts[1:], parts[0]).backward()
+            wanted.append(sum(part.item() for part in parts))
+            step()
+        found[name] = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    return found
+
+
+GRID = {"tensor_parallel": {"gx": 2, "plan": "auto"}}
+STAGED = {"pipeline": training.Case(GRID, stage=1, stages=2, extra={"optimizer": MUON})}
+MIXED = {
+    "experts": training.Case({"ted": {"tensor": 2}}, stage=1, experts=2, extra={"optimizer": MUON}),
+    "experts on the mesh": training.Case({"ted": {}, **GRID}, stage=0, experts=2, extra={"optimizer": MUON}),
+}
+
+
+@pytest.mark.parametrize("cases", [STAGED, MIXED], ids=["staged", "mixed"])
+def test_beside_stages_and_experts(cases: dict[str, training.Case]) -> None:
+    for rank in run_ranks(composed, 4, cases):
         assert {name: apart for name, apart in rank.items() if not apart <= 1e-9} == {}
