@@ -135,7 +135,7 @@ def block_of(sizes: dict[str, int]) -> dict[str, Any]:
 
 def others() -> Iterator[tuple[str, float]]:
     """Other optimizers and other places of states, each on one grid."""
-    lamb = {"lr": 0.02, "weight_decay": 0.1}
+    lamb: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     makers: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
         "Lamb": ({"type": "Lamb", "params": lamb}, lambda given: Lamb(given, **lamb)),
         "Adafactor": (

@@ -171,7 +171,7 @@ class Counted:
             self._bytes[1] += tensor.nbytes if tensor.dim() == 2 else 0
             return add(tensor, *rest, **keywords)
 
-        dist.all_to_all_single, dist.all_reduce = all_to_all_single, all_reduce
+        dist.all_to_all_single, dist.all_reduce = all_to_all_single, all_reduce  # type: ignore[assignment]
 
     def __exit__(self, *_: Any) -> None:
         dist.all_to_all_single, dist.all_reduce = self._real
@@ -190,7 +190,7 @@ def expected(optimizer: FlatOptimizer, mesh: Mesh, first: bool) -> list[int]:
         elif matrix.owner is not None:
             wanted, vectors, back = {matrix.owner: whole}, 1, 1
         else:
-            wanted, vectors, back = panels(Work(*shape, 5, 8), RANKS), 1, 1
+            wanted, vectors, back = panels((shape[0], shape[1]), RANKS), 1, 1
             summed += 5 * min(shape) ** 2 * 8
         size = 2 if type(matrix.rule) is Muon else 8
         one = Exchange([spread], [wanted], rank, None)
@@ -266,7 +266,7 @@ def test_panels_come_together(name: str) -> None:
         spread.layout.shard(serial_one, spread.grid, spread.grid.coordinates(rank)).reshape(-1) for rank in range(world)
     ]
     parts = [local[slice(*spread.span(rank))] for rank, local in enumerate(locals_)]
-    wanted = panels(Work(*spread.shape, 1, 4), world)
+    wanted = panels((spread.shape[0], spread.shape[1]), world)
     found = swapped([Exchange([spread], [wanted], rank, None) for rank in range(world)], parts)
     for place, panel in enumerate(found):
         assert (panel is None) == (place not in wanted)

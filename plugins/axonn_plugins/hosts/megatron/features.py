@@ -57,12 +57,6 @@ FEATURES = (
     Feature(
         "use_tp_pp_dp_mapping", "z lies inside the data-parallel ranks, which must be next to the tensor-parallel ones"
     ),
-    Feature(
-        "optimizer",
-        "it would take a rank's block of a matrix on x, y and z for the whole",
-        "use adam or sgd, or Muon under DeepSpeed",
-        ("adam", "sgd"),
-    ),
     Feature("use_sharp", "it is for one group of Megatron's, and gradients of weights are summed over others"),
     Feature("num_distributed_optimizer_instances", "z divides the data-parallel ranks already", _ONE, (1,)),
     Feature("use_megatron_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),

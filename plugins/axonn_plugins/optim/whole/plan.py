@@ -61,13 +61,13 @@ def travel_bytes(elements: int, ranks: int, itemsize: int) -> float:
     return elements * itemsize * (ranks - 1) / ranks / ranks
 
 
-def panels(work: Work, ranks: int) -> dict[int, Cut]:
-    """The panel of each rank, by place: consecutive elements of the longer side."""
-    size, rest = divmod(work.long, ranks)
+def panels(shape: tuple[int, int], ranks: int) -> dict[int, Cut]:
+    """The panel of each rank, by place: consecutive elements of the longer side of a matrix."""
+    size, rest = divmod(max(shape), ranks)
     ends = [place * size + min(place, rest) for place in range(ranks + 1)]
     spans = {place: slice(ends[place], ends[place + 1]) for place in range(ranks)}
-    tall = work.rows > work.columns
-    short = slice(0, work.short)
+    tall = shape[0] > shape[1]
+    short = slice(0, min(shape))
     return {place: (span, short) if tall else (short, span) for place, span in spans.items() if span.stop > span.start}
 
 

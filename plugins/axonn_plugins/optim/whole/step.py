@@ -41,7 +41,8 @@ class _Matrix:
         )
         self.entry, self.store, self.segment, self.rule = entry, store, segment, rule
         self.spread = Spread(layout, mesh.over(layout.grid).grid, share)
-        self.known, self.owner = Known(), None
+        self.known = Known()
+        self.owner: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -188,7 +189,7 @@ class WholeStep:
             return dict.fromkeys(range(family), whole)
         if matrix.owner is not None:
             return {matrix.owner: whole}
-        return panels(Work(*shape, 1, 1), family)
+        return panels((shape[0], shape[1]), family)
 
     def _part(self, matrix: _Matrix, whole: Tensor) -> Tensor:
         begin, end = matrix.spread.span(self._rank)
