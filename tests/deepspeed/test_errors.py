@@ -88,8 +88,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "both halves": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
     "autotp": ({"tensor_parallel": {"autotp_size": 2}}, ("autotp_size", "remove")),
     "sequence parallel": ({"sequence_parallel_size": 2}, ("sequence_parallel_size", "remove")),
-    "lamb": ({"optimizer": {"type": "Lamb"}}, ("optimizer.type = Lamb", "AdamW")),
-    "onebit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam", "AdamW")),
+    "onebit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam communicates", "AdamW")),
     "universal": ({"checkpoint": {"load_universal": True}}, ("load_universal", "remove")),
     "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
     "elasticity": ({"elasticity": {"enabled": True}}, ("elasticity", "remove")),
@@ -192,9 +191,9 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("zero_optimization.cpu_offload", "offload_optimizer"),
     ),
     "old stage": ("more = {'zero_optimization': True}", ("zero_optimization = true", '{"stage": 1}')),
-    "lamb": (
-        "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
-        ("Lamb", "AdamW"),
+    "prodigy": (
+        "class Prodigy(torch.optim.SGD): pass\nkeywords['optimizer'] = Prodigy(net.parameters(), lr=0.1)",
+        ("Prodigy takes the step's length", "AdamW"),
     ),
     "other block": (
         "tp['broadcast_inputs'] = rank == 0",

@@ -150,7 +150,7 @@ def test_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     [
         ({"zero_optimization": {"stage": 3}}, "stage = 3 gathers"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "DeepSpeed's own offload"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type = Lamb"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "optimizer.type = ZeroOneAdam"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = bf16"),
         ({"axonn": {"offload_optimizer": {"bucket_size": 7}}}, "bucket_size = 7 is not an integer of at least 1024"),
         ({"axonn": {"offload_optimizer": {"bucketsize": 7000}}}, 'use "bucket_size"'),

@@ -107,7 +107,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nothing left": ("samo['exclude'] = ['*']", ("no parameter to prune",)),
     "not element-wise": (
         "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",
-        ("Lamb", "AdamW"),
+        ("Lamb moves a kept weight by", "AdamW"),
     ),
     "masks of another sparsity": (
         "torch.save({'0.weight': torch.ones(12, 16)}, 'ones.pt'); samo['pruner'] = {'mask': 'ones.pt'}",

@@ -86,7 +86,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
         "zero_optimization.offload_optimizer.device = nvme is beyond host memory",
     ),
-    "optimizer": ({}, {}, {"optimizer": {"type": "Lamb", "params": {}}}, "optimizer.type = Lamb needs whole weight"),
+    "optimizer": (
+        {},
+        {},
+        {"optimizer": {"type": "ZeroOneAdam", "params": {}}},
+        "optimizer.type = ZeroOneAdam communicates",
+    ),
     "gradients": (
         {"tensor": 2},
         {},

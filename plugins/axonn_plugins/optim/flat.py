@@ -15,16 +15,16 @@ from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
 from axonn_plugins.optim.memory import state_bytes
 from axonn_plugins.optim.parameters import named_groups
-from axonn_plugins.optim.probe import examine, make_optimizer
 from axonn_plugins.optim.reducer import Reducer, gather_weights
 from axonn_plugins.optim.segments import make_tiles, step_tiles
 from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
-from axonn_plugins.optim.store import Entry, Store, make_stores
+from axonn_plugins.optim.store import Entry, Ranks, Store, make_stores, ranks_of
 from axonn_plugins.optim.tiles import Buffers
+from axonn_plugins.optim.whole.find import make_inner
+from axonn_plugins.optim.whole.step import WholeStep
+from axonn_tp import Mesh
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Ranks = tuple[dist.ProcessGroup | None, int]
-"""Who sums a parameter's gradients, and by what the sum is divided."""
 TILE = 2**18
 """Elements that one tile updates by default: their state fits into a core's cache, and calls cost little."""
 
@@ -54,6 +54,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
             every rank: for parameters that are shards, or that not all ranks have. By default their sum.
         gradient_dtype: in which gradients are accumulated and reduced, where it is wider than the parameters'.
+        mesh: how parameters lie on the ranks, for optimizers that look at whole ones (`optim.whole`), which are refused without.
 
     Attributes:
         overflow: whether the last step was skipped.
@@ -61,7 +62,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         on_gradients: called in each step when gradients are reduced, before their norm is taken.
 
     Raises:
-        ValueError: arguments that are not allowed; an optimizer that is not element-wise.
+        ValueError: arguments that are not allowed; an optimizer that cannot step parts of parameters.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
         gradient_dtype: torch.dtype | None = None,
         skip_nonfinite: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         if tile_size < 1:
             raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
@@ -91,7 +93,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
-        self.overflow, self.skip_nonfinite = False, skip_nonfinite
+        self.overflow, self.skip_nonfinite, self.mesh = False, skip_nonfinite, mesh
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
         groups, self.names = named_groups(params)
@@ -105,7 +107,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             for parameter in options["params"]:
                 if parameter.requires_grad:
                     parameter.data = parameter.data.contiguous()
-                    ranks, divisor = _ranks(group, parameter)
+                    ranks, divisor = ranks_of(group, parameter)
                     self.entries.append(Entry(self.names[parameter], parameter, number, None, ranks, divisor))
                 else:
                     self._frozen.append(parameter)
@@ -131,12 +133,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _make_inner(self) -> torch.optim.Optimizer:
-        inner = make_optimizer(self.factory, [{**group, "params": [torch.zeros(0)]} for group in self.param_groups])
-        inner.state.clear()
-        for options, group in zip(inner.param_groups, self.param_groups, strict=True):
-            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32)) for p in group["params"]}
-            for device, dtype in kinds:
-                examine(inner, options, torch.zeros(0, device=device, dtype=dtype), {})
+        inner, self.rules = make_inner(self.factory, self.param_groups, self.mesh)
         return inner
 
     def _select(self) -> None:
@@ -146,8 +143,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype)
         self.reducer = Reducer(self.stores)
-        self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size)]
+        self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size, self.rules)]
         self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
+        self._whole = None
+        if self.rules and self.mesh is not None:
+            self._whole = WholeStep(self.stores, self.rules, inner.param_groups, self.mesh, self.bucket_bytes)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -260,10 +260,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _update(self, factor: Tensor | None) -> None:
         share_options(self.param_groups, self.inner.param_groups)
+        if self._whole is not None:
+            self._whole.step(self.inner, factor)
         done = self._step_by_kernels(factor)
         rest = [tile for tile in self.tiles if tile.store not in done]
         if rest:
             step_tiles(self.inner, rest, self.buffers, factor)
+        share_options(self.inner.param_groups, self.param_groups)
 
     def _step_by_kernels(self, factor: Tensor | None) -> list[Store]:
         """Step where a kernel knows how; the stores that are done."""
@@ -338,13 +341,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and state_dict.get("loss_scale"):
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         write_state(self.stores, self.inner, read, self.tile_size)
+        if self._whole is not None:
+            self._whole.take_up(read)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-def _ranks(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:
-    if group is None:
-        return None, 1
-    return group(parameter) if callable(group) else (group, dist.get_world_size(group))

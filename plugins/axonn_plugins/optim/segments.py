@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +66,12 @@ class Tile:
     cuts: list[SegmentCut]
 
 
-def make_tiles(store: Store, size: int) -> list[Tile]:
-    """Cut a store's elements into tiles of at most `size`."""
+def make_tiles(store: Store, size: int, without: Container[int] = ()) -> list[Tile]:
+    """Cut a store's elements into tiles of at most `size`, those of some parameter groups left out."""
     tiles: list[Tile] = []
     for segment in store.segments:
+        if segment.entry.group in without:
+            continue
         done = 0
         while done < segment.length:
             place = segment.owned + done

@@ -7,7 +7,7 @@ reduced in one call. The last parameters come first, because backward brings the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.index import Index
+
+Ranks = tuple[dist.ProcessGroup | None, int]
+"""Who sums a parameter's gradients, and by what the sum is divided."""
+
+
+def ranks_of(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:
+    """Those of a parameter, where `group` is the same ranks for all, or says which; None: no others."""
+    if group is None:
+        return None, 1
+    return group(parameter) if callable(group) else (group, dist.get_world_size(group))
 
 
 @dataclass(eq=False)

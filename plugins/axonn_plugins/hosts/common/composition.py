@@ -71,6 +71,7 @@ class Composition:
             "stage": self.stage,
             "host": offload is not None,
             "norm": self._square_of_all,
+            "mesh": host.mesh,
             **({} if tile is None else {"tile_size": tile}),
             **({} if offload is None else {"bucket_bytes": offload.coarsening * offload.bucket_size * size}),
         }

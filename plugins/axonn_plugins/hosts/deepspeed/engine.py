@@ -21,7 +21,7 @@ from torch import nn
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
-from axonn_plugins.hosts.common.elementwise import check_optimizer
+from axonn_plugins.hosts.common.elementwise import check_by_parameter
 from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import (
@@ -34,6 +34,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
+from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.hosts.deepspeed.tracing import trace
@@ -130,16 +131,17 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             keywords["config"] = choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
-        self._own_states(config_class, optimizer)
-        self._axonn = self._settings(block)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
+        take_over_whole(config_class, optimizer)
+        self._own_states(config_class, optimizer)
+        self._axonn = self._settings(block)
         problem, split = None, Split({})
         try:
-            check_optimizer(optimizer)
+            check_by_parameter(optimizer, block.samo is not None)
             check_shapes(model)
             mask_of(block, model)
             split = self._find_split(model)

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.elementwise import needs_whole_matrices as needs_whole_matrices
+from axonn_plugins.optim.whole.find import reason_against
 
 Refusal = tuple[bool, str]
 """Whether a setting is refused, and the sentence that says so."""
@@ -109,6 +110,17 @@ def own_names(raw: Mapping[str, Any]) -> tuple[str, str]:
     """What DeepSpeed calls the weights' type."""
     names = {"fp16": ("fp16", "float16"), "bf16": ("bf16", "bfloat16")}
     return next((name for half, name in names.items() if enabled(raw, half)), ("fp32", "float32"))
+
+
+def of_optimizer(kind: str) -> list[Refusal]:
+    """An optimizer that cannot step parameters one by one."""
+    against = reason_against(kind)
+    return [
+        (
+            against is not None,
+            f"optimizer.type = {kind} {against}, and no rank has all of them; use AdamW, Muon, Lamb or another of torch's",
+        )
+    ]
 
 
 def of_background(raw: Mapping[str, Any]) -> list[Refusal]:

@@ -8,12 +8,14 @@ from typing import Any
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
+from axonn_plugins.hosts.common.elementwise import OF_PRUNED
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
     enabled,
     needs_whole_matrices,
     of_background,
     of_halves,
+    of_optimizer,
     on,
     own_names,
     refuse,
@@ -56,9 +58,11 @@ def owner(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> str | None:
 
 
 def has_states(raw: Mapping[str, Any]) -> bool:
-    """Whether there are states to share out, to keep in float32 or in host memory."""
+    """Whether there are states to share out, to keep in float32 or in host memory, or an optimizer that looks at whole matrices."""
     zero = section(raw, "zero_optimization")
-    return zero.get("stage", 0) > 0 or enabled(raw, "bf16") or enabled(raw, "fp16") or on(zero, "offload_optimizer")
+    kind = str(section(raw, "optimizer").get("type", ""))
+    kept = zero.get("stage", 0) > 0 or enabled(raw, "bf16") or enabled(raw, "fp16") or on(zero, "offload_optimizer")
+    return kept or needs_whole_matrices(kind)
 
 
 def take_over(parsed: Any, key: str) -> None:
@@ -76,6 +80,13 @@ def take_over(parsed: Any, key: str) -> None:
     parsed.zero_config.stage = parsed.zero_optimization_stage = 0
     parsed.zero_enabled = False
     parsed.grad_accum_dtype = parsed.zero_config.offload_optimizer = None
+
+
+def take_over_whole(parsed: Any, optimizer: Any) -> None:
+    """The same where the script's optimizer looks at whole matrices, which the block splits."""
+    splits = [key for key in ("tensor_parallel", "ted") if getattr(parsed.axonn, key) is not None]
+    if splits and parsed.axonn_owner is None and needs_whole_matrices(type(optimizer).__name__):
+        take_over(parsed, splits[0])
 
 
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
@@ -187,10 +198,10 @@ def _of_others(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
     optimizer = section(raw, "optimizer")
     kind, settings = str(optimizer.get("type", "")), section(optimizer, "params")
     return [
+        *of_optimizer(kind),
         (
-            needs_whole_matrices(kind),
-            f"optimizer.type = {kind} looks at more than one weight at a time, and {key} has a part of them at a time; use an "
-            "element-wise one such as AdamW",
+            key == "axonn.samo" and needs_whole_matrices(kind),
+            f"optimizer.type = {kind} {OF_PRUNED}; use an element-wise one such as AdamW",
         ),
         (
             kind.lower() == "lion",

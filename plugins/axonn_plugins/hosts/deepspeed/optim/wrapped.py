@@ -13,7 +13,8 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
+from axonn_plugins.hosts.deepspeed.optim.lamb import Lamb
+from axonn_plugins.hosts.deepspeed.optim.muon import MuonWithAdam, muon
 from axonn_plugins.optim.loss_scale import LossScale
 
 Groups = list[dict[str, Any]]
@@ -52,6 +53,13 @@ def basic_optimizer(engine: Any, given: Any, parameters: Any, key: str) -> torch
         # Torch's, where DeepSpeed's own would be compiled.
         decoupled = engine.optimizer_name() == "adamw" or settings.get("adam_w_mode", True)
         made = torch_adam(parameters, decoupled, settings, key)
+    elif engine.optimizer_name() == "muon":
+        made = muon(engine, parameters, settings)
+    elif engine.optimizer_name() == "lamb" and "max_grad_norm" not in settings:
+        try:
+            made = Lamb(parameters, **settings)
+        except TypeError as error:
+            raise ConfigError(f"optimizer.params does not fit LAMB: {error}; remove what it does not know") from None
     else:
         made = engine._configure_basic_optimizer(parameters)
     made.param_groups[:] = [group for group in made.param_groups if group["params"]]
@@ -87,21 +95,21 @@ def factory_of(
         fused: whether torch's Adam is fused where it may choose.
 
     Raises:
-        ConfigError: it is one of DeepSpeed's own kernels, other than Adam, or needs whole matrices.
+        ConfigError: it is one of DeepSpeed's own kernels, other than Adam.
     """
     kind = type(optimizer)
-    if needs_whole_matrices(kind.__name__):
-        raise ConfigError(
-            f"the optimizer {kind.__name__} looks at more than one weight at a time, and {key} has a part of them at a time; "
-            "use an element-wise one such as AdamW"
-        )
     if getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None):
         raise ConfigError(
             f"the optimizer has step hooks, and {key} makes another one of its kind, which would not call them; register them on "
             "engine.optimizer"
         )
     settings = dict(optimizer.defaults)
-    if kind.__module__.startswith("deepspeed."):
+    if kind.__module__.startswith("deepspeed.") and kind.__name__ == "MuonWithAuxAdam":
+        kind, settings = MuonWithAdam, {"adam_w_mode": getattr(optimizer, "adam_w_mode", True)}
+        _without_deepspeeds(optimizer.param_groups)
+    elif kind.__module__.startswith("deepspeed.") and kind.__name__ == "FusedLamb":
+        kind, settings = Lamb, {**settings, "eps_inside_sqrt": not getattr(optimizer, "eps_mode", 1)}
+    elif kind.__module__.startswith("deepspeed."):
         if "Adam" not in kind.__name__:
             raise ConfigError(
                 f"the optimizer {kind.__name__} is DeepSpeed's own kernel, which {key} cannot run in parts; use Adam, AdamW, SGD or "
@@ -113,9 +121,7 @@ def factory_of(
                 f"the optimizer's bias_correction = False is unknown to torch's Adam, which {key} runs; leave it out"
             )
         settings = {name: value for name, value in settings.items() if name not in _DEEPSPEED_ONLY}
-        for group in optimizer.param_groups:
-            for name in _DEEPSPEED_ONLY:
-                group.pop(name, None)
+        _without_deepspeeds(optimizer.param_groups)
     if fused and kind in (torch.optim.Adam, torch.optim.AdamW):
         for group in [settings, *optimizer.param_groups]:
             if _may_fuse(group):
@@ -123,6 +129,12 @@ def factory_of(
     accepted = inspect.signature(kind).parameters
     settings = {name: value for name, value in settings.items() if name in accepted}
     return lambda groups: kind(groups, **settings)  # type: ignore[arg-type]
+
+
+def _without_deepspeeds(groups: Groups) -> None:
+    for group in groups:
+        for name in _DEEPSPEED_ONLY:
+            group.pop(name, None)
 
 
 def _may_fuse(group: Mapping[str, Any]) -> bool:

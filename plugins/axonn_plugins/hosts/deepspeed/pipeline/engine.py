@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.common import replicas
-from axonn_plugins.hosts.common.elementwise import check_optimizer
+from axonn_plugins.hosts.common.elementwise import check_by_parameter
 from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
@@ -36,7 +36,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
 )
 from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
-from axonn_plugins.hosts.deepspeed.states_config import take_over
+from axonn_plugins.hosts.deepspeed.states_config import take_over, take_over_whole
 from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
@@ -77,16 +77,17 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
         if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
             take_over(config_class, "pipeline")
-        self._own_states(config_class, optimizer)
-        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer, block))
-        plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
-        self._verify = self._split is not None and self._split.verify_plan and bool(plan)
-        self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
+        take_over_whole(config_class, optimizer)
+        self._own_states(config_class, optimizer)
+        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer, block))
+        plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
+        self._verify = self._split is not None and self._split.verify_plan and bool(plan)
+        self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
         if self._split is not None:
             regroup(model, self.mesh)
             replicas.align_random_state(self.mesh)
@@ -111,8 +112,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         try:
             if self._ted is None and (self._split is not None or self._owns):
                 refuse_experts(model)
-            if self._split is not None:
-                check_optimizer(optimizer)
+            if self._split is not None or self._owns:
+                check_by_parameter(optimizer, block.samo is not None)
         except ValueError as error:
             return str(error)
         return None

@@ -13,9 +13,9 @@ from axonn_plugins.config import Axonn, ConfigError, TensorParallel, batch
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
     enabled,
-    needs_whole_matrices,
     of_background,
     of_halves,
+    of_optimizer,
     on,
     refuse,
     refuse_pipeline,
@@ -165,11 +165,7 @@ def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
             enabled(raw, "elasticity"),
             "elasticity changes the number of ranks, which axonn.tensor_parallel fixes; remove it",
         ),
-        (
-            needs_whole_matrices(str(optimizer or "")),
-            f"optimizer.type = {optimizer} needs whole weight matrices, which axonn.tensor_parallel splits; "
-            "use an element-wise one such as AdamW",
-        ),
+        *of_optimizer(str(optimizer or "")),
     ]
 
 

@@ -1,0 +1,80 @@
+"""Which parameter groups of an optimizer are stepped in tiles, and which by whole matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from axonn_plugins.optim.probe import examine, make_optimizer
+from axonn_plugins.optim.whole.rules import AsItIs, Muon, Rule
+from axonn_tp import Mesh, layout_of
+
+Groups = list[dict[str, Any]]
+NOT_BY_PARAMETER = {
+    "lbfgs": "computes the loss several times a step",
+    "prodigy": "takes the step's length from all weights together",
+    "dadapt": "takes the step's length from all weights together",
+    "onebit": "communicates by itself",
+    "zerooneadam": "communicates by itself",
+    "muadam": "has its learning rates by shapes that it reads of whole weights when it is made",
+    "musgd": "has its learning rates by shapes that it reads of whole weights when it is made",
+}
+"""Words in the names of optimizers that do not treat each parameter by itself, and why."""
+
+
+def reason_against(name: str) -> str | None:
+    """Why an optimizer of this name cannot step parameters one by one; None: nothing is known against it."""
+    plain = name.lower().replace("_", "")
+    return next((reason for word, reason in NOT_BY_PARAMETER.items() if word in plain), None)
+
+
+def make_inner(
+    factory: Callable[[Groups], torch.optim.Optimizer], groups: Groups, mesh: Mesh | None
+) -> tuple[torch.optim.Optimizer, dict[int, Rule]]:
+    """The optimizer that steps parts of parameters.
+
+    Args:
+        factory: makes it.
+        groups: with this rank's parameters.
+        mesh: how these lie; None: nobody knows.
+
+    Returns:
+        The optimizer, over stand-ins of no size, and how groups that are not element-wise are stepped.
+
+    Raises:
+        ValueError: it can step neither parts of parameters nor whole ones.
+    """
+    stand_ins = [
+        {**group, "params": [torch.zeros([0] * max((len(layout_of(p).shape) for p in group["params"]), default=1))]}
+        for group in groups
+    ]
+    inner = make_optimizer(factory, stand_ins)
+    inner.state.clear()
+    rules: dict[int, Rule] = {}
+    for number, group in enumerate(groups):
+        found = _rule(inner, inner.param_groups[number], group, mesh)
+        if found is not None:
+            rules[number] = found
+    return inner, rules
+
+
+def _rule(
+    inner: torch.optim.Optimizer, options: dict[str, Any], group: dict[str, Any], mesh: Mesh | None
+) -> Rule | None:
+    name, own = type(inner).__name__, getattr(inner, "rule_of", None)
+    against = reason_against(name)
+    if against is not None:
+        raise ValueError(f"{name} {against}, and no rank has all of them; use an element-wise one such as AdamW")
+    known = own(options) if own is not None else Muon() if type(inner) is getattr(torch.optim, "Muon", None) else None
+    if known is not None and mesh is not None:
+        return known
+    try:
+        for device, dtype in {(p.device, torch.promote_types(p.dtype, torch.float32)) for p in group["params"]}:
+            examine(inner, options, torch.zeros(0, device=device, dtype=dtype), {})
+    except Exception:  # what of an optimizer cannot step a vector is its own affair
+        if mesh is None:
+            raise
+        return AsItIs(inner)
+    return None

@@ -1,0 +1,286 @@
+"""Optimizers that look at whole matrices, on every grid of eight ranks; and what their travels cost, against the formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_plugins.optim.flat import FlatOptimizer
+from axonn_plugins.optim.whole import plan
+from axonn_plugins.optim.whole.exchange import Exchange
+from axonn_plugins.optim.whole.newton_schulz import Iteration
+from axonn_plugins.optim.whole.plan import Work, deal, flops, panels, sum_bytes
+from axonn_plugins.optim.whole.rules import AsItIs, Muon
+from axonn_plugins.optim.whole.spread import Share, Spread
+from axonn_tp import Grid, Mesh, layout_of, parallelize, sum_ranks
+from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.mesh import factorisations
+from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
+
+RANKS, STEPS = 8, 10
+SOME = [Grid(8), Grid(1, 8), Grid(1, 1, 8), Grid(2, 2, 2), Grid(2, 1, 1, 4), Grid(1, 2, 2, 2)]
+"""Of the grids of eight ranks: each axis alone, and three together."""
+
+
+class Net(nn.Module):
+    """A tall matrix and a wide one that are split, and one of odd sizes; 24 * 40 and the like do not divide by all of z."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40, bias=False), nn.Linear(40, 8, bias=False)
+        self.head = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.down(torch.tanh(self.up(x))))).square().mean()
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """A script's own Muon, which iterates in the weights' type, and keeps a vector a matrix beside."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "nesterov": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {
+                        "momentum_buffer": torch.zeros_like(parameter),
+                        "rows": parameter.new_zeros(len(parameter)),
+                    }
+                state["rows"] += parameter.grad.square().sum(1)
+                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+                found = iterated(parameter.grad.lerp(buffer, group["momentum"]))
+                parameter.sub_(group["lr"] * found)
+
+
+def iterated(matrix: Tensor) -> Tensor:
+    """Newton–Schulz, as Jordan et al. write it."""
+    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.t() if matrix.shape[0] > matrix.shape[1] else x
+
+
+class ByRule(Orthogonal):
+    """The same, of which the suite knows what is whole."""
+
+    def rule_of(self, options: Any) -> Muon:
+        return InFull()
+
+
+class InFull(Muon):
+    def iteration(self, options: Any, parameter: nn.Parameter, shape: tuple[int, ...]) -> Iteration:
+        return Iteration((3.4445, -4.7750, 2.0315), 5, 1e-7, torch.float64, added=True)
+
+    def send(self, options: Any, held: Any) -> list[Tensor]:
+        buffer = held.state_of("momentum_buffer", held.gradient.dtype).lerp_(held.gradient, 1 - options["momentum"])
+        return [held.gradient.lerp(buffer, options["momentum"])]
+
+    def whole(self, options: Any, held: Any, sent: list[Tensor]) -> list[Tensor]:
+        return [iterated(sent[0])]
+
+    def take(self, options: Any, held: Any, parts: list[Tensor]) -> None:
+        held.weights.sub_(options["lr"] * parts[0])
+
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+muon = partial(torch.optim.Muon, lr=0.02)
+OWN: dict[str, tuple[Factory, float]] = {
+    "as it is": (Orthogonal, 1.0),
+    "by owners": (ByRule, math.inf),
+    "by panels": (ByRule, 0.0),
+}
+"""How a script's own optimizer is stepped, and how many operations a byte is worth then."""
+
+
+def model() -> Net:
+    torch.manual_seed(1)
+    return Net().double()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def serial(factory: Factory, steps: int) -> dict[str, Tensor]:
+    net = model()
+    optimizer = factory([{"params": list(net.parameters())}])
+    for step in range(steps):
+        net(batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+def apart(mesh: Mesh, stage: int, factory: Factory, wanted: dict[str, Tensor], steps: int) -> tuple[float, bool]:
+    """The largest difference from the serial weights; and whether each step sent what the formulas say."""
+    net = model()
+    parallelize(net, mesh, {"up": "normal", "down": "transposed"})
+    optimizer = FlatOptimizer(
+        factory, net, group=partial(sum_ranks, mesh=mesh), stage=stage, mesh=mesh, norm=None, bucket_bytes=2**20
+    )
+    sent, exact = Counted(), True
+    for step in range(steps):
+        net(mesh.shard_batch(batch(step))).backward()
+        optimizer.reducer.finish()
+        with sent:
+            assert optimizer._whole is not None
+            optimizer.step()
+        exact &= sent.take() == expected(optimizer, mesh, first=step == 0)
+    optimizer.release()
+    differences = [
+        (parameter.detach() - layout_of(parameter).shard(wanted[name], mesh.grid, mesh.coordinates)).abs().max().item()
+        for name, parameter in net.named_parameters()
+    ]
+    return max(differences), exact
+
+
+class Counted:
+    """Bytes that this rank gives to others by all-to-all, and those of matrices that are summed."""
+
+    def __init__(self) -> None:
+        self._bytes = [0, 0]
+
+    def take(self) -> list[int]:
+        found, self._bytes = self._bytes, [0, 0]
+        return found
+
+    def __enter__(self) -> None:
+        swap, add = self._real = dist.all_to_all_single, dist.all_reduce
+
+        def all_to_all_single(into: Tensor, flat: Tensor, out: list[int], to: list[int], group: Any) -> Any:
+            others = sum(to) - to[dist.get_rank(group)]
+            self._bytes[0] += others * flat.element_size()
+            return swap(into, flat, out, to, group=group)
+
+        def all_reduce(tensor: Tensor, *rest: Any, **keywords: Any) -> Any:
+            self._bytes[1] += tensor.nbytes if tensor.dim() == 2 else 0
+            return add(tensor, *rest, **keywords)
+
+        dist.all_to_all_single, dist.all_reduce = all_to_all_single, all_reduce  # type: ignore[assignment]
+
+    def __exit__(self, *_: Any) -> None:
+        dist.all_to_all_single, dist.all_reduce = self._real
+
+
+def expected(optimizer: FlatOptimizer, mesh: Mesh, first: bool) -> list[int]:
+    """From the places of elements alone: what a rank has that another wants, and back."""
+    assert optimizer._whole is not None
+    rank, total, summed = mesh.grid.rank(**mesh.coordinates), 0, 0
+    for matrix in optimizer._whole._matrices:
+        spread, shape = matrix.spread, matrix.spread.shape
+        whole = tuple(slice(0, size) for size in shape)
+        if isinstance(matrix.rule, AsItIs):
+            # Weights, gradient and, after the first step, momentum; to all ranks that share no replica's parts.
+            wanted, vectors, back = dict.fromkeys(range(RANKS), whole), 2 if first else 3, 0
+        elif matrix.owner is not None:
+            wanted, vectors, back = {matrix.owner: whole}, 1, 1
+        else:
+            wanted, vectors, back = panels((shape[0], shape[1]), RANKS), 1, 1
+            summed += 5 * min(shape) ** 2 * 8
+        size = 2 if type(matrix.rule) is Muon else 8
+        one = Exchange([spread], [wanted], rank, None)
+        total += size * (vectors * one.sent(False) + back * one.sent(True))
+    return [total, summed]
+
+
+def everything(grids: list[Grid]) -> dict[str, tuple[float, bool]]:
+    found = {}
+    of_torch, own = serial(muon, STEPS), serial(Orthogonal, 3)
+    for number, mesh in enumerate(meshes(grids)):
+        found[f"torch's Muon {mesh.grid}"] = apart(mesh, number % 3, muon, of_torch, STEPS)
+        name, (factory, plan.FLOPS_PER_BYTE) = list(OWN.items())[number % 3]
+        found[f"{name} {mesh.grid}"] = apart(mesh, number % 2, factory, own, 3)
+    return found
+
+
+@pytest.mark.parametrize(
+    "grids", [SOME, thorough([grid for grid in factorisations(RANKS) if grid not in SOME])], ids=["some", "rest"]
+)
+def test_every_grid_of_eight(grids: list[Grid]) -> None:
+    """Weights after ten steps are the serial optimizer's, by whichever way; and each rank sends the bytes that were counted."""
+    for rank in run_ranks(everything, RANKS, grids):
+        assert {name: one for name, one in rank.items() if one[0] > 1e-9 or not one[1]} == {}
+
+
+SPREADS = {
+    "split over all": Spread(Layout((24, 40), ((0, "x"), (1, "y")), over_z=True), Grid(2, 2, 2, 1)),
+    "z does not divide": Spread(Layout((5, 7), over_z=True), Grid(1, 1, 4, 2)),
+    "transposed, fused": Spread(Layout((12, 8), ((0, "x"),), parts=3, transposed=True), Grid(2, 2, 1, 2)),
+    "shared": Spread(Layout((6, 10), ((1, "x"),), over_z=True), Grid(2, 1, 2, 2), Share(3, 11)),
+    "padded rows": Spread(Layout((11, 6), ((0, "x"),)), Grid(4, 1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_totals(name: str) -> None:
+    """To an owner go the elements that it has not; from it to all ranks what they hold, its own left out."""
+    spread = SPREADS[name]
+    whole, world = tuple(slice(0, size) for size in spread.shape), spread.grid.world
+    held = [sum(math.prod(region.sizes) for region in spread.regions(rank)) for rank in range(world)]
+    copies = world // len(spread.sources(0))
+    assert sum(held) == copies * spread.elements
+    for owner in range(world):
+        ranks = [Exchange([spread], [{owner: whole}], rank, None) for rank in range(world)]
+        assert sum(one.sent(False) for one in ranks) == spread.elements - held[owner]
+        assert [one.sent(True) for one in ranks] == [
+            sum(held) - held[owner] if rank == owner else 0 for rank in range(world)
+        ]
+
+
+def swapped(exchanges: list[Exchange], parts: list[Tensor]) -> Iterator[Tensor | None]:
+    """`bring` on all ranks in one process."""
+    for target, exchange in enumerate(exchanges):
+        cut = exchange.cut(0, target)
+        made = None if cut is None else parts[0].new_zeros([part.stop - part.start for part in cut])
+        for source, other in enumerate(exchanges):
+            for _, region in other._message(source, target, False):
+                assert made is not None and cut is not None
+                place = tuple(
+                    slice(a - c.start, a - c.start + n)
+                    for a, c, n in zip(region.offsets, cut, region.sizes, strict=True)
+                )
+                made[place] = region.view(parts[source])
+        yield made
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_panels_come_together(name: str) -> None:
+    spread = SPREADS[name]
+    world, serial_one = spread.grid.world, torch.randn(spread.shape)
+    locals_ = [
+        spread.layout.shard(serial_one, spread.grid, spread.grid.coordinates(rank)).reshape(-1) for rank in range(world)
+    ]
+    parts = [local[slice(*spread.span(rank))] for rank, local in enumerate(locals_)]
+    wanted = panels((spread.shape[0], spread.shape[1]), world)
+    found = swapped([Exchange([spread], [wanted], rank, None) for rank in range(world)], parts)
+    for place, panel in enumerate(found):
+        assert (panel is None) == (place not in wanted)
+        assert panel is None or torch.equal(panel, serial_one[wanted[place]])
+
+
+def test_who_does_what() -> None:
+    """Many matrices are dealt out evenly; one that is large beside all others is divided, where rounding allows and sums cost less."""
+    alike = [Work(1024, 4096, 5, 4, family=8)] * 16
+    dealt = deal(alike)
+    assert sorted(owner for owner in dealt.owners if owner is not None) == sorted(2 * list(range(8)))
+    assert set(dealt.flops) == {2.0 * flops(alike[0])}
+    large = Work(1024, 2**17, 5, 4, divisible=True, family=8)
+    assert deal([large, *alike[:8]]).owners[0] is None
+    assert flops(large, 8) < flops(large) / 6 and sum_bytes(large, 8) == 5 * 2 * 7 / 8 * 1024**2 * 4
+    assert deal([Work(1024, 2**17, 5, 2, family=8), *alike[:8]]).owners[0] is not None
+    assert deal([Work(64, 96, 5, 8, divisible=True, family=8)]).owners == (0,)
