@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from axonn_plugins.observe.ledger import Ledger
 from tests import groups
 from tests.axonn_tp.families import in_float64
 from tests.deepspeed.training import attempt
@@ -110,6 +113,62 @@ def test_training_equals_one_process_and_goes_on_in_another_layout(tmp_path: Pat
     for found in run_ranks(trained, 4, str(tmp_path)):
         assert found.keys() == CASES.keys()
         assert not {name: far for name, far in found.items() if max(far) > 1e-8 or math.isnan(max(far))}
+
+
+def recomputed() -> dict[str, Counter]:
+    """Collectives of a forward and backward, with and without HF's gradient checkpointing."""
+    found = {}
+    for name, checkpointing, keep in (("none", False, True), ("again", True, False), ("kept", True, True)):
+        model = mixture("Mixtral")
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        engine = start({"ted": {"tensor": 2, "expert": 2, "communication_aware_checkpointing": keep}}, 0, model)
+        engine.train()
+        train(engine, range(1))  # in the first step plans are verified
+        ids = tokens(readers(engine)[0])
+        with in_float64(), Ledger(engine.groups.axis_names()) as ledger:
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+        found[name] = Counter((each.op, each.axis) for each in ledger.collectives)
+        engine.destroy()
+    return found
+
+
+def test_a_recomputation_communicates_nothing() -> None:
+    layers = 2
+    for found in run_ranks(recomputed, 4):
+        # Numbers of rows, rows to the experts and back, and the mirrors of the last two.
+        assert found["none"]["all_to_all", "expert"] == layers * (1 + 2 + 2)
+        assert found["again"]["all_to_all", "expert"] == layers * (1 + 2 + 2 + 1 + 2)
+        for kind in ("all_to_all", "all_gather", "reduce_scatter"):
+            alike = {key: number for key, number in found["kept"].items() if key[0] == kind}
+            assert alike == {key: number for key, number in found["none"].items() if key[0] == kind}
+
+
+def halves() -> dict[str, list[float]]:
+    """Losses in bfloat16, of a stock engine and of ours."""
+    found = {}
+    for name, block in (("stock", None), ("expert", {"ted": {}}), ("tensor", {"ted": {"tensor": 2}})):
+        model = mixture("Mixtral").float()
+        slow = {"type": "SGD", "params": {"lr": 1e-2}}  # steps of other sizes send tokens elsewhere
+        engine = start(block or {}, 1, model, bf16={"enabled": True}, optimizer=slow)
+        reader, number = readers(engine)
+        found[name] = []
+        for step in range(3):
+            ids = tokens((reader + step) % 2)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().double()
+            dist.all_reduce(total, group=engine.data_parallel_group)
+            found[name].append(total.item() / number)
+        engine.destroy()
+    return found
+
+
+def test_halves_train_as_under_stock_deepspeed() -> None:
+    for found in run_ranks(halves, 4):
+        assert found["expert"] == pytest.approx(found["stock"], rel=2e-2)
+        assert found["tensor"] == pytest.approx(found["stock"], rel=2e-2)
 
 
 class Loop(nn.Module):

@@ -51,7 +51,7 @@ def mixture(name: str) -> nn.Module:
     model = hf(f"{name}ForCausalLM", **{**GROUPED, **MIXTURES[name]}).double()
     for each, parameter in model.named_parameters():
         parameter.data = 0.2 * torch.randn(parameter.shape, dtype=torch.float64) + (parameter.dim() == 1)
-        if each.endswith(("gate.weight", "router.weight")) and parameter.shape[0] <= 8:
+        if each.endswith(("gate.weight", "router.weight")) and 1 < parameter.shape[0] <= 8:
             parameter.data[1] = parameter.data[0]
     return model
 
