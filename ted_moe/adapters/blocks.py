@@ -52,23 +52,16 @@ def enclose(block: nn.Module, mesh: Mesh) -> None:
 
 
 def blocks_of(model: nn.Module, found: Mapping[str, Experts]) -> dict[str, Experts]:
-    """The experts by the name of the module around each.
+    """The experts by the name of the module around each, where that gives a token's mixture for each token and nothing else.
 
-    Raises:
-        ValueError: one does more than to give a token's mixture for each token.
+    Where it does more, as a decoder layer that holds router and experts itself, the stream stays whole and nothing need be enclosed.
     """
-    blocks = {}
-    for name, experts in found.items():
-        outer = name.rpartition(".")[0]
-        block = model.get_submodule(outer)
-        if not _is_by_token(block, _width_of(model, experts)):
-            raise ValueError(
-                f"layer {name} is called by {outer or 'the model'} ({type(block).__name__}), which does more than route tokens to experts, so that "
-                "splitting the layers beside it would split what its router reads; leave tensor and tensor_parallel out, or put router and experts "
-                "in a module of their own"
-            )
-        blocks[outer] = experts
-    return blocks
+    outer = {name: name.rpartition(".")[0] for name in found}
+    return {
+        outer[name]: experts
+        for name, experts in found.items()
+        if _is_by_token(model.get_submodule(outer[name]), _width_of(model, experts))
+    }
 
 
 def _width_of(model: nn.Module, experts: Experts) -> int:

@@ -15,6 +15,7 @@ from axonn_tp.comm.collectives import copy_to, reduce_from
 from axonn_tp.grid.distribute import broadcast
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Grid, Mesh
+from axonn_tp.layers.activation import split_of
 from axonn_tp.layers.weight import Split
 from ted_moe.adapters.structure import Cut, Experts, Local
 from ted_moe.dropless import through_experts
@@ -130,6 +131,11 @@ class SpreadExperts(_Part):
                 f"{', '.join(arguments)} alone"
             )
         hidden, indices, weights = (named[name] for name in arguments)
+        if split_of(hidden) is not None:
+            raise ValueError(
+                f"{type(self).__name__} was given shares of an activation, and what calls it is more than a mixture, which would make them whole; "
+                "leave embeddings and norms out of the plan"
+            )
         if dealt.passed_by:
             return hidden
         tokens = hidden.reshape(-1, hidden.shape[-1])

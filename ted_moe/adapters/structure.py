@@ -85,7 +85,7 @@ def find(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Experts]:
     found: dict[str, Experts] = {}
     known: dict[Any, Experts] = {}
     for name, module in model.named_modules():
-        inside = any(f"{name}.".startswith(f"{other}.") for other in (*found, *apart))
+        inside = any(not other or f"{name}.".startswith(f"{other}.") for other in (*found, *apart))
         named = _speaks_of_experts(name, module)
         may_be = named or (_arguments(module) and module._parameters and _count(module) is not None)
         if inside or not may_be or next(module.parameters(), None) is None:

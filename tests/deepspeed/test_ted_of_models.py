@@ -102,6 +102,10 @@ def trained(folder: str) -> dict[str, tuple[float, float]]:
         losses += train(engine, range(2, STEPS))
         expected, weights = serial_losses(readings)
         state = engine.module.state_dict()
+        engine.save_16bit_model(folder, f"{stage}.bin")
+        dist.barrier()
+        saved = torch.load(f"{folder}/{stage}.bin")
+        assert saved.keys() == weights.keys() and all(torch.equal(saved[key], state[key]) for key in saved)
         assert state.keys() == weights.keys()
         apart = max((state[key] - weights[key]).abs().max().item() for key in weights)
         found[name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True)), apart
@@ -149,7 +153,10 @@ def halves() -> dict[str, list[float]]:
     found = {}
     for name, block in (("stock", None), ("expert", {"ted": {}}), ("tensor", {"ted": {"tensor": 2}})):
         model = mixture("Mixtral").float()
-        slow = {"type": "SGD", "params": {"lr": 1e-2}}  # steps of other sizes send tokens elsewhere
+        slow = {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "torch_adam": True},
+        }  # steps of other sizes send tokens elsewhere
         engine = start(block or {}, 1, model, bf16={"enabled": True}, optimizer=slow)
         reader, number = readers(engine)
         found[name] = []
@@ -186,6 +193,7 @@ def refused() -> dict[str, str]:
     return {
         "a loop": attempt(lambda: start({"ted": {}}, 0, Loop())),
         "three": attempt(lambda: start({"ted": {"expert": 3}}, 0)),
+        "dense": attempt(lambda: start({"ted": {"expert": 2}}, 0, nn.Linear(8, 8))),
         "fits": attempt(lambda: start({"ted": {"tensor": 2, "expert": 2}}, 0).destroy() or ""),
         "too many": attempt(lambda: start({"ted": {"tensor": 2, "expert": 4}}, 0)),
     }
@@ -196,4 +204,5 @@ def test_what_cannot_be_obeyed_ends_the_run_with_the_reason() -> None:
         assert "layer experts (ModuleList) holds experts, but its forward does not take" in said["a loop"]
         assert "expert = 3 does not divide the 4 experts of layer model.layers.0.mlp.experts" in said["three"]
         assert said["fits"] == ""
+        assert "axonn.ted.expert = 2, and no experts were found in Linear" in said["dense"]
         assert "expert = 4 does not divide gz*gdata = 1*2 = 2" in said["too many"]

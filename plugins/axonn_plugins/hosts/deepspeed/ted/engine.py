@@ -53,6 +53,10 @@ class TedEngine(TedCheckpoints, AxonnEngine):
     def __new__(cls, args: Any = None, model: Any = None, *rest: Any, config_class: Any = None, **keywords: Any) -> Any:  # noqa: D102
         block, layers = config_class.axonn.ted, stock_layers(model)
         others = _others(model, layers)
+        if not layers and not others and block.expert != "auto":
+            raise ConfigError(
+                f"axonn.ted.expert = {block.expert}, and no experts were found in {type(model).__name__}; leave expert out"
+            )
         if layers:
             check_experts(config_class.axonn_raw)
         if block.tensor > 1 or config_class.axonn.tensor_parallel is not None or config_class.axonn_owner is not None:
@@ -62,7 +66,7 @@ class TedEngine(TedCheckpoints, AxonnEngine):
                 f"axonn.ted takes an mpu of the script's own with DeepSpeed's MoE layers, and {others[0]} is another's; leave the mpu out, and "
                 "write tensor"
             )
-        if (layers or others or block.expert != "auto") and keywords.get("mpu") is None:
+        if (layers or others) and keywords.get("mpu") is None:
             check_rest(config_class.axonn_raw, Grid(gdata=dist.get_world_size()))
             if has_states(config_class.axonn_raw):
                 take_over(config_class, "ted")

@@ -145,7 +145,7 @@ def apply_split(
 def _spread(model: nn.Module, mesh: Mesh, block: Ted, split: MeshSplit, groups: Groups | None) -> None:
     """Deal out the experts that are not in DeepSpeed's layers."""
     choices = adapters.Choices(block.duplicate_token_dropping, block.fused)
-    enclosed = [name.rpartition(".")[0] for name in split.experts] if mesh.size("model") > 1 else []
+    enclosed = blocks_of(model, split.experts) if mesh.size("model") > 1 else {}
     for name, experts in split.experts.items():
         assert groups is not None
         adapters.adopt(experts, split.cuts[name], groups, mesh.over(experts_grid(groups.topology)), choices)
