@@ -18,8 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
-from axonn_tp.grid.distribute import agree_on_unread, read_rest
-from axonn_tp.grid.lazy import LazyTensor
+from axonn_tp.grid.distribute import agree_on_unread, broadcast, read_rest
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import leave_to_eager
 from axonn_tp.layers.batch_norm import synchronise
@@ -92,7 +91,7 @@ def parallelize(
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in seen and not hasattr(parameter, "axonn_layout"):
                 seen.add(id(parameter))
-                _broadcast(parameter, mesh)
+                broadcast(parameter, mesh)
         if name in placements:
             _convert(placements[name], mesh, gathers)
         read_rest(module, mesh.device)
@@ -147,14 +146,6 @@ def _enter_forward(model: nn.Module, inputs: tuple) -> None:
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
     for gathers in model.axonn_forward.layers:  # type: ignore[union-attr]
         gathers.leave()
-
-
-def _broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
-    """The first rank's values, on the mesh's device: NCCL sends nothing from the CPU, where a model is often built."""
-    if mesh.size("grid") > 1 and parameter.numel() and not isinstance(parameter, LazyTensor):
-        whole = parameter.data.to(mesh.device).contiguous()
-        dist.broadcast(whole, group=mesh.group("grid"), group_src=0)
-        parameter.data = whole
 
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:

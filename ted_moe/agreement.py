@@ -76,8 +76,8 @@ def projections(rows: Tensor) -> list[int]:
         rows: (..., M).
     """
     rows = rows.detach().reshape(-1, rows.shape[-1]).float()
-    seen = rows @ _signs(rows.shape[1], 0, rows.device)
-    found = [seen @ _signs(len(seen), 1, rows.device), seen @ _signs(len(seen), 2, rows.device), seen.norm()]
+    seen = rows @ _signs(rows.shape[1], 0, rows.device).to(rows)
+    found = [*(seen @ _signs(len(seen), seed, rows.device).to(seen) for seed in (1, 2)), seen.norm()]
     return [_whole(number) for number in torch.stack(found).double().nan_to_num(0.0, 0.0, 0.0).tolist()]
 
 

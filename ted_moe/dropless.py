@@ -8,20 +8,19 @@ received, padded to the longest: a few rows, at most one for each expert rank, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.grid.mesh import Axes
 from ted_moe.agreement import Agreement
 from ted_moe.dispatch import combine, dispatch, exchange
 from ted_moe.gating import Routes
-from ted_moe.grouped import run
 
 
 def share_out(counts: Tensor, shares: int) -> Tensor:
@@ -122,14 +121,20 @@ def exchange_counts(table: Tensor, groups: Axes) -> Tensor:
 
 
 def through_experts(
-    tokens: Tensor, routes: Routes, experts: Sequence[nn.Module], groups: Axes, drop: bool, gathered: bool, fused: bool
+    tokens: Tensor,
+    routes: Routes,
+    experts: Callable[[Tensor, list[int]], Tensor],
+    groups: Axes,
+    drop: bool,
+    gathered: bool,
+    fused: bool,
 ) -> Tensor:
     """What the experts make of the tokens.
 
     Args:
         tokens: S × M, the same on all tensor ranks.
         routes: of a dropless gate.
-        experts: this rank's.
+        experts: makes rows, sorted by this rank's experts, of rows; it is told how many each expert has.
         groups: the axes.
         drop: each tensor rank sends a share of the rows.
         gathered: the experts are split over the tensor ranks, so each of these needs what all of them received.
@@ -155,7 +160,7 @@ def through_experts(
     if gathered:
         rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
     with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
-        outputs = run(experts, rows.index_select(0, receiving.order), receiving.counts)
+        outputs = experts(rows.index_select(0, receiving.order), receiving.counts)
     shape = arriving.shape[1] * receiving.length, outputs.shape[1]
     rows = outputs.new_zeros(shape).index_copy(0, receiving.order, outputs)
     if gathered:

@@ -199,3 +199,22 @@ def same_on_replicas(values: Tensor, seed: int | None = None) -> torch.Generator
 def _gumbel(logits: Tensor, generator: Callable[[Tensor], torch.Generator]) -> Tensor:
     uniform = torch.rand(logits.shape, generator=generator(logits), device=logits.device)
     return -torch.log(-torch.log(uniform.clamp(min=torch.finfo(uniform.dtype).tiny)))
+
+
+def routes_to(indices: Tensor, weights: Tensor, experts: int) -> Routes:
+    """Routes that a model's own router has chosen; nothing is dropped.
+
+    Args:
+        indices: S × k, each token's experts; one that is none of the E, as for padding, stands for no expert.
+        weights: S × k, what their outputs are multiplied by.
+        experts: E.
+    """
+    wanted = indices.t().contiguous().long()
+    wanted = torch.where((wanted >= 0) & (wanted < experts), wanted, -1)
+    flat = wanted.flatten()
+    counts = torch.bincount(flat + 1, minlength=experts + 1)
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(flat)
+    places[order] = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order] + 1]
+    capacity = int(counts[1:].max())
+    return Routes(wanted, places.view_as(wanted), weights.t(), capacity, weights.new_zeros(()), counts[1:])

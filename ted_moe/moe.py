@@ -19,7 +19,7 @@ from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, same_on_replicas
-from ted_moe.grouped import run_each
+from ted_moe.grouped import run, run_each
 from ted_moe.topology import Groups
 
 
@@ -195,7 +195,7 @@ class MoE(nn.Module):
         drop = ranks > 1 and (self.duplicate_token_dropping or not self.experts_split)
         gathered = drop and self.experts_split
         if self.routing.dropless:
-            return through_experts(tokens, routes, experts, groups, drop, gathered, self.fused)
+            return through_experts(tokens, routes, partial(run, experts), groups, drop, gathered, self.fused)
         # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
         capacity = routes.capacity if room is None else room.wait()
         capacity = -(-capacity // ranks) * ranks if drop else capacity

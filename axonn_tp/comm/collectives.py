@@ -281,9 +281,9 @@ def whole_parameter(parameter: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """The serial parameter from everyone's shards, for a use that is the same on all ranks of x and y; differentiable."""
     block = layout.unflatten(gather_weight(parameter, mesh), mesh.grid) if layout.over_z else parameter
     for dim, axis in reversed(layout.split):
-        if layout.parts > 1 and dim == 0:
-            pieces = [gather_from(piece, mesh, axis, dim) for piece in block.chunk(layout.parts)]
-            block = torch.cat(pieces)
+        if layout.parts > 1 and dim == layout.parts_dim:
+            pieces = [gather_from(piece, mesh, axis, dim) for piece in block.chunk(layout.parts, dim)]
+            block = torch.cat(pieces, dim)
         else:
             block = gather_from(block, mesh, axis, dim)
     block = block[tuple(slice(size) for size in layout.shape)]

@@ -51,6 +51,14 @@ def _read_shard(lazy: LazyTensor, layout: Layout, grid: Grid, coordinates: Mappi
     return flat if layout.over_z and grid.gz > 1 else flat.view(layout.block_shape(grid))
 
 
+def broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
+    """The first rank's values, on the mesh's device: NCCL sends nothing from the CPU, where a model is often built."""
+    if mesh.size("grid") > 1 and parameter.numel() and not isinstance(parameter, LazyTensor):
+        whole = parameter.data.to(mesh.device).contiguous()
+        dist.broadcast(whole, group=mesh.group("grid"), group_src=0)
+        parameter.data = whole
+
+
 def agree_on_unread(model: nn.Module, mesh: Mesh) -> None:
     """Make plain tensors of the parameters that are not on every rank in the same file; every rank calls it.
 

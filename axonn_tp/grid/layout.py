@@ -25,13 +25,14 @@ class Layout:
     Attributes:
         shape: shape of the serial parameter, or of its transpose where `transposed`.
         split: pairs (dim, axis): this dim is split over this axis; a dim that occurs again is split within its share.
-        parts: dim 0 is this many equal matrices, one after the other (3 for a fused q, k, v), each split by itself.
+        parts: `parts_dim` is this many equal matrices, one after the other (3 for a fused q, k, v), each split by itself.
         over_z: the block is split over z, and stored flat where that axis has more than one rank.
         even: pairs (dim, axis): padded so that this dim's share divides by this axis too.
         partial: axes of x and y whose ranks use the parameter on different tokens, so that its gradients are to be summed.
         transposed: the serial model keeps the matrix as (in, out), we as torch does.
         home: axes along which every rank has a parameter of its own, as experts are: not parts of one.
         grid: the grid of the same ranks that the axes are of, where it is not the mesh's (`Mesh.over`).
+        parts_dim: the dim that has parts: 0, or 1 in a stack of matrices such as a layer's experts.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Layout:
     transposed: bool = False
     home: tuple[str, ...] = ()
     grid: Grid | None = None
+    parts_dim: int = 0
 
     @property
     def serial_shape(self) -> tuple[int, ...]:
@@ -66,7 +68,7 @@ class Layout:
         shape = list(self.shape)
         for dim in {dim for dim, _ in self.split}:
             pieces = math.prod(grid.size(axis) for at, axis in (*self.split, *self.even) if at == dim)
-            pieces *= self.parts if dim == 0 else 1
+            pieces *= self.parts if dim == self.parts_dim else 1
             shape[dim] = math.ceil(shape[dim] / pieces) * pieces
         return tuple(shape)
 
@@ -101,11 +103,10 @@ class Layout:
         """The block of `full` at a position; a view where nothing is padded."""
         if self.parts > 1:
             pieces = [
-                Layout((n, *self.shape[1:]), self.split, even=self.even).block(t, grid, coordinates)
-                for t in full.chunk(self.parts)
-                for n in (t.shape[0],)
+                Layout(tuple(part.shape), self.split, even=self.even).block(part, grid, coordinates)
+                for part in full.chunk(self.parts, self.parts_dim)
             ]
-            return torch.cat(pieces)
+            return torch.cat(pieces, self.parts_dim)
         padding: list[int] = []
         for have, want in zip(reversed(self.shape), reversed(self.padded(grid)), strict=True):
             padding += [0, want - have]
@@ -142,7 +143,8 @@ class Layout:
                     block = self.unflatten(torch.cat([shards[grid.rank(x, y, z)] for z in range(grid.gz)]), grid)
                 else:
                     block = shards[grid.rank(x, y)]
-                for part, piece in zip(full.chunk(self.parts), block.chunk(self.parts), strict=True):
+                parts = (tensor.chunk(self.parts, self.parts_dim) for tensor in (full, block))
+                for part, piece in zip(*parts, strict=True):
                     for dim, axis in self.split:
                         part = part.chunk(grid.size(axis), dim=dim)[at[axis]]
                     part.copy_(piece)

@@ -106,8 +106,9 @@ def _segments(layout: Layout, grid: Grid, position: tuple[int, ...], dim: int) -
     """Runs (start in the block, start in the serial tensor, length) of one dim, found by splitting its indices."""
     split = tuple((0, axis) for other, axis in layout.split if other == dim)
     even = tuple((0, axis) for other, axis in layout.even if other == dim)
-    parts = layout.parts if dim == 0 else 1
-    alone = replace(layout, shape=(layout.shape[dim],), split=split, even=even, parts=parts, over_z=False)
+    parts = layout.parts if dim == layout.parts_dim else 1
+    shape = (layout.shape[dim],)
+    alone = replace(layout, shape=shape, split=split, even=even, parts=parts, parts_dim=0, over_z=False)
     # Counted from 1, so that 0 is padding.
     indices = alone.block(torch.arange(1, layout.shape[dim] + 1), grid, dict(zip(AXES, position, strict=True)))
     places = indices.nonzero().flatten()

@@ -24,6 +24,8 @@ class Split(nn.Module):
     layouts: Mapping[str, Layout]
     hands_out_shards = False
     """Whether `state_dict` and `load_state_dict` are about shards, as a host's own checkpoints may want them."""
+    lies_apart = False
+    """Whether the mesh is the same ranks on a grid of this layer's own, as experts' is."""
 
     def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         self.mesh, self.layouts = mesh, layouts

@@ -201,7 +201,7 @@ def _check_present(module: Split | CrossEntropyLoss, grid: Grid, name: str) -> N
         ValueError: it was split on another grid.
     """
     present = module.mesh.grid
-    if present != grid:
+    if present != grid and not getattr(module, "lies_apart", False):
         raise ValueError(
             f"layer {name} is split over {present} already, and cannot be over {grid}; use the same sizes, or a fresh model"
         )

@@ -185,8 +185,8 @@ class Shadow:
     def watch(self, embeddings: Iterable[str], norms: Iterable[str]) -> None:
         """From now on runs record what these modules answer, and passes on a share of the stream ask it of the share.
 
-        So they do of modules whose ``axonn_boundary`` is true: these take a stream however it is split, give the first of what they
-        return in the same way, and the rest as in the serial model (`axonn_tp.layers.boundary`).
+        So they do of modules whose ``axonn_boundary`` is true: these take a stream however it is split, give what they return, or the
+        first of it, in the same way, and the rest as in the serial model (`axonn_tp.layers.boundary`).
         """
         for name in (*embeddings, *norms):
             self.modules[name].forward = self._watched(name, self.modules[name].forward, name in set(norms))  # type: ignore[method-assign]
@@ -194,16 +194,18 @@ class Shadow:
             if getattr(module, "axonn_boundary", False):
                 module.forward = self._boundary(name, module.forward)  # type: ignore[method-assign]
 
-    def _boundary(self, name: str, whole: Callable[..., tuple]) -> Callable[..., tuple]:
-        def forward(input: Tensor, *rest: Any, **keywords: Any) -> tuple:
+    def _boundary(self, name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(input: Tensor, *rest: Any, **keywords: Any) -> Any:
             if self._seat is None:
                 self._run.inputs[name].append(input.detach().clone())
                 outputs = whole(input, *rest, **keywords)
-                self._run.results[name].append(outputs[0].detach())
+                self._run.results[name].append((outputs if isinstance(outputs, Tensor) else outputs[0]).detach())
                 return outputs
             known = self._seat.boundary(name, input)
             outputs = whole(input if known is None else known[0], *rest, **keywords)
-            return outputs if known is None else (known[1], *outputs[1:])
+            if known is None:
+                return outputs
+            return known[1] if isinstance(outputs, Tensor) else (known[1], *outputs[1:])
 
         return forward
 

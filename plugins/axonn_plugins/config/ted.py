@@ -12,9 +12,15 @@ from axonn_plugins.config.base import Block, Size
 class Ted(Block):
     """TED: mixtures of experts by tensor, expert and data parallelism (dissertation chapter 7).
 
-    Every deepspeed.moe.layer.MoE of the model becomes TED's layer; its ep_size is the expert parallelism.
+    Every deepspeed.moe.layer.MoE of the model becomes TED's layer, and so do the experts of HF's and other models that are called with
+    hidden states, expert indices and weights.
     """
 
+    expert: Size | Literal["auto"] = Field(
+        "auto",
+        description="Ranks that have different experts. By default what DeepSpeed's layers say (ep_size); of other models' experts as many "
+        "ranks as read different data and divide the experts.",
+    )
     tensor: Size = Field(
         1,
         description="Ranks that split a layer, dense or expert, as Megatron does; neighbours, which read the same data.",

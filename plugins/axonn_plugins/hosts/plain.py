@@ -176,7 +176,11 @@ def _split(model: nn.Module, block: Axonn) -> Mesh:
         if ted is not None:
             from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 
-            split_with_experts(model, mesh, ted, plan, chosen)
+            groups = split_with_experts(model, mesh, ted, plan, chosen)
+            if groups is None and ted.expert != "auto":
+                raise ValueError(
+                    f"ted.expert = {ted.expert}, and no experts were found in {type(model).__name__}; leave expert out"
+                )
         elif tensor is not None:
             parallelize(model, mesh, plan, chosen)
         else:

@@ -27,6 +27,7 @@ from axonn_tp import layout_of
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.layers.exports import as_shards, whole_tensor
 from ted_moe import Groups
+from ted_moe.adapters import SpreadExperts
 
 
 class TedCheckpoints(GridCheckpoints):
@@ -38,7 +39,10 @@ class TedCheckpoints(GridCheckpoints):
         return PortableState(self, DealtNames(self.module))
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
-        """Both kinds of files."""
+        """Both kinds of files; of others' experts, which DeepSpeed without the block has no files of, those of the grid."""
+        if self._of_models:
+            self._write_portable(Path(save_dir) / tag, client_state)
+            return
         folder = Path(save_dir) / tag
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,16 +56,23 @@ class TedCheckpoints(GridCheckpoints):
         return super()._readable(folder) or is_stock(folder)
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
-        if (folder / PORTABLE).is_dir():
+        if (folder / PORTABLE).is_dir() or self._of_models:
             return super()._reading(state, folder, states)
         return StockReading(self, state, folder, states)
 
+    @property
+    def _of_models(self) -> bool:
+        """Whether the experts are those of models, each a tensor of the serial model, and not DeepSpeed's."""
+        return any(isinstance(module, SpreadExperts) for module in self.module.modules())
+
     def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:
-        """Refused: one file has no experts of other ranks.
+        """Refused where experts are DeepSpeed's: one file has none of other ranks.
 
         Raises:
-            ConfigError: always.
+            ConfigError: they are.
         """
+        if self._of_models:
+            return super().save_16bit_model(*rest, **keywords)
         raise ConfigError(
             "the model's weights would be without the experts of other ranks; call save_checkpoint, whose layer_*_expert_*.pt and "
             "mp_rank_00_model_states.pt hold whole weights"

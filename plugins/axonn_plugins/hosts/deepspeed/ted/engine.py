@@ -7,6 +7,7 @@ tokens. Experts lie on another grid of the same ranks (`on_mesh`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
@@ -17,6 +18,7 @@ from torch import nn
 
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.common import replicas
+from axonn_plugins.hosts.common.experts import described, experts_of
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
@@ -31,7 +33,15 @@ from axonn_plugins.hosts.deepspeed.ted.tables import Tables
 from axonn_plugins.hosts.deepspeed.ted.unit import TedUnitEngine
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_tp import Grid, LayerPlan
-from ted_moe import Groups, Topology
+from ted_moe import Groups, Topology, adapters
+
+
+def _others(model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
+    """Names of experts that are not in DeepSpeed's layers."""
+    try:
+        return list(experts_of(model, layers))
+    except ValueError as error:
+        raise ConfigError(f"axonn.ted: {error}") from None
 
 
 class TedEngine(TedCheckpoints, AxonnEngine):
@@ -42,11 +52,21 @@ class TedEngine(TedCheckpoints, AxonnEngine):
 
     def __new__(cls, args: Any = None, model: Any = None, *rest: Any, config_class: Any = None, **keywords: Any) -> Any:  # noqa: D102
         block, layers = config_class.axonn.ted, stock_layers(model)
+        others = _others(model, layers)
+        if not layers and not others and block.expert != "auto":
+            raise ConfigError(
+                f"axonn.ted.expert = {block.expert}, and no experts were found in {type(model).__name__}; leave expert out"
+            )
         if layers:
             check_experts(config_class.axonn_raw)
         if block.tensor > 1 or config_class.axonn.tensor_parallel is not None or config_class.axonn_owner is not None:
             return super().__new__(cls)
-        if layers and keywords.get("mpu") is None:
+        if others and keywords.get("mpu") is not None:
+            raise ConfigError(
+                f"axonn.ted takes an mpu of the script's own with DeepSpeed's MoE layers, and {others[0]} is another's; leave the mpu out, and "
+                "write tensor"
+            )
+        if (layers or others) and keywords.get("mpu") is None:
             check_rest(config_class.axonn_raw, Grid(gdata=dist.get_world_size()))
             if has_states(config_class.axonn_raw):
                 take_over(config_class, "ted")
@@ -90,9 +110,11 @@ class TedEngine(TedCheckpoints, AxonnEngine):
 
     def _described(self, split: Any) -> str:
         topology = split.topology or Topology(self.mesh.grid.world, self._ted.tensor)
+        experts = described(split.experts, split.cuts, topology.expert_tensor)
+        of_experts = f"TED\n{topology}\n{experts}".rstrip()
         if not self._both:
-            return f"TED\n{topology}"
-        return super()._described(split) + (f"\nTED\n{topology}" if split.topology else "")
+            return of_experts
+        return super()._described(split) + (f"\n{of_experts}" if split.topology else "")
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward; checkpointed blocks keep what they communicate."""
@@ -123,7 +145,7 @@ class TedEngine(TedCheckpoints, AxonnEngine):
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
         # Routing is not continuous: rounding in a dense layer may send a token elsewhere.
         try:
-            with passing_by(self.module):
+            with passing_by(self.module), adapters.passing_by(self.module):
                 super()._verify_plan(inputs, keywords)
         except ConfigError as error:
             found = str(error).removeprefix("axonn.tensor_parallel.plan: ").partition("; ")[0]

@@ -1,4 +1,4 @@
-"""A model with DeepSpeed's MoE layers on any 4D mesh: dense layers in 3D PMM, MoE layers TED's, with or without an engine.
+"""A model with experts on any 4D mesh: dense layers in 3D PMM, DeepSpeed's MoE layers and others' experts TED's, with or without an engine.
 
 The ranks of an x-y plane, which read the same tokens, are TED's tensor ranks. Those that differ in z and data read different
 tokens: neighbours among them have different experts, the rest is expert data (equation 7.1 with G_tensor = gx·gy). The mesh serves
@@ -7,7 +7,7 @@ all parameters: experts' layouts name the grid of its ranks that they lie on, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -17,11 +17,13 @@ from deepspeed.moe.layer import MoE as StockMoE
 from torch import nn
 
 from axonn_plugins.config import ConfigError, Ted
+from axonn_plugins.hosts.common.experts import cuts_for, expert_ranks_for, experts_of
 from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, marked, refuse_others
 from axonn_plugins.hosts.deepspeed.ted.layers import Within, adopt, expert_ranks, stand_ins, stock_layers
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, Report, auto_plan, parallelize, place
 from axonn_tp.plan.rules import Plan
-from ted_moe import Groups, Topology
+from ted_moe import Groups, Topology, adapters
+from ted_moe.adapters import Cut, Experts, blocks_of
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,16 @@ class MeshSplit:
         placements: of all dense layers that change.
         report: what an automatic plan says.
         topology: of the experts; None where there are none.
+        experts: by name, those that are not in DeepSpeed's layers.
+        cuts: how these are split over the tensor ranks.
     """
 
     plan: Mapping[str, LayerPlan]
     placements: list[Placement] = field(default_factory=list)
     report: Report | None = None
     topology: Topology | None = None
+    experts: Mapping[str, Experts] = field(default_factory=dict)
+    cuts: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
 
 
 def split_with_experts(
@@ -91,19 +97,26 @@ def find_split(
         ValueError: it cannot be split so.
     """
     layers, report = stock_layers(model), None
-    topology = _topology(layers, grid, block) if layers else None
+    others = experts_of(model, layers)
+    if not layers and not others and block.expert != "auto":
+        raise ValueError(
+            f"expert = {block.expert}, and no experts were found in {type(model).__name__}; leave expert out"
+        )
+    topology = _topology(layers, others, grid, block) if layers or others else None
+    cuts = {} if topology is None else cuts_for(others, topology.expert_tensor)
     if isinstance(model, StockMoE):
         return MeshSplit({"*": LayerPlan("replicated")}, topology=topology)
+    mixtures = blocks_of(model, others) if grid.gx * grid.gy > 1 else {}
     if plan == "auto":
-        with stand_ins(model, boundary=True):
+        with stand_ins(model, boundary=True), adapters.stand_ins(model, mixtures):
             plan, report = auto_plan(model, grid, example_inputs, options)
     elif isinstance(plan, str):
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     else:
-        _refuse_experts_in(plan, model, layers)
-    whole = {f"{name}.*": LayerPlan("replicated") for name in layers}
+        _refuse_experts_in(plan, model, [*layers, *others])
+    whole = {f"{name}.*" if name else "*": LayerPlan("replicated") for name in (*layers, *mixtures)}
     named = whole | {pattern: LayerPlan.of(pattern, layer) for pattern, layer in plan.items()}
-    return MeshSplit(named, place(model, grid, named, options), report, topology)
+    return MeshSplit(named, place(model, grid, named, options), report, topology, others, cuts)
 
 
 def apply_split(
@@ -124,8 +137,20 @@ def apply_split(
         assert mine is not None
         adopt(layer, mine, block, within=Within(mesh, experts_grid(mine.topology)))
         layer.shared_out = mine.topology.tensor > 1 or mine.topology.expert > 1  # type: ignore[assignment]
+    _spread(model, mesh, block, split, mine)
     parallelize(model, mesh, split.plan, options)
     return mine
+
+
+def _spread(model: nn.Module, mesh: Mesh, block: Ted, split: MeshSplit, groups: Groups | None) -> None:
+    """Deal out the experts that are not in DeepSpeed's layers."""
+    choices = adapters.Choices(block.duplicate_token_dropping, block.fused)
+    enclosed = blocks_of(model, split.experts) if mesh.size("model") > 1 else {}
+    for name, experts in split.experts.items():
+        assert groups is not None
+        adapters.adopt(experts, split.cuts[name], groups, mesh.over(experts_grid(groups.topology)), choices)
+    for name in enclosed:
+        adapters.enclose(model.get_submodule(name), mesh)
 
 
 def experts_grid(topology: Topology) -> Grid:
@@ -139,8 +164,18 @@ def experts_groups(mesh: Mesh, topology: Topology) -> dict[str, dist.ProcessGrou
     return {"expert": on.group("z"), "expert_data": on.group("data")}
 
 
-def _topology(layers: Mapping[str, StockMoE], grid: Grid, block: Ted) -> Topology:
-    plane, batch, expert = grid.gx * grid.gy, grid.batch, expert_ranks(dict(layers))
+def _topology(layers: Mapping[str, StockMoE], others: Mapping[str, Experts], grid: Grid, block: Ted) -> Topology:
+    plane, batch = grid.gx * grid.gy, grid.batch
+    given, said = expert_ranks(dict(layers)), f"ep_size = {expert_ranks(dict(layers))} of the MoE layers"
+    if layers and block.expert not in ("auto", given):
+        raise ValueError(
+            f"expert = {block.expert}, but the MoE layers have ep_size = {given}; leave expert out, or make them equal"
+        )
+    expert = given
+    if others:
+        dealt = block if not layers else block.model_copy(update={"expert": given})
+        expert = expert_ranks_for(others, grid, dealt)
+        said = said if layers else f"expert = {expert}"
     if block.tensor not in (1, plane):
         raise ValueError(
             f"tensor = {block.tensor}, but gx*gy = {grid.gx}*{grid.gy} = {plane} ranks split the dense layers, and experts with them; leave "
@@ -149,12 +184,12 @@ def _topology(layers: Mapping[str, StockMoE], grid: Grid, block: Ted) -> Topolog
     whole = block.expert_tensor_parallel is False
     if not whole and batch % expert:
         raise ValueError(
-            f"ep_size = {expert} of the MoE layers does not divide gz*gdata = {grid.gz}*{grid.gdata} = {batch}, the ranks that read "
-            f"different data; give the layers an ep_size that divides {batch}"
+            f"{said} does not divide gz*gdata = {grid.gz}*{grid.gdata} = {batch}, the ranks that read "
+            f"different data; choose one that divides {batch}"
         )
     if whole and (grid.world % expert or max(expert, plane) % min(expert, plane)):
         raise ValueError(
-            f"ep_size = {expert} of the MoE layers, whose experts expert_tensor_parallel = false leaves whole, neither divides nor is a "
+            f"{said}, whose experts expert_tensor_parallel = false leaves whole, neither divides nor is a "
             f"multiple of gx*gy = {plane}, or does not divide the grid's {grid.world} ranks; choose another, or leave expert_tensor_parallel out"
         )
     name = marked(layers)
@@ -166,7 +201,7 @@ def _topology(layers: Mapping[str, StockMoE], grid: Grid, block: Ted) -> Topolog
     return Topology(grid.world, plane, expert, not whole)
 
 
-def _refuse_experts_in(plan: Plan, model: nn.Module, layers: Mapping[str, StockMoE]) -> None:
+def _refuse_experts_in(plan: Plan, model: nn.Module, layers: Collection[str]) -> None:
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in plan:
         found = [name for name in names if fnmatchcase(name, pattern)]

@@ -1,0 +1,148 @@
+"""A mixture with its router in a model whose other layers are split over x and y: inside, every rank has whole tokens.
+
+So the router is the model's own, and gives every tensor rank the same routes, as TED's layers are to have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonn_tp.grid.distribute import broadcast
+from axonn_tp.grid.layout import layout_of
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.activation import split_of
+from axonn_tp.layers.boundary import share_again, whole_activation
+from ted_moe.adapters.structure import Experts
+
+
+class Block(nn.Module):
+    """Mixed into a module that holds experts and their router: takes activations however the stream is split, and gives such."""
+
+    mesh: Mesh
+
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+        """The module's own forward on whole tokens."""
+        split = split_of(hidden_states)
+        ranks = self.mesh.size("y") if split is not None and "y" in split.over else 1
+        whole = whole_activation(hidden_states, self.mesh, hidden_states.shape[-1] * ranks)
+        outputs: Any = super().forward(whole, *rest, **named)
+        if isinstance(outputs, tuple):
+            return (share_again(outputs[0], hidden_states, self.mesh), *outputs[1:])
+        return share_again(outputs, hidden_states, self.mesh)
+
+
+def enclose(block: nn.Module, mesh: Mesh) -> None:
+    """Make a module a `Block`, in place; every rank calls it.
+
+    Its parameters but the experts stay whole on every rank, which computes all of their gradients.
+    """
+    kind = type(block)
+    block.__class__ = type(kind.__name__, (Block, kind), {})
+    block.mesh = mesh  # type: ignore[assignment]
+    for parameter in block.parameters():
+        if not hasattr(parameter, "axonn_layout"):
+            broadcast(parameter, mesh)
+            parameter.axonn_layout = layout_of(parameter)  # type: ignore[attr-defined]
+
+
+def blocks_of(model: nn.Module, found: Mapping[str, Experts]) -> dict[str, Experts]:
+    """The experts by the name of the module around each, where that gives a token's mixture for each token and nothing else.
+
+    Where it does more, as a decoder layer that holds router and experts itself, the stream stays whole and nothing need be enclosed.
+    """
+    outer = {name: name.rpartition(".")[0] for name in found}
+    return {
+        outer[name]: experts
+        for name, experts in found.items()
+        if _is_by_token(model.get_submodule(outer[name]), _width_of(model, experts))
+    }
+
+
+def _width_of(model: nn.Module, experts: Experts) -> int:
+    """Features of the stream that a mixture takes."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = getattr(config, "hidden_size", None)
+    return width if isinstance(width, int) else experts.features
+
+
+@torch.no_grad()
+def _is_by_token(block: nn.Module, width: int) -> bool:
+    """Whether a module gives for each token what is the token's alone."""
+    weight = next(block.parameters())
+    training = [module for module in block.modules() if module.training]
+    tokens = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).to(weight)
+    try:
+        block.eval()
+        first, other = (_first(block(given.clone())) for given in (tokens, tokens.flip(1)))
+        close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.1
+        return first.shape == tokens.shape and bool((first - other.flip(1)).norm() <= close * first.norm())
+    except Exception:  # whatever a module raises that needs more than hidden states
+        return False
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _first(outputs: Any) -> Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+class _StandIn(nn.Module):
+    """Mixed into a mixture with a router alone: needs all features of a token, and runs without experts."""
+
+    axonn_boundary = True
+
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+        # What the router says is heard by losses outside.
+        outputs: Any = super().forward(hidden_states, *rest, **named)
+        mixed = torch.tanh(hidden_states + hidden_states.mean(-1, keepdim=True))
+        return (mixed, *outputs[1:]) if isinstance(outputs, tuple) else mixed
+
+
+class _Skipped(nn.Module):
+    """In the place of experts."""
+
+    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return hidden_states
+
+
+@contextmanager
+def stand_ins(model: nn.Module, blocks: Mapping[str, Experts]) -> Iterator[None]:
+    """While a plan for the other layers is looked for, the experts are not there.
+
+    Args:
+        model: the model.
+        blocks: see `blocks_of`.
+    """
+    there = {name: model.get_submodule(name) for name in blocks}
+    for name, block in there.items():
+        made: Any = copy.copy(block)
+        made.__class__ = type(type(block).__name__, (_StandIn, type(block)), {})
+        made._modules = {
+            each: child if child is None or _is_router(child, blocks[name]) else _Skipped()
+            for each, child in block._modules.items()
+        }
+        _put(model, name, made)
+    try:
+        yield
+    finally:
+        for name, block in there.items():
+            _put(model, name, block)
+
+
+def _is_router(module: nn.Module, experts: Experts) -> bool:
+    """Whether a module scores the experts: one matrix, with a row for each."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    return module is not experts.module and len(matrices) == 1 and matrices[0].shape[0] == experts.count
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)

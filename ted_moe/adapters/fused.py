@@ -1,0 +1,229 @@
+"""An experts module dealt out over the expert ranks, each expert split over the tensor ranks; it is called as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonn_tp.comm.collectives import copy_to, reduce_from
+from axonn_tp.grid.distribute import broadcast
+from axonn_tp.grid.layout import Layout
+from axonn_tp.grid.mesh import Grid, Mesh
+from axonn_tp.layers.activation import split_of
+from axonn_tp.layers.weight import Split
+from ted_moe.adapters.structure import Cut, Experts, Local
+from ted_moe.dropless import through_experts
+from ted_moe.gating import Routes, routes_to
+from ted_moe.topology import Groups
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What of TED is on.
+
+    Attributes:
+        duplicate_token_dropping: tensor ranks send a share of the tokens each.
+        fused: an all-reduce with a drop after it is one reduce-scatter.
+    """
+
+    duplicate_token_dropping: bool = True
+    fused: bool = True
+
+
+@dataclass
+class Dealt:
+    """What an experts module knows of the other ranks.
+
+    Attributes:
+        found: the module as it was.
+        cuts: how its parameters are split over the tensor ranks.
+        groups: the process groups.
+        choices: what is on.
+        shapes: of this rank's part of each parameter.
+        code: the module's own, for this rank's experts.
+        passed_by: tokens skip the experts, as while other layers are compared with the serial model's.
+    """
+
+    found: Experts
+    cuts: Mapping[str, Cut]
+    groups: Groups
+    choices: Choices
+    shapes: dict[str, tuple[int, ...]]
+    code: Local
+    passed_by: bool = False
+
+    @property
+    def split(self) -> bool:
+        """Whether this rank has shares of experts."""
+        return any(cut.dim is not None for cut in self.cuts.values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether tensor ranks have different experts, whole ones."""
+        return self.groups.topology.expert_tensor == 1
+
+    def mix(self, module: nn.Module, tokens: Tensor, routes: Routes) -> Tensor:
+        """Send tokens to their experts and back.
+
+        Args:
+            module: with this rank's parameters.
+            tokens: S × M, the same on all tensor ranks.
+            routes: theirs.
+
+        Raises:
+            ValueError: tensor ranks were given other tokens; on all ranks that they would exchange them with.
+        """
+        drop = self.groups.size("tensor") > 1 and (self.choices.duplicate_token_dropping or self.whole)
+        fused = drop and self.choices.fused and self.split
+        run = partial(self._run, module, fused)
+        return through_experts(tokens, routes, run, self.groups, drop, drop and not self.whole, fused)
+
+    def _run(self, module: nn.Module, fused: bool, rows: Tensor, counts: list[int]) -> Tensor:
+        """This rank's experts, or its shares of them, on rows sorted by expert."""
+        parameters = {
+            name: self._given(self.cuts[name], p.view(self.shapes[name])) for name, p in module.named_parameters()
+        }
+        if not len(rows):
+            return _Untouched.apply(rows, *parameters.values())
+        sums = self.split and not fused
+        rows = copy_to(rows, self.groups, "tensor") if sums else rows
+        numbers = torch.arange(len(counts), device=rows.device)
+        indices = numbers.repeat_interleave(torch.tensor(counts, device=rows.device))
+        output = self.code(parameters, module.training, rows, indices[:, None], rows.new_ones(len(rows), 1))
+        return reduce_from(output, self.groups, "tensor") if sums else output
+
+    def _given(self, cut: Cut, parameter: Tensor) -> Tensor:
+        if cut.once and self.split:
+            return _Once.apply(parameter, self.groups.rank("tensor") == 0)
+        # What all experts share is used on other rows by every rank, and of these z and data are summed over by its layout.
+        return copy_to(parameter, self.groups, "tensor") if cut.common and self.whole else parameter
+
+
+class _Part(Split):
+    """Mixed into what holds experts' parameters."""
+
+    lies_apart = True
+
+
+class SpreadExperts(_Part):
+    """Mixed into an experts module: tokens are sent to the ranks that have their experts, and what these make of them back."""
+
+    axonn_dealt: Dealt
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """The weighted sum of each token's experts: what the module gave before, on any number of tokens a rank.
+
+        Raises:
+            ValueError: something else is given than hidden states, indices and weights; tensor ranks were given other tokens.
+        """
+        dealt = self.axonn_dealt
+        arguments = dealt.found.arguments
+        named = dict(zip(arguments, given, strict=False)) | named
+        if set(named) != set(arguments) or len(given) > 3:
+            raise ValueError(
+                f"{type(self).__name__} was called with {', '.join(named)} and {len(given)} positions; under axonn.ted it takes "
+                f"{', '.join(arguments)} alone"
+            )
+        hidden, indices, weights = (named[name] for name in arguments)
+        if split_of(hidden) is not None:
+            raise ValueError(
+                f"{type(self).__name__} was given shares of an activation, and what calls it is more than a mixture, which would make them whole; "
+                "leave embeddings and norms out of the plan"
+            )
+        if dealt.passed_by:
+            return hidden
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        if len(tokens):
+            indices, weights = indices.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        return dealt.mix(self, tokens, routes_to(indices, weights, dealt.found.count)).reshape(hidden.shape)
+
+
+class _Once(torch.autograd.Function):
+    """What one rank adds before a sum over ranks, each of which gets the whole gradient back; the others add zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, here: bool) -> Tensor:
+        return tensor.view_as(tensor) if here else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Untouched(torch.autograd.Function):
+    """No rows: nothing is computed, and the gradients are zeros, so that backward communicates as on other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def adopt(found: Experts, cuts: Mapping[str, Cut], groups: Groups, mesh: Mesh, choices: Choices) -> None:
+    """Keep this rank's part of an experts module, in place; every rank calls it.
+
+    Args:
+        found: the module.
+        cuts: how its parameters are split over the tensor ranks.
+        groups: the process groups.
+        mesh: the ranks on the experts' grid: tensor is x where experts are split, expert is z, expert data is data.
+        choices: see there.
+    """
+    module, tensor = found.module, groups.size("tensor")
+    local, split = found.count // groups.size("expert"), any(cut.dim is not None for cut in cuts.values())
+    code = Local(module, (found.count, local), tensor if split else 1)
+    shapes = {}
+    for prefix, holder in _holders(module).items():
+        layouts = {}
+        for name, parameter in holder._parameters.items():
+            if parameter is not None:
+                layouts[name] = layout_for(tuple(parameter.shape), cuts[prefix + name], mesh.grid)
+                shapes[prefix + name] = _local_shape(layouts[name], mesh.grid)
+                broadcast(parameter, mesh)
+        kind, mixin = type(holder), SpreadExperts if holder is module else _Part
+        holder.__class__ = type(kind.__name__, (mixin, kind), {})
+        holder._split(mesh, layouts)
+    assert isinstance(module, SpreadExperts)
+    module.axonn_dealt = Dealt(found, cuts, groups, choices, shapes, code)
+
+
+def _holders(module: nn.Module) -> dict[str, Any]:
+    """The modules with parameters of their own, and this one, by the prefix of their names."""
+    return {f"{name}." if name else "": one for name, one in module.named_modules() if one is module or one._parameters}
+
+
+def layout_for(shape: tuple[int, ...], cut: Cut, grid: Grid) -> Layout:
+    """How a parameter lies on the experts' grid: a stack of experts, laid flat, is cut between experts by z."""
+    if cut.common:
+        return Layout(shape)
+    split = () if cut.dim is None or grid.gx == 1 else ((cut.dim, "x"),)
+    parts, dim = (cut.parts, cut.dim or 0) if split else (1, 0)
+    return Layout(shape, split, parts, over_z=True, grid=grid, parts_dim=dim)
+
+
+def _local_shape(layout: Layout, grid: Grid) -> tuple[int, ...]:
+    shape = layout.block_shape(grid)
+    return (shape[0] // grid.gz, *shape[1:]) if layout.over_z else shape
+
+
+@contextmanager
+def passing_by(model: nn.Module) -> Iterator[None]:
+    """Tokens skip the experts."""
+    dealt = [module.axonn_dealt for module in model.modules() if isinstance(module, SpreadExperts)]
+    for one in dealt:
+        one.passed_by = True
+    try:
+        yield
+    finally:
+        for one in dealt:
+            one.passed_by = False

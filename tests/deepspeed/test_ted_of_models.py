@@ -1,0 +1,208 @@
+"""HF mixtures of experts under `deepspeed.initialize` with ``axonn.ted``: losses, weights and checkpoints are one process's."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from axonn_plugins.observe.ledger import Ledger
+from tests import groups
+from tests.axonn_tp.families import in_float64
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks
+from tests.ted_moe.mixtures import mixture, tokens
+
+STEPS, CLIP = 4, 0.5
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "expert, ZeRO-0": ({"ted": {}}, 0),
+    "expert, ZeRO-1": ({"ted": {"expert": 2}}, 1),
+    "tensor, ZeRO-2": ({"ted": {"tensor": 2}}, 2),
+    "grid, ZeRO-1": ({"ted": {}, "tensor_parallel": {"gx": 2, "gy": 1, "gz": 2, "plan": "auto"}}, 1),
+}
+
+
+def start(block: dict[str, Any], stage: int, model: nn.Module | None = None, **settings: Any) -> Any:
+    import axonn_plugins
+
+    groups.reuse()
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    axonn_plugins.activate()
+    model = mixture("Mixtral") if model is None else model
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "axonn": block,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | settings)[0]
+
+
+def readers(engine: Any) -> tuple[int, int]:
+    group = engine.data_parallel_group
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    """Losses; in step s reader r has the tokens that `serial_losses` gives it."""
+    reader, number = readers(engine)
+    losses = []
+    with in_float64():
+        for step in steps:
+            ids = tokens((reader + step) % number)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().double()
+            dist.all_reduce(total, group=engine.data_parallel_group)
+            losses.append(total.item() / number)
+    return losses
+
+
+def serial_losses(number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = mixture("Mixtral")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    with in_float64():
+        for _ in range(STEPS):
+            parts = [model(input_ids=tokens(r), labels=tokens(r)).loss / number for r in range(number)]
+            optimizer.zero_grad()
+            sum(parts).backward()  # type: ignore[union-attr]
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            losses.append(sum(part.item() for part in parts))
+    return losses, model.state_dict()
+
+
+def trained(folder: str) -> dict[str, tuple[float, float]]:
+    """Of losses and of the whole weights at the end, which another layout begins where the first has stopped."""
+    found = {}
+    for name, (block, stage) in CASES.items():
+        engine = start(block, stage)
+        readings = readers(engine)[1]
+        losses = train(engine, range(2))
+        engine.save_checkpoint(f"{folder}/{name}")
+        again = {"ted": {"expert": 1}} if readings == 4 else {"ted": {"tensor": 2, "expert": 1, "fused": False}}
+        engine.destroy()
+        other = mixture("Mixtral")
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.fill_(3.0)
+        engine = start(again, 1, other)
+        engine.load_checkpoint(f"{folder}/{name}")
+        losses += train(engine, range(2, STEPS))
+        expected, weights = serial_losses(readings)
+        state = engine.module.state_dict()
+        engine.save_16bit_model(folder, f"{stage}.bin")
+        dist.barrier()
+        saved = torch.load(f"{folder}/{stage}.bin")
+        assert saved.keys() == weights.keys() and all(torch.equal(saved[key], state[key]) for key in saved)
+        assert state.keys() == weights.keys()
+        apart = max((state[key] - weights[key]).abs().max().item() for key in weights)
+        found[name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True)), apart
+        engine.destroy()
+    return found
+
+
+def test_training_equals_one_process_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    for found in run_ranks(trained, 4, str(tmp_path)):
+        assert found.keys() == CASES.keys()
+        assert not {name: far for name, far in found.items() if max(far) > 1e-8 or math.isnan(max(far))}
+
+
+def recomputed() -> dict[str, Counter]:
+    """Collectives of a forward and backward, with and without HF's gradient checkpointing."""
+    found = {}
+    for name, checkpointing, keep in (("none", False, True), ("again", True, False), ("kept", True, True)):
+        model = mixture("Mixtral")
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        engine = start({"ted": {"tensor": 2, "expert": 2, "communication_aware_checkpointing": keep}}, 0, model)
+        engine.train()
+        train(engine, range(1))  # in the first step plans are verified
+        ids = tokens(readers(engine)[0])
+        with in_float64(), Ledger(engine.groups.axis_names()) as ledger:
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+        found[name] = Counter((each.op, each.axis) for each in ledger.collectives)
+        engine.destroy()
+    return found
+
+
+def test_a_recomputation_communicates_nothing() -> None:
+    layers = 2
+    for found in run_ranks(recomputed, 4):
+        # Numbers of rows, rows to the experts and back, and the mirrors of the last two.
+        assert found["none"]["all_to_all", "expert"] == layers * (1 + 2 + 2)
+        assert found["again"]["all_to_all", "expert"] == layers * (1 + 2 + 2 + 1 + 2)
+        for kind in ("all_to_all", "all_gather", "reduce_scatter"):
+            alike = {key: number for key, number in found["kept"].items() if key[0] == kind}
+            assert alike == {key: number for key, number in found["none"].items() if key[0] == kind}
+
+
+def halves() -> dict[str, list[float]]:
+    """Losses in bfloat16, of a stock engine and of ours."""
+    found = {}
+    for name, block in (("stock", None), ("expert", {"ted": {}}), ("tensor", {"ted": {"tensor": 2}})):
+        model = mixture("Mixtral").float()
+        slow = {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "torch_adam": True},
+        }  # steps of other sizes send tokens elsewhere
+        engine = start(block or {}, 1, model, bf16={"enabled": True}, optimizer=slow)
+        reader, number = readers(engine)
+        found[name] = []
+        for step in range(3):
+            ids = tokens((reader + step) % 2)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().double()
+            dist.all_reduce(total, group=engine.data_parallel_group)
+            found[name].append(total.item() / number)
+        engine.destroy()
+    return found
+
+
+def test_halves_train_as_under_stock_deepspeed() -> None:
+    for found in run_ranks(halves, 4):
+        assert found["expert"] == pytest.approx(found["stock"], rel=2e-2)
+        assert found["tensor"] == pytest.approx(found["stock"], rel=2e-2)
+
+
+class Loop(nn.Module):
+    """A mixture that runs over its experts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x).sum() for expert in self.experts)  # type: ignore[return-value]
+
+
+def refused() -> dict[str, str]:
+    return {
+        "a loop": attempt(lambda: start({"ted": {}}, 0, Loop())),
+        "three": attempt(lambda: start({"ted": {"expert": 3}}, 0)),
+        "dense": attempt(lambda: start({"ted": {"expert": 2}}, 0, nn.Linear(8, 8))),
+        "fits": attempt(lambda: start({"ted": {"tensor": 2, "expert": 2}}, 0).destroy() or ""),
+        "too many": attempt(lambda: start({"ted": {"tensor": 2, "expert": 4}}, 0)),
+    }
+
+
+def test_what_cannot_be_obeyed_ends_the_run_with_the_reason() -> None:
+    for said in run_ranks(refused, 4):
+        assert "layer experts (ModuleList) holds experts, but its forward does not take" in said["a loop"]
+        assert "expert = 3 does not divide the 4 experts of layer model.layers.0.mlp.experts" in said["three"]
+        assert said["fits"] == ""
+        assert "axonn.ted.expert = 2, and no experts were found in Linear" in said["dense"]
+        assert "expert = 4 does not divide gz*gdata = 1*2 = 2" in said["too many"]
