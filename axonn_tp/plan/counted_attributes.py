@@ -18,8 +18,11 @@ from torch import nn
 def read_count(module: nn.Module, name: str) -> int | None:
     """The attribute ``name`` or ``config.name`` of a module, if it is a positive integer."""
     value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
+    try:
+        for part in name.split("."):
+            value = getattr(value, part, None)
+    except Exception:  # HF's configurations raise errors of their own for what may be another number in each layer
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

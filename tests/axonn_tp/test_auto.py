@@ -15,7 +15,7 @@ from torch import nn
 import axonn_tp
 from axonn_tp import Grid, LayerPlan, Mesh, auto_plan, factorisations
 from axonn_tp.layers.linear_split import features
-from axonn_tp.plan.counted_attributes import count_locally
+from axonn_tp.plan.counted_attributes import count_locally, counting_attributes
 from axonn_tp.plan.example_inputs import guesses
 from tests.axonn_tp.families import FAMILIES, GROUPED, NO_TOKENS, VOCABULARY, hf, litgpt
 from tests.axonn_tp.test_grids import largest_error
@@ -279,6 +279,25 @@ def test_counts_are_local_while_the_module_runs_only() -> None:
     wrong = {name: LayerPlan("normal", 3, 4, ("config.n_layer_",))}
     with pytest.raises(ValueError, match="counts name 'config.n_layer_'.*missing"):
         axonn_tp.place(model, Grid(2, 1, 1, 1), wrong)
+
+
+class Guarded:
+    """A configuration as HF's are where layers have numbers of their own."""
+
+    def __init__(self) -> None:
+        vars(self).update(head_dim=8, num_heads=4)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "head_dim":
+            raise RuntimeError("may be another in each layer")
+        return super().__getattribute__(name)
+
+
+def test_a_configuration_that_is_not_to_be_read_has_no_counts() -> None:
+    attention = nn.Module()
+    attention.config = Guarded()  # type: ignore[assignment]
+    assert ("config.num_heads",) in counting_attributes(attention, {32})
+    assert not any("config.head_dim" in names for names in counting_attributes(attention, {8, 32}))
 
 
 def test_the_search_changes_nothing() -> None:
