@@ -165,6 +165,7 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:
         CrossEntropyLoss.convert(module, mesh, placement.loss_axes, placement.classes)  # type: ignore[arg-type]
     if isinstance(module, SplitWeight):
         module.gathers = gathers
+        gathers.register(module)
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
     module.register_forward_pre_hook(_keep_slow_path)
 

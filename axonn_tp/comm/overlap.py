@@ -177,6 +177,9 @@ class Gathers:
     Args:
         mesh: the mesh.
         options: `overlap_reduce_scatter`, `overlap_all_gather` and `cache_gathers` are read.
+
+    Attributes:
+        order: a digest of which layers asked for their weights so far, the same on all ranks of z unless they ran other passes.
     """
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
@@ -188,12 +191,18 @@ class Gathers:
         self._stand_ins: dict[GatheredLayer, tuple[Tensor, torch.dtype, Tensor]] = {}
         self._kept: dict[GatheredLayer, tuple[_Key, Tensor]] = {}
         self._sources: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
+        self._numbers: dict[GatheredLayer, int] = {}
         self._forwards = 0
         self.sums = Sums(mesh)
+        self.order = 0
 
     def __deepcopy__(self, memo: dict) -> Gathers:
         """A copied model learns its own order."""
         return Gathers(self.mesh, self.options)
+
+    def register(self, layer: GatheredLayer) -> None:
+        """Give a layer its number in `order`; called in the same order on all ranks."""
+        self._numbers[layer] = len(self._numbers) + 1
 
     def begin(self, layers: Sequence[GatheredLayer]) -> None:
         """The model's forward begins: forget what the last step left, and make the nodes that backward runs last."""
@@ -249,6 +258,7 @@ class Gathers:
         """The flat block: kept, under way or gathered now; the next layer's gather is started."""
         phase, key = _phase(), _key(shard, dtype)
         self._sources[layer] = shard, dtype
+        self.order = (self.order * 1_000_003 + self._numbers.get(layer, 0)) % 2**62
         if phase == "backward":
             kept = self._kept.pop(layer, None)
             if kept is not None and kept[0] == key:

@@ -23,6 +23,7 @@ ALONE = "no partner"
 ALL_FEATURES = "needs all features"
 MIXED = "which others read too"
 CHANGES = "split, it changes the model"
+AT_TIMES = "called for some inputs only"
 _SHARED = "its weight is shared or read by other code"
 _OWN_FORWARD = "has a forward of its own"
 _ADVICE = {
@@ -33,6 +34,8 @@ _ADVICE = {
     ALONE: "what these give does not reach one linear alone, so they begin no pair; each is split by itself, with whole features in and out.",
     CHANGES: "each of these pairs is right by itself and wrong in the model: code outside of them reads their features or their counts. Let it "
     "read what the pair's last layer gives.",
+    AT_TIMES: "ranks of z read different data, and would wait for weights that others do not gather; these layers are whole on every rank. Call them "
+    "for every input, also with no rows, or leave experts to TED (axonn.ted).",
     "do not divide": "sizes and heads must divide by the axis that splits them: choose gx and gy from their divisors.",
     _SHARED: "untie the weight (tie_word_embeddings = false in HF), or call the layer in the place of reading its weight.",
     _OWN_FORWARD: "only torch's own linear is split: use nn.Linear, or keep it whole.",

@@ -36,10 +36,19 @@ class Net(nn.Module):
         return out if y is None else F.mse_loss(out, y)
 
 
-def begin(grid: str, dtype: str = "fp32") -> Any:
+def begin(grid: str, dtype: str = "fp32", build: type[nn.Module] = Net, plan: Any = "auto") -> Any:
     gx, gy, gz = GRIDS[grid]
-    block = {"tensor_parallel": {"gx": gx, "gy": gy, "gz": gz, "check_every": EVERY}}
-    case = Case(Net, lambda: (), GRIDS[grid], dtype=dtype, extra={"axonn": block, "gradient_accumulation_steps": 1})
+    block = {
+        "tensor_parallel": {
+            "gx": gx,
+            "gy": gy,
+            "gz": gz,
+            "check_every": EVERY,
+            "plan": plan,
+            "overlap_all_gather": plan == "auto",
+        }
+    }
+    case = Case(build, lambda: (), GRIDS[grid], dtype=dtype, extra={"axonn": block, "gradient_accumulation_steps": 1})
     torch.manual_seed(7)
     return start(case)
 
@@ -49,9 +58,11 @@ def odd(engine: Any) -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def train(grid: str, disturb: Callable[[Any, int], None], dtype: str = "fp32", labels: float = 1.0) -> dict[str, Any]:
+def train(
+    grid: str, disturb: Callable[[Any, int], None], dtype: str = "fp32", labels: float = 1.0, **model: Any
+) -> dict[str, Any]:
     """What ended the run and when, or the parameters that replicas hold at its end."""
-    engine = begin(grid, dtype)
+    engine = begin(grid, dtype, **model)
     data = torch.Generator().manual_seed(engine.mesh.rank("batch"))
     kind = next(engine.module.parameters()).dtype
     step = -1
@@ -86,6 +97,26 @@ def touch(engine: Any, step: int) -> None:
     if step == 5 and odd(engine):
         with torch.no_grad():
             engine.module.norm.weight[3] *= 1 + 2e-2
+
+
+class Skipping(Net):
+    """Ranks of z call one of two layers alike, as experts that have tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.other = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)]), False
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 1.0, more: Any = None) -> Tensor:
+        return self.fc2(self.experts[int(self.other)](self.fc1(x)))
+
+
+def skip(engine: Any, step: int) -> None:
+    engine.module.other = step == 5 and engine.mesh.rank("z") == 1
+
+
+def skipped(grid: str) -> dict[str, Any]:
+    """A plan of the user's own splits layers that are called for some inputs only."""
+    return train(grid, skip, build=Skipping, plan={"experts.*": "self_contained"})
 
 
 def calls(how: Callable[[Any, Tensor], Any], mine: Callable[[int], Tensor], grid: str = "gx2gz2") -> str:
@@ -133,6 +164,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 def everything() -> dict[str, Any]:
     found = {name: attempt(train, *run) for name, run in RUNS.items()}
     found |= {name: attempt(calls, how, ids) for name, (how, _) in CALLS.items()}
+    found["skipped"] = attempt(skipped, "gx2gz2")
     found["same"] = attempt(calls, CALLS["module"][0], lambda rank: ids(0))
     found["data"] = attempt(calls, CALLS["module"][0], ids, "gy2gdata2")
     return found
@@ -187,6 +219,15 @@ def test_calls_of_the_model_are_compared(name: str, ranks: list[dict[str, Any]])
 def test_ranks_of_data_may_be_evaluated_apart(ranks: list[dict[str, Any]]) -> None:
     found = [rank["data"] for rank in ranks]
     assert found[:2] == ["no error"] * 2 and found[2] == found[3] and "differs on rank 3" in found[2]
+
+
+def test_ranks_of_z_that_call_other_layers_are_named(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["skipped"]
+        assert (
+            found["step"] == 6 and "in step 6 or before, ranks 2, 3 called other layers than rank 0" in found["error"]
+        )
+        assert one_sentence(found["error"])
 
 
 def test_digests_see_order_and_bits() -> None:

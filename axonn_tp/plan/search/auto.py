@@ -24,8 +24,9 @@ from axonn_tp.options import Options
 from axonn_tp.plan.example_inputs import Arguments, as_arguments, guesses, rows
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.placement import free_layers, place, readers
-from axonn_tp.plan.report import CHANGES, MIXED, Report, collapse, make_report
+from axonn_tp.plan.report import AT_TIMES, CHANGES, MIXED, Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
+from axonn_tp.plan.search.conditional import called_at_times
 from axonn_tp.plan.search.pairs import Group, Judge, Traced, short
 from axonn_tp.plan.search.published_pairs import published_pairs
 from axonn_tp.plan.search.replay import containing
@@ -71,7 +72,8 @@ def _search(
     _name_inputs(model, plan, finder.tensors)
     stream, told = finder.stream(plan)
     note = " ".join(filter(None, [finder.note, told]))
-    return {**plan, **stream}, make_report(model, grid, {**plan, **stream}, finder.reasons, note, options)
+    plan |= stream | dict.fromkeys(sorted(finder.whole), LayerPlan("replicated"))
+    return plan, make_report(model, grid, plan, finder.reasons, note, options)
 
 
 def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[str, tuple]) -> None:
@@ -94,6 +96,7 @@ class _Finder:
         self.model, self.grid = model, grid
         self.reasons: dict[str, str] = {}
         self.tensors: dict[str, tuple] = {}
+        self.whole: set[str] = set()
         self._paired: set[str] = set()
         self.note = ""
         alone = free_layers(model)
@@ -115,6 +118,7 @@ class _Finder:
         """Groups that are right on this grid, without overlap."""
         found: list[Group] = []
         for traced in self._traced("") if self.shadow else []:
+            self._leave_whole(traced)
             candidates = list(self._candidates(traced.run))
             self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
             traced.run.settle()
@@ -134,6 +138,16 @@ class _Finder:
                 found.append(group)
         self.reasons.update({name: group.source for group in found for name in (*group.normal, group.transposed)})
         return found
+
+    def _leave_whole(self, traced: Traced) -> None:
+        """Take away what cannot be split over z, as ranks with other data need not call it."""
+        if self.grid.gz > 1:
+            assert self.shadow is not None
+            once = {name for name, calls in traced.run.inputs.items() if calls}
+            found = called_at_times(self.shadow, traced.name, traced.run.arguments[traced.name], once)
+            self.whole |= found & self.free
+            self.free -= found
+            self.reasons.update(dict.fromkeys(found, AT_TIMES))
 
     def _traced(self, name: str) -> Iterator[Traced]:
         """The whole model's run, or those of the largest modules that can be run on a guess."""
@@ -272,6 +286,8 @@ class _Finder:
         grid, groups = self.grid, self._groups
         if grid.gx * grid.gy == 1 or not plan:
             return {}, ""
+        if self.whole:
+            raise Mismatch("layers are called for some inputs only")
         if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
             raise Mismatch("the model could not be traced as a whole")
         assert self.shadow is not None

@@ -122,6 +122,20 @@ class Shadow:
             run.blocks = recorder.blocks()
         return run
 
+    def called_in(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int | None) -> set[str]:
+        """Linears that are called in one pass of the module `name`; with a seed, in training.
+
+        Raises:
+            Exception: whatever the module raises on these arguments.
+        """
+        self._expected, self._cuts, self._run = None, {}, Run()
+        self.model.train(seed is not None)
+        try:
+            self._call(name, arguments, seed or 0)
+        finally:
+            self.model.eval()
+        return {linear for linear, calls in self._run.inputs.items() if calls and linear in self.linears}
+
     @contextmanager
     def _replaying(
         self, run: Run, related: Related, cuts: Mapping[str, Cut], counts: Iterable[Local]
@@ -247,13 +261,13 @@ class Shadow:
         """Whether `tensor` was made of one of the leaves."""
         return bool(Reach({id(leaf): 1 for leaf in leaves})(tensor))
 
-    def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> list[Tensor]:
+    def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int = 0) -> list[Tensor]:
         args, keywords = tree_map(_fresh, arguments)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), ExitStack() as stack:
             if self.likeness is not None:
                 stack.enter_context(self.likeness.watching())
                 stack.enter_context(self.likeness.running(containing(name, self.likeness.kinds)))
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed devices too, whose states stay
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too, whose states stay
             outputs = self.modules[name](*args, **keywords)
         return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 

@@ -25,6 +25,7 @@ from axonn_plugins.hosts.common import digests, replicas
 from axonn_plugins.hosts.common.agreement import on_ranks
 from axonn_plugins.hosts.common.digests import GENERATORS, Sketch
 from axonn_tp import Grid, Mesh, layout_of
+from axonn_tp.layers.weight import SplitWeight
 
 _AXES = ("x", "y", "z", "data")
 _ALL = ("grid",)
@@ -53,6 +54,8 @@ class ReplicaWatch:
         self.mesh, self.every, self.broadcast, self.stage = mesh, every, broadcast, stage
         self.steps = 0
         self._model = model
+        split = [module for module in model.modules() if isinstance(module, SplitWeight)]
+        self._gathers = list({id(module.gathers): module.gathers for module in split}.values())
         self._told: set[str] = set()
 
     # Calls
@@ -69,7 +72,8 @@ class ReplicaWatch:
         cards = self._exchange(self._card([] if self.broadcast else found), callers).tolist()
         size, mine = self.mesh.size("model"), self._ranks(callers).index(dist.get_rank())
         planes = [cards[first : first + size] for first in range(0, len(cards), size)]
-        self._repair([card[2:] for card in planes[mine // size]])
+        self._check_order([card[2] for card in cards], callers)
+        self._repair([card[3:] for card in planes[mine // size]])
         if self.broadcast:
             return replicas.broadcast_inputs(inputs, keywords, self.mesh)
         if any(card[:2] != plane[0][:2] for plane in planes for card in plane):
@@ -90,15 +94,28 @@ class ReplicaWatch:
         return list(range(first, first + size))
 
     def _card(self, found: list[tuple[str, Any]]) -> Tensor:
-        """Of structure, of elements, and of the random states."""
+        """Of structure, of elements, of the order of weight gathers, and of the random states."""
         device = self.mesh.device
         structure = digests.of_text(repr([(name, digests.kind(value)) for name, value in found]))
         elements = torch.zeros((), dtype=torch.int64, device=device)
         for _, value in found:
             if isinstance(value, Tensor):
                 elements = elements * 31 + digests.digest(value).to(device)
-        states = torch.tensor([structure, *digests.random_state(device)], device=device)
+        order = sum(gathers.order for gathers in self._gathers) % 2**62
+        states = torch.tensor([structure, order, *digests.random_state(device)], device=device)
         return torch.cat([states[:1], elements[None], states[1:]])
+
+    def _check_order(self, orders: list[int], callers: tuple[str, ...]) -> None:
+        """Refuse passes in which ranks of z called other layers: they got parts of each other's weights."""
+        ranks, together = self._ranks(callers), self.mesh.size("model") * self.mesh.size("z")
+        for first in range(0, len(ranks), together):
+            odd = [ranks[place] for place in range(first, first + together) if orders[place] != orders[first]]
+            if odd:
+                raise ConfigError(
+                    f"in step {self.steps} or before, {on_ranks(odd)} called other layers than rank {ranks[first]}, and ranks of z gather their "
+                    'weights together; call the same layers for every input, give those that are left out {"kind": "replicated"} in the '
+                    "plan, or leave experts to axonn.ted; go on from a checkpoint before it"
+                )
 
     def _repair(self, states: list[list[int]]) -> None:
         """Give the ranks of this plane the first one's random state again; says so once for each generator."""
