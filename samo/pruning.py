@@ -71,13 +71,9 @@ def chosen(
 
 def smallest(found: Magnitudes, sparsity: float, scope: str) -> dict[str, Tensor]:
     """Masks without the smallest of these; see `magnitude`."""
-    masks: dict[str, Tensor] = {}
     if scope == "global":
-        masks = found.keep(found.names, round(sparsity * sum(found.sizes.values())))
-    else:
-        for name in found.names:
-            masks |= found.keep([name], pruned_of(found.sizes[name], sparsity))
-    return masks
+        return found.keep([(found.names, round(sparsity * sum(found.sizes.values())))])
+    return found.keep([([name], pruned_of(found.sizes[name], sparsity)) for name in found.names])
 
 
 def pruned_of(size: int, sparsity: float) -> int:

@@ -1,8 +1,8 @@
 """The smallest magnitudes of many tensors, exactly, without a copy of them, on one process or over the ranks of a mesh.
 
-The bits of a non-negative float, read as an integer, are in the order of the floats. So the threshold is found digit by digit, 16
-bits at a time: a histogram of the next digit says which one the threshold has. Histograms of ranks are summed; each rank
-reads its own elements a chunk at a time.
+The bits of a non-negative float, read as an integer, are in the order of the floats. So the threshold is found digit by digit, 11
+bits at a time: a histogram of the next digit says which one the threshold has. Histograms of ranks are summed, those of many
+parameters at once; each rank reads its own elements a chunk at a time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 CHUNK = 2**20
 """Elements that are looked at together."""
-_DIGIT = 16
+_DIGIT = 11
 
 
 @dataclass(frozen=True)
@@ -133,20 +133,34 @@ class Magnitudes:
         self.sizes = dict(zip(self.names, counts.tolist(), strict=True))
         self._wide = bool(wide.any())
 
-    def keep(self, names: Sequence[str], count: int) -> dict[str, Tensor]:
-        """Masks that are false for the `count` smallest magnitudes of all elements of these parameters, and for padding.
+    def keep(self, groups: Sequence[tuple[Sequence[str], int]]) -> dict[str, Tensor]:
+        """Masks that are false for the `count` smallest magnitudes of all elements of each group, and for padding.
 
-        Of equal magnitudes those of the first parameters, and in a parameter those of the first positions, are pruned.
+        Of equal magnitudes those of a group's first parameters, and in a parameter those of the first positions, are pruned.
+        Ranks exchange the histograms of all groups together.
+
+        Args:
+            groups: pairs of names and count; no name is in two of them.
 
         Returns:
             By name, of the parts that this process holds, in their shapes.
         """
-        parts = [self.parts[name] for name in names if name in self.parts]
-        if count == 0 or count == sum(self.sizes[name] for name in names):
-            return {part.name: self._all(part, count == 0) for part in parts}
-        threshold, below = self._kth(lambda: self._magnitudes(parts), count, 4 if self._wide else 2)
-        edges = self._edges(names, parts, threshold, count - below)
-        return {part.name: self._mask(part, threshold, edges.get(part.name)) for part in parts}
+        masks: dict[str, Tensor] = {}
+        some: list[tuple[Sequence[str], int]] = []
+        for names, count in groups:
+            if 0 < count < sum(self.sizes[name] for name in names):
+                some.append((names, count))
+            else:
+                masks |= {name: self._all(self.parts[name], count == 0) for name in names if name in self.parts}
+        parts = [[self.parts[name] for name in names if name in self.parts] for names, _ in some]
+        found = self._kth(lambda: self._magnitudes(parts), [count for _, count in some], 6 if self._wide else 3)
+        left = [count - below for (_, count), (_, below) in zip(some, found, strict=True)]
+        thresholds = {name: key for (names, _), (key, _) in zip(some, found, strict=True) for name in names}
+        edges = self._edges([names for names, _ in some], thresholds, left)
+        for name, threshold in thresholds.items():
+            if name in self.parts:
+                masks[name] = self._mask(self.parts[name], threshold, edges.get(name))
+        return masks
 
     def kept(self, masks: Mapping[str, Tensor]) -> dict[str, int]:
         """How many elements of each whole parameter these masks keep, on all ranks together.
@@ -165,44 +179,69 @@ class Magnitudes:
         real = part.real(0, part.flat.numel())
         return (mask if real is None else mask & real).view(part.shape)
 
-    def _magnitudes(self, parts: list[Part]) -> Iterator[tuple[Tensor, float]]:
-        for part in parts:
-            for begin, end in part.chunks():
-                keys, real = part.keys(begin, end, self._wide), part.real(begin, end)
-                yield keys if real is None else keys[real], part.weight
+    def _magnitudes(self, groups: list[list[Part]]) -> Iterator[tuple[int, Tensor, float]]:
+        for number, parts in enumerate(groups):
+            for part in parts:
+                for begin, end in part.chunks():
+                    keys, real = part.keys(begin, end, self._wide), part.real(begin, end)
+                    yield number, keys if real is None else keys[real], part.weight
 
-    def _kth(self, chunks: Callable[[], Iterable[tuple[Tensor, float]]], rank: int, digits: int) -> tuple[int, int]:
-        """The key with `rank` smaller or equal keys before it, and how many are smaller."""
-        prefix, below = 0, 0
+    def _kth(
+        self, chunks: Callable[[], Iterable[tuple[int, Tensor, float]]], ranks: list[int], digits: int
+    ) -> list[tuple[int, int]]:
+        """For each group the key with `rank` smaller or equal keys before it, and how many are smaller.
+
+        Args:
+            chunks: number of the group, keys, and what each counts for.
+            ranks: by group.
+            digits: that keys have.
+        """
+        found = [(0, 0)] * len(ranks)
+        if not ranks:
+            return found
         for shift in reversed(range(0, digits * _DIGIT, _DIGIT)):
-            histogram = torch.zeros(2**_DIGIT, dtype=torch.float64, device=self._device)
-            for keys, weight in chunks():
+            histogram = torch.zeros(len(ranks), 2**_DIGIT, dtype=torch.float64, device=self._device)
+            for number, keys, weight in chunks():
                 if shift < (digits - 1) * _DIGIT:
-                    keys = keys[keys >> (shift + _DIGIT) == prefix]
-                found = torch.bincount((keys >> shift) & (2**_DIGIT - 1), minlength=2**_DIGIT)
-                histogram += found.to(self._device) * weight
-            smaller = total(histogram, self.shards).cumsum(0)
-            digit = int(torch.searchsorted(smaller, rank - below, right=True))
-            below += int(smaller[digit - 1]) if digit else 0
-            prefix = prefix << _DIGIT | digit
-        return prefix, below
+                    keys = keys[keys >> (shift + _DIGIT) == found[number][0]]
+                counted = torch.bincount((keys >> shift) & (2**_DIGIT - 1), minlength=2**_DIGIT)
+                histogram[number] += counted.to(self._device) * weight
+            smaller = nn.functional.pad(total(histogram, self.shards).cumsum(1), (1, 0))
+            wanted = torch.tensor([rank - below for rank, (_, below) in zip(ranks, found, strict=True)])
+            digit = torch.searchsorted(smaller[:, 1:].contiguous(), wanted[:, None].to(self._device), right=True)
+            below = smaller.gather(1, digit)
+            pairs = torch.cat([digit, below], 1).tolist()
+            found = [(key << _DIGIT | d, b + c) for (key, b), (d, c) in zip(found, pairs, strict=True)]
+        return found
 
-    def _edges(self, names: Sequence[str], parts: list[Part], threshold: int, count: int) -> dict[str, int]:
-        """By parameter, before which position elements at the threshold are pruned, so that these are `count` in all."""
+    def _edges(
+        self, groups: list[Sequence[str]], thresholds: Mapping[str, int], counts: Sequence[int]
+    ) -> dict[str, int]:
+        """By parameter, before which position elements at the threshold are pruned, so that these are `counts` of each group."""
+        names = list(thresholds)
         ties = torch.zeros(len(names), dtype=torch.float64, device=self._device)
-        numbers = {name: number for number, name in enumerate(names)}
-        for part in parts:
-            ties[numbers[part.name]] = self._ties(part, threshold).numel() * part.weight
-        edges: dict[str, int] = {}
-        for name, here in zip(names, total(ties, self.shards).tolist(), strict=True):
-            if count >= here:
-                edges[name] = 2**62
-            elif count > 0:
-                held = [part for part in parts if part.name == name]
-                tied = [(part.positions(self._ties(part, threshold)), part.weight) for part in held]
-                edges[name] = self._kth(lambda tied=tied: tied, count, 3)[0]  # type: ignore[misc]
-            count = max(count - here, 0)
-        return edges
+        for number, name in enumerate(names):
+            if name in self.parts:
+                part = self.parts[name]
+                ties[number] = self._ties(part, thresholds[name]).numel() * part.weight
+        here = dict(zip(names, total(ties, self.shards).tolist() if names else [], strict=True))
+        edges, divided = {}, {}
+        for group, count in zip(groups, counts, strict=True):
+            for name in group:
+                if count >= here[name]:
+                    edges[name] = 2**62
+                elif count > 0:
+                    divided[name] = count
+                count = max(count - here[name], 0)
+
+        def positions() -> Iterator[tuple[int, Tensor, float]]:
+            for number, name in enumerate(divided):
+                if name in self.parts:
+                    part = self.parts[name]
+                    yield number, part.positions(self._ties(part, thresholds[name])), part.weight
+
+        found = self._kth(positions, list(divided.values()), 5)
+        return edges | {name: edge for name, (edge, _) in zip(divided, found, strict=True)}
 
     def _ties(self, part: Part, threshold: int) -> Tensor:
         """Indices of a part's elements at the threshold."""

@@ -76,7 +76,8 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 def find(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Experts]:
     """The experts modules of a model by name, also those that are not understood, with the reason.
 
-    A module is one where its class or its name speaks of experts and it holds several of them, or where it is understood.
+    A module is one where its class or its name speaks of experts and it holds several of them, or where it is understood. One
+    that is not understood, and holds one that is, is what is around experts.
 
     Args:
         model: the model.
@@ -85,15 +86,20 @@ def find(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Experts]:
     found: dict[str, Experts] = {}
     known: dict[Any, Experts] = {}
     for name, module in model.named_modules():
-        inside = any(not other or f"{name}.".startswith(f"{other}.") for other in (*found, *apart))
+        around = [other for other in found if not other or name.startswith(f"{other}.")]
+        inside = any(found[other].refusal is None for other in around)
+        inside = inside or any(name == other or name.startswith(f"{other}.") for other in apart)
+        holds = any(not name or other.startswith(f"{name}.") for other in apart)
         named = _speaks_of_experts(name, module)
         may_be = named or (_arguments(module) and module._parameters and _count(module) is not None)
-        if inside or not may_be or next(module.parameters(), None) is None:
+        if inside or holds or not may_be or next(module.parameters(), None) is None:
             continue
         like = _likeness(module)
         if like not in known or known[like].refusal is not None:
             known[like] = _understand(name, module)
-        if named or known[like].refusal is None:
+        if known[like].refusal is None:
+            found = {other: one for other, one in found.items() if other not in around}
+        if known[like].refusal is None or (named and not around):
             found[name] = replace(known[like], name=name, module=module)
     return found
 

@@ -93,6 +93,20 @@ def test_what_is_not_understood_is_named_with_the_reason() -> None:
     assert not find(nn.ModuleDict({"mixed": Normed()}))
 
 
+class ManyExperts(nn.Module):
+    """A model that is called after its mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixed = nn.Linear(8, 8), Own()
+
+
+def test_what_is_around_experts_is_not_taken_for_them() -> None:
+    (found,) = find(ManyExperts()).values()
+    assert (found.name, found.refusal) == ("mixed", None)
+    assert not find(ManyExperts(), apart=["mixed"])
+
+
 def counted() -> dict[str, tuple[dict, int, int]]:
     """Bytes of a forward and backward of one layer of experts, by collective and axis; recomputed or not."""
     found = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.optim.whole.find import reason_against
+from axonn_plugins.optim.by_parameter import reason_against
 
 # Words in the names of optimizers that look at a whole weight matrix, layer or model at once.
 NOT_ELEMENTWISE = (

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.elementwise import needs_whole_matrices as needs_whole_matrices
-from axonn_plugins.optim.whole.find import reason_against
+from axonn_plugins.optim.by_parameter import reason_against
 
 Refusal = tuple[bool, str]
 """Whether a setting is refused, and the sentence that says so."""

@@ -7,27 +7,12 @@ from typing import Any
 
 import torch
 
+from axonn_plugins.optim.by_parameter import reason_against
 from axonn_plugins.optim.probe import examine, make_optimizer
 from axonn_plugins.optim.whole.rules import AsItIs, Muon, Rule
 from axonn_tp import Mesh, layout_of
 
 Groups = list[dict[str, Any]]
-NOT_BY_PARAMETER = {
-    "lbfgs": "computes the loss several times a step",
-    "prodigy": "takes the step's length from all weights together",
-    "dadapt": "takes the step's length from all weights together",
-    "onebit": "communicates by itself",
-    "zerooneadam": "communicates by itself",
-    "muadam": "has its learning rates by shapes that it reads of whole weights when it is made",
-    "musgd": "has its learning rates by shapes that it reads of whole weights when it is made",
-}
-"""Words in the names of optimizers that do not treat each parameter by itself, and why."""
-
-
-def reason_against(name: str) -> str | None:
-    """Why an optimizer of this name cannot step parameters one by one; None: nothing is known against it."""
-    plain = name.lower().replace("_", "")
-    return next((reason for word, reason in NOT_BY_PARAMETER.items() if word in plain), None)
 
 
 def make_inner(
