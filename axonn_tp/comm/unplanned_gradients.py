@@ -13,22 +13,36 @@ from torch import Tensor, nn
 from axonn_tp.comm.collectives import all_gather, all_reduce
 from axonn_tp.grid.mesh import Mesh
 
+_BINS = 64
+_CHUNK = 2**20
 
-def differing_axes(plane: list[list[float]], gx: int) -> tuple[str, ...]:
+
+def sketch(gradient: Tensor) -> Tensor:
+    """64 signed sums of a gradient's elements, whose distance from another's is near that of the gradients: float64.
+
+    The gradient itself where it has no more elements; else a random projection (Charikar et al. 2002, count sketch), the same
+    on every rank.
+    """
+    found = torch.zeros(_BINS, dtype=torch.float64, device=gradient.device)
+    generator = torch.Generator().manual_seed(0)
+    for part in gradient.detach().flatten().split(_CHUNK):
+        rows = nn.functional.pad(part.double(), (0, -part.numel() % _BINS)).view(-1, _BINS)
+        signs = torch.randint(2, (len(rows),), generator=generator, dtype=torch.float64) * 2 - 1
+        found += signs.to(rows.device) @ rows
+    return found
+
+
+def differing_axes(plane: Tensor, gx: int) -> tuple[str, ...]:
     """Along which of x and y the gradients of an x-y plane differ by more than rounding.
 
     Args:
-        plane: norm and a weighted sum of each rank's gradient, in the order of its ranks.
+        plane: a sketch of each rank's gradient, in the order of its ranks.
         gx: ranks along x.
     """
-    allowed = 1e-2 * max(norm for norm, _ in plane)
-    sums = [digest for _, digest in plane]
-    found = []
-    if any(abs(value - sums[rank - rank % gx]) > allowed for rank, value in enumerate(sums)):
-        found.append("x")
-    if any(abs(value - sums[rank % gx]) > allowed for rank, value in enumerate(sums)):
-        found.append("y")
-    return tuple(found)
+    by = plane.view(-1, gx, plane.shape[1])
+    allowed = 1e-2 * plane.norm(dim=1).max()
+    far = {"x": (by - by[:, :1]).norm(dim=2), "y": (by - by[:1]).norm(dim=2)}
+    return tuple(axis for axis, distances in far.items() if bool((distances > allowed).any()))
 
 
 class _Sum:
@@ -50,13 +64,10 @@ class _Sum:
 
     @torch.no_grad()
     def _find(self, grad: Tensor) -> tuple[str, ...] | None:
-        wide = grad.detach().double().flatten()
-        weights = torch.linspace(1, 2, wide.numel(), dtype=torch.float64, device=wide.device)
-        digest = torch.stack([wide.norm(), (wide * weights).sum()])
-        plane = all_gather(digest[None], self.mesh, "model")
-        if not plane.isfinite().all() or not plane[:, 0].any():
+        plane = all_gather(sketch(grad)[None], self.mesh, "model")
+        if not plane.isfinite().all() or not plane.any():
             return None  # an overflow, or nothing yet: the next gradient tells
-        return differing_axes(plane.tolist(), self.mesh.grid.gx)
+        return differing_axes(plane, self.mesh.grid.gx)
 
 
 def sum_unnamed(model: nn.Module, mesh: Mesh) -> None:
