@@ -36,6 +36,7 @@ def test_both_models_learn_as_the_serial_ones(tmp_path: Path, capfd: pytest.Capt
     for pair in numbers["pairs"]:
         assert pair["good"] and pair["largest_difference"] < (1e-12 if pair["dtype"] == "float64" else 1e-4)
         assert len(pair["serial"]) == len(pair["parallel"]) == 3 and len(set(pair["serial"])) == 3
+        assert (pair["drift"] > 0 or pair["model"] == "unet") and pair["drift"] < pair["bound"]
         assert min(pair["seconds"]) > 0
 
 
@@ -47,7 +48,9 @@ def test_a_dry_run_says_what_would_be_run(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_larger_size_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe.report.write([Pair("gpt", "float64", [1.0], [1.0], (1.0, 1.0))], resolve(Options()), tmp_path / "small")
+    recipe.report.write(
+        [Pair("gpt", "float64", [1.0], [1.0], [1.0], (1.0, 1.0))], resolve(Options()), tmp_path / "small"
+    )
     words = ["train", "validation", "--dry-run", "--size", "large", "--out"]
     assert main([*words, str(tmp_path / "out")]) == 0 and "GPT: 10,868,736 parameters" in capsys.readouterr().out
     assert (
@@ -66,8 +69,8 @@ def test_everything_is_on() -> None:
 def test_a_broken_bound_is_said_and_fails(
     apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def trained(made: object, dtype: str, settings: object, parallel: bool) -> tuple[list[float], float]:
-        return [3.0, 2.0 + apart if parallel else 2.0], 1.0
+    def trained(made: object, dtype: str, settings: object, role: str) -> tuple[list[float], float]:
+        return [3.0, 2.0 + apart * {"serial": 0, "control": 0.01, "parallel": 1}[role]], 1.0
 
     monkeypatch.setattr(recipe, "_timed", trained)
     words = ["train", "validation", "--model", "unet", "--out", str(tmp_path)]
@@ -75,7 +78,10 @@ def test_a_broken_bound_is_said_and_fails(
     error = capsys.readouterr().err
     assert error.startswith("axonn: U-Net in float64: losses differ by at most") and "step 2 of 2" in error
     assert "BEYOND the 1e-06" in error and error.count("\n") == 1
-    assert Pair("gpt", "float32", [1.0], [1.0 + BOUNDS["float32"] / 2], (1.0, 1.0)).good
+    bound = BOUNDS["float32"]
+    assert Pair("gpt", "float32", [1.0], [1.0], [1.0 + bound / 2], (1.0, 1.0)).good
+    assert Pair("gpt", "float32", [1.0], [1.0 + bound], [1.0 - 1.9 * bound], (1.0, 1.0)).good
+    assert not Pair("gpt", "float32", [1.0], [1.0 + bound], [1.0 - 2.1 * bound], (1.0, 1.0)).good
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_mistakes_are_one_sentence(options: list[str], words: str, capsys: pytes
 
 def test_another_run_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = resolve(Options(steps=1))
-    recipe.report.write([Pair("gpt", "float64", [1.0], [1.0], (1.0, 1.0))], settings, tmp_path)
+    recipe.report.write([Pair("gpt", "float64", [1.0], [1.0], [1.0], (1.0, 1.0))], settings, tmp_path)
     assert main(["train", "validation", "--steps", "2", "--dry-run", "--out", str(tmp_path)]) == 2
     assert "holds a run whose steps is 1 and not 2; choose another folder" in capsys.readouterr().err
     assert main(["train", "validation", "--steps", "1", "--dry-run", "--out", str(tmp_path)]) == 0

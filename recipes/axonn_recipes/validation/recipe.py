@@ -15,7 +15,7 @@ from axonn_recipes.validation import report
 from axonn_recipes.validation.problems import SIZES, Problem, problem
 from axonn_recipes.validation.report import Pair
 from axonn_recipes.validation.settings import BOUNDS, MODELS, Options, Settings, resolve
-from axonn_recipes.validation.train import curve
+from axonn_recipes.validation.train import Role, curve
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,14 +62,15 @@ def _described(settings: Settings, problems: dict[str, Problem], dtypes: list[st
 
 
 def _trained(name: str, made: Problem, dtype: str, settings: Settings) -> Pair:
-    """Both curves."""
-    serial, alone = _timed(made, dtype, settings, False)
-    parallel, together = _timed(made, dtype, settings, True)
-    return Pair(name, dtype, serial, parallel, seconds=(alone, together))
+    """The curves."""
+    serial, alone = _timed(made, dtype, settings, "serial")
+    control, _ = _timed(made, dtype, settings, "control")
+    parallel, together = _timed(made, dtype, settings, "parallel")
+    return Pair(name, dtype, serial, control, parallel, seconds=(alone, together))
 
 
-def _timed(made: Problem, dtype: str, settings: Settings, parallel: bool) -> tuple[list[float], float]:
-    ranks = settings.grid.world if parallel else 1
+def _timed(made: Problem, dtype: str, settings: Settings, role: Role) -> tuple[list[float], float]:
+    ranks = settings.grid.world if role == "parallel" else 1
     began = time.perf_counter()
-    losses = launch(curve, ranks, made, getattr(torch, dtype), settings, parallel)[0]
+    losses = launch(curve, ranks, made, getattr(torch, dtype), settings, role)[0]
     return losses, time.perf_counter() - began

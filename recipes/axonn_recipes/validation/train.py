@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,20 @@ from axonn_tp import Mesh
 CLIP, WEIGHT_DECAY = 1.0, 0.1
 
 
-def curve(problem: Problem, dtype: torch.dtype, settings: Settings, parallel: bool) -> list[float]:
+Role = Literal["serial", "control", "parallel"]
+
+
+def curve(problem: Problem, dtype: torch.dtype, settings: Settings, role: Role) -> list[float]:
     """The whole batch's loss at every step; each rank calls it in a process of its own.
 
     Args:
         problem: what to train.
         dtype: of weights, activations and optimizer.
         settings: the run.
-        parallel: on the grid with everything on, else in plain PyTorch.
+        role: parallel is on the grid with everything on, others in plain PyTorch; the control's first weights are each
+            one unit in the last place larger or smaller.
     """
+    parallel = role == "parallel"
     if parallel:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.grid.world))
     if settings.device == "cuda":
@@ -37,6 +43,8 @@ def curve(problem: Problem, dtype: torch.dtype, settings: Settings, parallel: bo
         torch.backends.cudnn.allow_tf32 = False  # or convolutions in float32 would not be
     torch.manual_seed(settings.seed)
     model = problem.build().to(settings.device, dtype)
+    if role == "control":
+        _nudge(model)
     mesh = _parallelized(model, problem, settings) if parallel else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=WEIGHT_DECAY, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_share_of_lr, settings.steps))
@@ -47,6 +55,12 @@ def curve(problem: Problem, dtype: torch.dtype, settings: Settings, parallel: bo
         losses.append(_step(model, batch, optimizer, mesh))
         scheduler.step()
     return losses
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module) -> None:
+    for weights in model.parameters():
+        weights.copy_(torch.nextafter(weights, torch.randn_like(weights)))
 
 
 def _parallelized(model: nn.Module, problem: Problem, settings: Settings) -> Mesh:
