@@ -62,4 +62,4 @@ def _will_split() -> bool:
     block = raw.get("axonn") if isinstance(raw, Mapping) else None
     if not isinstance(block, Mapping) or is_deepspeed_zero3_enabled():
         return False
-    return "tensor_parallel" in block and not block.keys() & {"ted", "pipeline"}
+    return "tensor_parallel" in block or "ted" in block
