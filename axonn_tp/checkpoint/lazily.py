@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +96,31 @@ def safetensors_files(path: Path) -> list[Path]:
 
 
 def of_files(files: list[Path]) -> dict[str, LazyTensor]:
-    """Tensors of safetensors files, by name.
+    """Tensors of files by name: safetensors, or what torch has saved.
 
     Raises:
         CheckpointError: one cannot be read, or holds what torch has not.
     """
-    return {name: tensor for file in files for name, tensor in SafeFile(file).tensors()}
+    return {
+        name: tensor
+        for file in files
+        for name, tensor in (_mapped(file) if file.suffix == ".bin" else SafeFile(file).tensors())
+    }
+
+
+def _mapped(file: Path) -> Iterator[tuple[str, LazyTensor]]:
+    """Each tensor of a file that torch has saved, with its name."""
+    try:
+        held: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file} cannot be read as torch's: {' '.join(str(error).split())}") from None
+    for name, tensor in held.items():
+        origin = f"{name} in {file.name} of {file.stat().st_size} bytes, {tuple(tensor.shape)}"
+        yield name, LazyTensor(tensor.detach().to("meta"), Source(partial(_copied, tensor.detach()), origin))
+
+
+def _copied(tensor: Tensor, cut: Cut | None) -> Tensor:
+    return (tensor if cut is None else tensor[cut]).clone()
 
 
 class SafeFile:

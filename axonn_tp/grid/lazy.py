@@ -196,7 +196,7 @@ def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def _recorded(func: Any, args: tuple, kwargs: dict) -> Any:
     """Lazy tensors of what an operation gives; None where it gives something else."""
     made = func(*tree_map(lambda v: _bare(v) if isinstance(v, LazyTensor) else v, args), **kwargs)
-    several = isinstance(made, (list, tuple))
+    several, packet = isinstance(made, (list, tuple)), func.overloadpacket
     if not all(isinstance(one, Tensor) and one.is_meta for one in (made if several else [made])):
         return None
     inputs = [v.source.origin if isinstance(v, LazyTensor) else str(v) for v in tree_leaves((args, kwargs))]
@@ -209,6 +209,8 @@ def _recorded(func: Any, args: tuple, kwargs: dict) -> Any:
             return result if number is None else result[number]
 
         def read(cut: Cut | None) -> Tensor:
+            if cut is not None and packet in (_aten.cat, _aten.stack):
+                return _joined(args, packet is _aten.stack, cut, made.dim())
             # The rectangles of one tensor are read one after the other.
             if _latest[0] is not compute:
                 forget()
@@ -226,6 +228,21 @@ def _recorded(func: Any, args: tuple, kwargs: dict) -> Any:
     if several:
         return [LazyTensor(one, source(number)) for number, one in enumerate(made)]
     return LazyTensor(made, source(None))
+
+
+def _joined(args: tuple, stacked: bool, cut: Cut, dims: int) -> Tensor:
+    """A rectangle of tensors one after the other, of which no more is read."""
+    tensors, dim = args[0], (args[1] if len(args) > 1 else 0) % dims
+    pieces, begin = [], 0
+    for tensor in tensors:
+        end = begin + (1 if stacked else tensor.shape[dim])
+        low, high = max(cut[dim].start, begin), min(cut[dim].stop, end)
+        if low < high:
+            inner = (*cut[:dim], *([] if stacked else [slice(low - begin, high - begin)]), *cut[dim + 1 :])
+            piece = tensor.source.read(inner) if isinstance(tensor, LazyTensor) else tensor[inner]
+            pieces.append(piece.unsqueeze(dim) if stacked else piece)
+        begin = end
+    return torch.cat(pieces, dim)
 
 
 def _done(func: Any, args: tuple, kwargs: dict) -> Any:

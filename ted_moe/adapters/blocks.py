@@ -60,7 +60,7 @@ def blocks_of(model: nn.Module, found: Mapping[str, Experts]) -> dict[str, Exper
     return {
         outer[name]: experts
         for name, experts in found.items()
-        if _is_by_token(model.get_submodule(outer[name]), _width_of(model, experts))
+        if _is_by_token(_without(model.get_submodule(outer[name]), experts), _width_of(model, experts))
     }
 
 
@@ -70,6 +70,26 @@ def _width_of(model: nn.Module, experts: Experts) -> int:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = getattr(config, "hidden_size", None)
     return width if isinstance(width, int) else experts.features
+
+
+class _PassedBy(nn.Module):
+    """Mixed into experts, which are known to be by token: they need not compute, and their weights not be read."""
+
+    axonn_hidden: str
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        hidden: Tensor = given[0] if given else named[self.axonn_hidden]
+        return hidden
+
+
+def _without(block: nn.Module, experts: Experts) -> nn.Module:
+    """A copy of a block in which the experts are passed by."""
+    inner: Any = copy.copy(experts.module)
+    kind = type(inner)
+    inner.__class__ = type(kind.__name__, (_PassedBy, kind), {"axonn_hidden": experts.arguments[0]})
+    made = copy.copy(block)
+    made._modules = {name: inner if child is experts.module else child for name, child in block._modules.items()}
+    return made
 
 
 @torch.no_grad()

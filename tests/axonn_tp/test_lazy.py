@@ -79,6 +79,18 @@ def test_nothing_is_read_before_it_is_used(file: Path) -> None:
     assert lazy["one"].item() == 2.5 and lazy["whole"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_of_joined_tensors_a_rectangle_is_read(file: Path) -> None:
+    """As the experts of a mixture are, which HF's files have apart."""
+    lazy = lazy_tensors(file)
+    with recording():
+        joined = torch.cat([torch.stack([lazy["a"], lazy["b"]], 1), torch.stack([lazy["b"], lazy["a"]], dim=1)], dim=-1)
+    whole = joined.source.read()
+    for cut in ((slice(1, 3), slice(1, 2), slice(4, 9)), (slice(0, 4), slice(0, 2), slice(7, 8))):
+        with counted() as sizes:
+            found = joined.source.read(cut)
+        assert torch.equal(found, whole[cut]) and sum(sizes) == found.nbytes
+
+
 def test_what_is_changed_stays_changed(file: Path) -> None:
     parameter, other = (nn.Parameter(one) for one in (lazy_tensors(file)["a"], lazy_tensors(file)["b"]))
     optimizer = torch.optim.SGD([parameter, other], lr=1.0)

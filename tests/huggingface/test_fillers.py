@@ -26,7 +26,9 @@ def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> 
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"axonn": {}}))
     accelerator = SimpleNamespace(reduce=reduce, num_processes=2, state=state)
     trainer: Any = SimpleNamespace(
-        accelerator=accelerator, _axonn_counted=True, model=nn.Linear(1, 1), model_wrapped=None, compute_loss_func=None
+        accelerator=accelerator,
+        args=SimpleNamespace(include_for_metrics=[]),
+        **{"_axonn_counted": True, "model": nn.Linear(1, 1), "model_wrapped": None, "compute_loss_func": None},
     )
     logits = torch.randn(3, 5, requires_grad=True)
 

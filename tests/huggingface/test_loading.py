@@ -29,6 +29,12 @@ def without(folder: Path, *names: str) -> None:
     save_file({name: t for name, t in load_file(file).items() if name not in names}, file, {"format": "pt"})
 
 
+def as_torch_saves(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    torch.save(load_file(file), folder / "pytorch_model.bin")
+    file.unlink()
+
+
 def both_tied(folder: Path) -> None:
     """As older checkpoints: under both names, with equal values."""
     file = folder / "model.safetensors"
@@ -51,6 +57,7 @@ def more(folder: Path) -> None:
 CASES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "llama": (lambda: hf("LlamaForCausalLM", **GROUPED), "LlamaForCausalLM", None, {}),
     "sharded": (lambda: hf("LlamaForCausalLM", **GROUPED), "AutoModelForCausalLM", "sharded", {"dtype": "bfloat16"}),
+    "torch's": (lambda: hf("LlamaForCausalLM", **GROUPED), "LlamaForCausalLM", as_torch_saves, {"dtype": "float64"}),
     "tied": (lambda: hf("GPT2LMHeadModel", **GPT2), "GPT2LMHeadModel", None, {"dtype": torch.float64}),
     "tied twice": (lambda: hf("GPT2LMHeadModel", **GPT2), "GPT2LMHeadModel", both_tied, {}),
     "untied": (lambda: hf("GPT2LMHeadModel", **GPT2), "GPT2LMHeadModel", untied_after_all, {}),

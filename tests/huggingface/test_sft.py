@@ -21,7 +21,12 @@ datasets = pytest.importorskip("datasets")
 from tests.huggingface.trainer_runs import WORDS, Case, forget, history, llama, settings  # noqa: E402
 
 AXES = {"gx": 1, "gy": 1, "gz": 2}
-PACKED = {"packing": True, "packing_strategy": "wrapped"}
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"packing": True, "packing_strategy": "wrapped"},
+    {"packing": True},  # several rows in one, without padding
+    {"padding_free": True, "max_length": None},
+)
 
 
 def rows(number: int, seed: int) -> Any:
@@ -44,7 +49,6 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[s
         eval_strategy="epoch",
         num_train_epochs=1,
         learning_rate=1e-2,
-        max_length=12,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
@@ -53,7 +57,7 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[s
         gradient_checkpointing=False,
         use_cpu=grid is None,
         deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid}),
-        **more,
+        **{"max_length": 12} | more,
     )
     used = trl.SFTTrainer(
         model=llama(),
@@ -67,7 +71,7 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[s
 
 
 def every(grids: list[tuple[dict[str, Any] | None, int]]) -> list[Any]:
-    return [attempt(partial(tuned, grid, readers, **more)) for more in ({}, PACKED) for grid, readers in grids]
+    return [attempt(partial(tuned, grid, readers, **more)) for more in WAYS for grid, readers in grids]
 
 
 def test_losses_are_those_of_one_process() -> None:

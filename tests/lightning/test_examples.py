@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from axonn_plugins.cli import main
 from axonn_recipes import examples
 from axonn_recipes.examples.fabric import train as fabric_train
 from axonn_recipes.examples.lightning import train as lightning_train
@@ -52,7 +55,7 @@ def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
     assert float(printed.split()[-1]) == pytest.approx(wanted, abs=2e-5)
 
 
-def test_litgpt(tmp_path: Path) -> None:
+def test_litgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse", reason="LitGPT's command line needs it")
     config = str(Path(examples.__path__[0]) / "litgpt" / "pretrain.yaml")
 
@@ -67,3 +70,34 @@ def test_litgpt(tmp_path: Path) -> None:
     assert len(wanted) == 8
     both = losses("xz", "--devices", "4", "--train.micro_batch_size", "2", AXONN_STRATEGY='{"gx": 2, "gz": 2}')
     assert both == pytest.approx(wanted, abs=1.1e-3)
+    through_the_converters(tmp_path, monkeypatch)
+
+
+def through_the_converters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was trained, by LitGPT's commands to a model of transformers and back."""
+    transformers = pytest.importorskip("transformers")
+    import litgpt.config
+    from litgpt.model import GPT
+    from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
+    from litgpt.scripts.convert_lit_checkpoint import convert_lit_checkpoint
+    from litgpt.scripts.convert_pretrained_checkpoint import convert_pretrained_checkpoint
+
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # LitGPT saves the DataLoader, too
+    convert_pretrained_checkpoint(folder / "xz" / "final", folder / "weights")
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    convert_lit_checkpoint(folder / "weights", folder / "theirs")
+    assert main(["convert", str(folder / "xz" / "final"), str(folder / "bytes"), "--to", "hf"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "bytes").eval()
+    model.load_state_dict(torch.load(folder / "theirs" / "model.pth"))
+    config = litgpt.config.Config.from_file(folder / "weights" / "model_config.yaml")
+    trained = torch.load(folder / "weights" / "lit_model.pth")
+    whole = GPT(config).eval()
+    whole.load_state_dict(trained)
+    ids = torch.arange(32)[None] * 3
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, whole(ids), rtol=0, atol=1e-5)
+    model.save_pretrained(folder / "bytes")
+    monkeypatch.setitem(litgpt.config.name_to_config, "bytes", dataclasses.asdict(config))
+    convert_hf_checkpoint(folder / "bytes")
+    back = torch.load(folder / "bytes" / "lit_model.pth")
+    assert back.keys() == trained.keys() and all(torch.equal(back[name], trained[name]) for name in trained)

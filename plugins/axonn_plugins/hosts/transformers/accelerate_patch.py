@@ -256,12 +256,15 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
 def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_data_loader(self: Any, *given: Any, **keywords: Any) -> Any:
+        from axonn_plugins.hosts.transformers.unfilled import end_with_samples
+
         if self.deepspeed_plugin is not None and open_sizes(self.deepspeed_plugin.deepspeed_config):
             raise ConfigError(
                 'axonn.tensor_parallel has sizes that are "auto", and accelerator.prepare was given a DataLoader before the model that they are chosen '
                 "for; give it both in one call, or write gx, gy and gz as numbers"
             )
-        return original(self, *given, **keywords)
+        found = original(self, *given, **keywords)
+        return end_with_samples(found) if getattr(self, "axonn_trainer", False) else found
 
     return prepare_data_loader
 

@@ -1,4 +1,4 @@
-"""``from_pretrained`` leaves weights in their safetensors files where the model will be split; else nothing is different.
+"""``from_pretrained`` leaves weights in their files where the model will be split; else nothing is different.
 
 As with ZeRO-3 that is once the DeepSpeed configuration is known: `TrainingArguments`, `Accelerator` or `HfDeepSpeedConfig` came
 before. Each rank then reads its shards when the engine splits the model. Code that uses a weight before finds it whole.
@@ -12,6 +12,7 @@ from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zipfile import is_zipfile
 
 
 def patch(module: ModuleType) -> None:
@@ -45,7 +46,7 @@ def _apt(files: Any, load_config: Any) -> bool:
     others = (getattr(load_config, name, None) for name in ("hf_quantizer", "device_mesh"))
     if not files or any(other is not None for other in others) or any(str(where) != "cpu" for where in placed.values()):
         return False
-    return all(str(file).endswith(".safetensors") for file in files)
+    return all(str(file).endswith(".safetensors") or str(file).endswith(".bin") and is_zipfile(file) for file in files)
 
 
 def _asked_for() -> bool:
@@ -62,4 +63,4 @@ def _will_split() -> bool:
     block = raw.get("axonn") if isinstance(raw, Mapping) else None
     if not isinstance(block, Mapping) or is_deepspeed_zero3_enabled():
         return False
-    return "tensor_parallel" in block and not block.keys() & {"ted", "pipeline"}
+    return "tensor_parallel" in block or "ted" in block

@@ -158,7 +158,7 @@ def _agreed(
         counts = [int(_items(labels, shifts)) for shifts in (False, True)]
         seen = [count == watching.targets for count in counts] if counts[0] != counts[1] else seen
     votes = [watching.divides, labels is not None, labels is None, *seen]
-    divides, labelled, unlabelled, plain, shifted = _counts(self, votes)
+    divides, labelled, unlabelled, plain, shifted = count_votes(self, votes)
     if labelled and unlabelled:
         raise ConfigError(
             f"labels are in the batches of {labelled} of {labelled + unlabelled} ranks, and losses of readers are weighed by their labels; give "
@@ -167,13 +167,13 @@ def _agreed(
     adds = divides > 0
     if not adds:
         grows = _growth(self.model, loss, rows)
-        summed, others = _counts(self, [abs(grows - _TIMES) < 0.1 * _TIMES, abs(grows - 1) < 0.1 * _TIMES])
+        summed, others = count_votes(self, [abs(grows - _TIMES) < 0.1 * _TIMES, abs(grows - 1) < 0.1 * _TIMES])
         adds = summed > others
     return Kind(adds, divides > 0, shifted > plain if shifted + plain else self._loss_shifts_labels)
 
 
-def _counts(self: Any, votes: list[bool]) -> list[int]:
-    """How many ranks say each."""
+def count_votes(self: Any, votes: list[bool]) -> list[int]:
+    """How many ranks say each; all ranks call it."""
     summed = torch.tensor(votes, dtype=torch.long, device=self.accelerator.device)
     dist.all_reduce(summed)
     counts: list[int] = summed.tolist()

@@ -79,6 +79,7 @@ def patch_trainer(module: ModuleType) -> None:
     for name in ("_get_train_sampler", "_get_eval_sampler"):
         setattr(trainer, name, _grouping(getattr(trainer, name), module.LengthGroupedSampler))
     trainer.__init__ = _choosing(trainer.__init__)
+    trainer.create_accelerator_and_postprocess = _marking(trainer.create_accelerator_and_postprocess)
     trainer_sums.patch(module)
     evaluating_first.patch(module)
 
@@ -98,6 +99,15 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
         self._train_batch_size = args.train_batch_size
 
     return __init__
+
+
+def _marking(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        original(self)
+        self.accelerator.axonn_trainer = has_block(self.accelerator)
+
+    return create_accelerator_and_postprocess
 
 
 def _grouping(original: Callable[..., Any], kind: type) -> Callable[..., Any]:

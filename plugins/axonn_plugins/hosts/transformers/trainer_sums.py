@@ -15,7 +15,7 @@ from torch import nn
 from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
-from axonn_plugins.hosts.transformers.means import in_one_process
+from axonn_plugins.hosts.transformers.means import count_votes, in_one_process
 from axonn_plugins.hosts.transformers.readers import has_block
 
 
@@ -116,15 +116,23 @@ def _replaced(self: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 
 
 def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+    from transformers.trainer_pt_utils import find_batch_size
+
     found = last(inputs)
     if found is None:
         return original(model, inputs, *rest, **kw)
     self._axonn_counted, part = False, found.part_of(inputs)
+    flat = found.cut and count_votes(self, [find_batch_size(inputs) != found.kept])[0] > 0
     with counting(part):
-        loss, *of_rows = original(model, part, *rest, **kw)
+        loss, logits, labels = original(model, part, *rest, **kw)
     if loss is not None:
         loss = self.accelerator.reduce(loss, "mean")
-    return loss, *(found.filled(one) for one in of_rows)
+    if flat:  # one row whatever it holds, which is not left out by its place
+        nothing = isinstance(labels, torch.Tensor) and isinstance(part, Nothing)
+        return loss, logits, torch.full_like(labels, IGNORED) if nothing else labels
+    if "inputs" in self.args.include_for_metrics:
+        inputs.update(found.filled(inputs))
+    return loss, found.filled(logits), found.filled(labels)
 
 
 def _compute_loss(

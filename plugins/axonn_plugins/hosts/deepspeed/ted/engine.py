@@ -33,6 +33,7 @@ from axonn_plugins.hosts.deepspeed.ted.tables import Tables
 from axonn_plugins.hosts.deepspeed.ted.unit import TedUnitEngine
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_tp import Grid, LayerPlan
+from axonn_tp.grid.distribute import read_rest
 from ted_moe import Groups, Topology, adapters
 
 
@@ -71,6 +72,8 @@ class TedEngine(TedCheckpoints, AxonnEngine):
             if has_states(config_class.axonn_raw):
                 take_over(config_class, "ted")
             return super().__new__(cls)
+        for module in model.modules():  # an engine that splits nothing of what is still in files
+            read_rest(module, torch.device("cpu"))
         if layers:
             deepspeed.DeepSpeedEngine = TedUnitEngine
             return TedUnitEngine(args, model, *rest, config_class=config_class, **keywords)

@@ -21,6 +21,7 @@ from axonn_plugins.hosts.common.experts import cuts_for, expert_ranks_for, exper
 from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, marked, refuse_others
 from axonn_plugins.hosts.deepspeed.ted.layers import Within, adopt, expert_ranks, stand_ins, stock_layers
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, Report, auto_plan, parallelize, place
+from axonn_tp.grid.distribute import agree_on_unread
 from axonn_tp.plan.rules import Plan
 from ted_moe import Groups, Topology, adapters
 from ted_moe.adapters import Cut, Experts, blocks_of
@@ -137,6 +138,7 @@ def apply_split(
         assert mine is not None
         adopt(layer, mine, block, within=Within(mesh, experts_grid(mine.topology)))
         layer.shared_out = mine.topology.tensor > 1 or mine.topology.expert > 1  # type: ignore[assignment]
+    agree_on_unread(model, mesh)
     _spread(model, mesh, block, split, mine)
     parallelize(model, mesh, split.plan, options)
     return mine
