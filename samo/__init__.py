@@ -5,10 +5,14 @@ from axonn_plugins.optim.loss_scale import LossScale as LossScale
 from samo.checkpoint import dense_state_dict as dense_state_dict
 from samo.early_bird import EarlyBird as EarlyBird
 from samo.optimizer import Optimizer as Optimizer
+from samo.patterns import n_of_m as n_of_m
 from samo.pruning import Shard as Shard
 from samo.pruning import Shards as Shards
 from samo.pruning import magnitude as magnitude
-from samo.pruning import n_of_m as n_of_m
 from samo.pruning import read_masks as read_masks
 from samo.pruning import sparsity_table as sparsity_table
 from samo.pruning import write_masks as write_masks
+from samo.schedule import Schedule as Schedule
+from samo.scores import grasp as grasp
+from samo.scores import random as random
+from samo.scores import snip as snip

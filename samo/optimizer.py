@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class Optimizer(FlatOptimizer):
         options: the other arguments of `FlatOptimizer`: max_norm, loss_scale, group, stage, host, tile_size (of kept
             elements), bucket_bytes, gradient_dtype and norm.
 
+    Attributes:
+        holds: called with the loss scale in each step whose reduced gradients are finite; true: it moves no weight and counts as
+            skipped, the same on all ranks.
+
     Raises:
         ValueError: see `FlatOptimizer`; masks of unknown parameters or of other shapes.
     """
@@ -55,6 +59,7 @@ class Optimizer(FlatOptimizer):
         **options: Any,
     ) -> None:
         self.kernels, self._masks = kernels, masks or {}
+        self.holds: list[Callable[[float], bool]] = []
         super().__init__(factory, params, **options)
 
     def _select(self) -> None:
@@ -93,6 +98,12 @@ class Optimizer(FlatOptimizer):
         self._apply(masks)
         self._build(self._make_inner())
         self.load_state_dict(state)
+
+    def _factor(self) -> Tensor | None:
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        factor = super()._factor()
+        self.overflow = self.overflow or any([hold(scale) for hold in self.holds])
+        return factor
 
     def _compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         if self.kernels and fused.compress(entry, gradient, into):

@@ -31,6 +31,23 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "start": (SAMO | {"start_step": -1}, ("axonn.samo.start_step", "-1", "at least 0")),
     "shard": (SAMO | {"shard": 1}, ("axonn.samo.shard", "1", "true or false")),
     "scope": (SAMO | {"scope": "all"}, ("axonn.samo.scope", '"all"', "global")),
+    "pattern": ({"pruner": {"n_of_m": [5, 4]}}, ("axonn.samo.pruner.n_of_m", "[5, 4]", "[2, 4]")),
+    "pattern of three": ({"pruner": {"n_of_m": [1, 2, 4]}}, ("axonn.samo.pruner.n_of_m", "[1, 2, 4]")),
+    "pattern and sparsity": (SAMO | {"pruner": {"n_of_m": [2, 4]}}, ("axonn.samo.sparsity", "n_of_m", "remove")),
+    "seed": (SAMO | {"pruner": {"random": {"seed": -1}}}, ("axonn.samo.pruner.random.seed", "-1")),
+    "batches": (SAMO | {"pruner": {"snip": {"batches": 0}}}, ("axonn.samo.pruner.snip.batches", "0")),
+    "schedule of first gradients": (
+        SAMO | {"pruner": "snip", "schedule": {"end_step": 8}},
+        ("axonn.samo.schedule", '"random"', "remove"),
+    ),
+    "schedule without an end": (SAMO | {"schedule": {}}, ("axonn.samo.schedule.end_step", "missing")),
+    "schedule that is over": (
+        SAMO | {"start_step": 9, "schedule": {"end_step": 9}},
+        ("schedule.end_step = 9", "later"),
+    ),
+    "schedule downwards": (SAMO | {"schedule": {"end_step": 9, "initial": 0.95}}, ("initial = 0.95", "smaller")),
+    "schedule's shape": (SAMO | {"schedule": {"end_step": 9, "shape": "square"}}, ("schedule.shape", "cubic")),
+    "schedule's key": (SAMO | {"schedule": {"end_step": 9, "begin": 1}}, ("schedule.begin", "end_step")),
     "key": (SAMO | {"shards": True}, ("axonn.samo.shards", '"shard"')),
 }
 # Name: the rest of the configuration, what the sentence must contain.

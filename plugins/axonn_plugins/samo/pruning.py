@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,9 +12,12 @@ from torch import Tensor, nn
 import samo
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.config.samo import EarlyBird, Samo
-from axonn_plugins.samo.mesh import positions_of
+from axonn_plugins.samo.gradients import FirstGradients
+from axonn_plugins.samo.mesh import positions_of, shards_of
 from axonn_tp import Mesh, layout_of
 from samo.mask_file import pack, unpack
+from samo.patterns import input_dims
+from samo.scores import by_scores
 from samo.targets import targets
 
 Masks = dict[str, Tensor]
@@ -42,6 +44,7 @@ class Pruning:
     Attributes:
         pruned: whether the model is.
         names: of the parameters that are.
+        first_gradients: by which it is to be pruned; None: by something else.
 
     Raises:
         ConfigError: the same on every rank: the masks' file or the patterns do not fit the model.
@@ -64,6 +67,8 @@ class Pruning:
         self._copies, self._tables = copies, tables
         self._targets: dict[str, Tensor] = {}
         self._search: samo.EarlyBird | None = None
+        self._schedule: samo.Schedule | None = None
+        self.first_gradients: FirstGradients | None = None
         self._together(self._prepare, trained)
 
     def _together(self, work: Callable[..., Any], *inputs: Any) -> Any:
@@ -111,22 +116,19 @@ class Pruning:
         ]
 
     def _shards(self) -> samo.Shards:
-        world = dist.group.WORLD
-        assert world is not None
-        mesh = self.mesh
-
-        def find(name: str, parameter: Tensor) -> samo.Shard:
-            layout = layout_of(parameter)
-            on = mesh.over(layout.grid)
-            replicas = math.prod(on.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
-            return samo.Shard(layout.serial_shape, replicas * self._copies(name), lambda: positions_of(parameter, mesh))
-
-        return samo.Shards(world, find)
+        return shards_of(self.mesh, self._copies)
 
     def _begin_search(self) -> None:
         settings = self.block.search
         if settings is not None:
             self._search = self._search_for(settings)
+        if self.block.snip is not None:
+            self.first_gradients = FirstGradients(self._targets, self.block.snip.batches)
+        given = self.block.schedule
+        if given is not None and self.block.sparsity is not None:
+            self._schedule = samo.Schedule(
+                self.block.sparsity, self.block.start_step, given.end_step, given.interval, given.initial, given.shape
+            )
 
     def _search_for(self, settings: EarlyBird) -> samo.EarlyBird:
         assert self.block.sparsity is not None
@@ -144,23 +146,34 @@ class Pruning:
         return self.after(0)
 
     def after(self, steps: int) -> Masks | None:
-        """The masks of this rank's parts, if it is time to prune after so many optimizer steps.
+        """The masks of this rank's parts, if it is time to prune, or to prune further, after so many optimizer steps.
 
         Raises:
             ConfigError: the weights are NaN; the same on every rank.
         """
         dense = steps - self.block.start_step
-        if self.pruned or dense < 0:
+        if dense < 0 or (self.pruned and (self._schedule is None or not self._schedule.due(steps))):
+            return None
+        if self.first_gradients is not None and not self.first_gradients.complete:
             return None
         if self.block.search is None:
-            return self._together(self._make)
+            return self._together(self._make, steps)
         return self._together(self._observe) if dense and dense % self.block.search.interval == 0 else None
 
-    def _make(self) -> Masks:
+    def _make(self, steps: int) -> Masks:
         if self.block.mask is not None:
             return self._read()
-        assert self.block.sparsity is not None
-        return samo.magnitude(self._targets.items(), self.block.sparsity, self.block.scope, shards=self._shards())
+        chosen, shards = self._targets, self._shards()
+        if self.block.n_of_m is not None:
+            n, m = self.block.n_of_m
+            return samo.n_of_m(chosen.items(), n, m, shards=shards, inputs=input_dims(self.model, shards))
+        sparsity = self.block.sparsity if self._schedule is None else self._schedule.sparsity(steps)
+        assert sparsity is not None
+        if self.block.random is not None:
+            return samo.random(chosen.items(), sparsity, self.block.scope, seed=self.block.random.seed, shards=shards)
+        if self.first_gradients is not None:
+            return by_scores(chosen, self.first_gradients.scores(), sparsity, self.block.scope, shards)
+        return samo.magnitude(chosen.items(), sparsity, self.block.scope, shards=shards)
 
     def _observe(self) -> Masks | None:
         assert self._search is not None
@@ -198,7 +211,20 @@ class Pruning:
     def take(self, masks: Mapping[str, Tensor]) -> None:
         """The model is pruned by these masks."""
         self.pruned, self.names = True, set(masks)
-        self._search = None
+        self._search = self.first_gradients = None
+
+    def hold(self, steps: int, optimizer: samo.Optimizer, scale: float) -> bool:
+        """Take a step's gradients for scores, if it is time; whether the step is to move no weight, the same on every rank.
+
+        Args:
+            steps: that were taken before.
+            optimizer: its gradients are reduced.
+            scale: by which these are multiplied.
+        """
+        if self.first_gradients is None or steps < self.block.start_step:
+            return False
+        self.first_gradients.take(optimizer, scale)
+        return True
 
     def forget(self) -> Masks:
         """The model is not pruned any more; returns masks that keep all of what was."""

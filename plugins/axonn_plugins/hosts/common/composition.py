@@ -94,6 +94,9 @@ class Composition:
             optimizer.on_gradients.append(self._hand_out_gradients)
         if self._masks is not None:
             self._note(self._masks)
+        pruning = self.pruning
+        if pruning is not None and pruning.first_gradients is not None:
+            optimizer.holds.append(lambda scale: pruning.hold(self.host.steps, optimizer, scale))
 
     def _square_of_all(self, squares: dict[str, Tensor]) -> Tensor:
         """The square of the whole model's norm, in which each parameter counts once."""
@@ -157,7 +160,7 @@ class Composition:
 
     def loaded(self) -> None:
         """A checkpoint has been read: a model that came dense is pruned at once if its step is beyond `start_step`."""
-        if self.block.samo is not None and self.block.samo.search is None:
+        if self.pruning is not None and not self.pruning.pruned and self.pruning.block.search is None:
             self.prune_when_due()
 
     def state_dict(self) -> dict[str, Any]:
