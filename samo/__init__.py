@@ -12,6 +12,8 @@ from samo.pruning import magnitude as magnitude
 from samo.pruning import read_masks as read_masks
 from samo.pruning import sparsity_table as sparsity_table
 from samo.pruning import write_masks as write_masks
+from samo.regrowth import Regrowth as Regrowth
+from samo.regrowth import regrow as regrow
 from samo.schedule import Schedule as Schedule
 from samo.scores import grasp as grasp
 from samo.scores import random as random

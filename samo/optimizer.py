@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.flat import Factory, FlatOptimizer
@@ -60,6 +61,7 @@ class Optimizer(FlatOptimizer):
     ) -> None:
         self.kernels, self._masks = kernels, masks or {}
         self.holds: list[Callable[[float], bool]] = []
+        self._watched: dict[str, Tensor | None] = {}
         super().__init__(factory, params, **options)
 
     def _select(self) -> None:
@@ -98,6 +100,38 @@ class Optimizer(FlatOptimizer):
         self._apply(masks)
         self._build(self._make_inner())
         self.load_state_dict(state)
+
+    # Dense gradients
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Keep dense gradients of these parameters, by name, of backward passes from now on; of no others."""
+        self._watched = dict.fromkeys(names)
+
+    def dense_gradients(self) -> dict[str, Tensor]:
+        """Of the watched parameters, of all ranks and times the loss scale; every rank calls it."""
+        found = {}
+        for entry in self.entries:
+            if entry.name in self._watched:
+                gradient = self._watched[entry.name]
+                wide = torch.promote_types(entry.parameter.dtype, torch.float32)
+                gradient = torch.zeros_like(entry.parameter, dtype=wide) if gradient is None else gradient
+                if entry.process_group is not None:
+                    dist.all_reduce(gradient, group=entry.process_group)
+                found[entry.name] = gradient / entry.divisor
+        self._watched = dict.fromkeys(self._watched)
+        return found
+
+    def _take(self, entry: Entry) -> None:
+        gradient = entry.parameter.grad
+        if gradient is not None and entry.name in self._watched:
+            before, wide = self._watched[entry.name], torch.promote_types(gradient.dtype, torch.float32)
+            self._watched[entry.name] = gradient.to(wide, copy=True) if before is None else before + gradient
+        super()._take(entry)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no step has consumed, those of frozen parameters and dense ones too."""
+        self._watched = dict.fromkeys(self._watched)
+        super().zero_grad(set_to_none)
 
     def _factor(self) -> Tensor | None:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale

@@ -26,6 +26,7 @@ SAVED = {
     "schedule": Case(
         {"sparsity": 0.8, "start_step": 1, "schedule": {"end_step": 5, "interval": 2, "initial": 0.3}}, same=True
     ),
+    "rigl": Case({"sparsity": 0.8, "regrow": {"interval": 2, "end_step": 6}}, same=True),
     "later": Case({"sparsity": 0.8, "start_step": 5}, same=True),
 }
 AT = 3

@@ -40,6 +40,16 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         SAMO | {"pruner": "snip", "schedule": {"end_step": 8}},
         ("axonn.samo.schedule", '"random"', "remove"),
     ),
+    "regrowth without an end": (SAMO | {"regrow": {}}, ("axonn.samo.regrow.end_step", "missing")),
+    "regrowth of more than all": (
+        SAMO | {"regrow": {"end_step": 9, "fraction": 2}},
+        ("axonn.samo.regrow.fraction", "2"),
+    ),
+    "regrowth that is over": (SAMO | {"start_step": 9, "regrow": {"end_step": 9}}, ("regrow.end_step = 9", "later")),
+    "regrowth and schedule": (
+        SAMO | {"regrow": {"end_step": 9}, "schedule": {"end_step": 9}},
+        ("axonn.samo.regrow", "axonn.samo.schedule", "remove"),
+    ),
     "schedule without an end": (SAMO | {"schedule": {}}, ("axonn.samo.schedule.end_step", "missing")),
     "schedule that is over": (
         SAMO | {"start_step": 9, "schedule": {"end_step": 9}},

@@ -1,6 +1,7 @@
 """The block's pruners on every grid of four ranks, step by step against a slow loop of one process."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -48,12 +49,12 @@ def magnitudes(model):
     return {name: weight.abs() for name, weight in matrices(model).items()}
 
 
-def cubic(model, step):
+def cubic(model, step, masks):
     done = {1: 0, 3: 2, 5: 4, 6: 5}.get(step)
     return None if done is None else least(magnitudes(model), 0.8 - 0.6 * (1 - done / 5) ** 3)
 
 
-def two_of_three(model, step):
+def two_of_three(model, step, _):
     """The eight inputs of `up` and `alone` are on two or four ranks each, in groups of three and one of two."""
     if step != 2:
         return None
@@ -71,11 +72,11 @@ def two_of_three(model, step):
     return masks
 
 
-def drawn(model, step):
+def drawn(model, step, masks):
     return samo.random(model, 0.6, seed=4) if step == 0 else None
 
 
-def sensitive(model, step):
+def sensitive(model, step, masks):
     """Two batches after the first step, of which the weights do not move."""
     if step != 3:
         return None
@@ -83,6 +84,28 @@ def sensitive(model, step):
     for batch in batches()[1:3]:
         model(batch).square().mean().backward()
     return least({name: (p * p.grad).abs().detach() for name, p in model.named_parameters() if p.dim() == 2}, 0.7)
+
+
+def rigl(model, step, masks):
+    """Of n kept 0.5·(1 + cos(π t/8))·n/2 give way after t = 2, 4 and 6 steps, by the gradients of the next one."""
+    if step == 0:
+        return least(magnitudes(model), 0.7)
+    if step not in (3, 5, 7):
+        return None
+    dense = copy.deepcopy(model)
+    dense(batches()[step - 1]).square().mean().backward()
+    found = {}
+    for name, weight in matrices(model).items():
+        kept, flat = masks[name].reshape(-1).tolist(), weight.abs().reshape(-1).tolist()
+        order = sorted((at for at in range(len(flat)) if kept[at]), key=flat.__getitem__)
+        count = round(0.25 * (1 + math.cos(math.pi * (step - 1) / 8)) * len(order))
+        stay = set(order[count:])
+        slope = dense.get_parameter(name).grad.abs().reshape(-1).tolist()
+        free = sorted((at for at in range(len(flat)) if at not in stay), key=slope.__getitem__)
+        grown = set(free[len(free) - count :])
+        assert count and (step > 3 or grown - set(order))
+        found[name] = torch.tensor([at in stay or at in grown for at in range(len(flat))]).view(weight.shape)
+    return found
 
 
 # Name: the block, a function of the model and the steps that were taken, which gives masks when it is time to prune, and the steps that
@@ -94,6 +117,7 @@ CASES = {
         (),
     ),
     "2:3": ({"pruner": {"n_of_m": [2, 3]}, "start_step": 2}, two_of_three, ()),
+    "rigl": ({"sparsity": 0.7, "regrow": {"interval": 2, "end_step": 8, "fraction": 0.5}}, rigl, (2, 4, 6)),
     "random": ({"sparsity": 0.6, "pruner": {"random": {"seed": 4}}}, drawn, ()),
     "snip": ({"sparsity": 0.7, "pruner": {"snip": {"batches": 2}}, "start_step": 1}, sensitive, (1, 2)),
 }
@@ -109,11 +133,11 @@ def serial(model, masks_of, held):
     reference, seen = Masked(ADAMW, model, {}, max_norm=0.05), []
     for step, batch in enumerate(batches()):
         if step == 0:
-            take(reference, masks_of(model, 0))
+            take(reference, masks_of(model, 0, reference.masks))
         if step not in held:
             model(batch).square().mean().backward()
             reference.step()
-        take(reference, masks_of(model, step + 1))
+        take(reference, masks_of(model, step + 1, reference.masks))
         seen.append(copy.deepcopy(model.state_dict()))
     return seen
 
@@ -155,6 +179,6 @@ def test_equals_one_process_on_every_grid_of_four(name):
     run_ranks(on_grids, 4, name, False)
 
 
-@pytest.mark.parametrize("name", ["schedule", "snip"])
+@pytest.mark.parametrize("name", ["schedule", "snip", "rigl"])
 def test_equals_one_process_where_states_are_shared_out(name):
     run_ranks(on_grids, 4, name, True)

@@ -70,6 +70,22 @@ class Pruner(Block):
         raise PydanticCustomError("n_of_m", "[n, m] with 1 <= n <= m, such as [2, 4]")
 
 
+class Regrow(Block):
+    """Regrowth (RigL; Evci et al., arXiv 1911.11134)."""
+
+    end_step: Size = Field(description="Optimizer steps after which no more regrows.")
+    interval: Size = Field(
+        100,
+        description="Steps, from start_step on, of which the next one's gradients choose what regrows; it moves no weight.",
+    )
+    fraction: float = Field(
+        0.3,
+        gt=0,
+        le=1,
+        description="Share of a parameter's kept weights that gives way, at first; it falls as a cosine.",
+    )
+
+
 _NAMES = ("magnitude", "early_bird", "random", "snip")
 
 
@@ -148,6 +164,10 @@ class Samo(Block):
         None,
         description="Sparsity grows to that of the key sparsity, a pruning at a time, from start_step to end_step. For magnitude and random.",
     )
+    regrow: Regrow | None = Field(
+        None,
+        description="The smallest of the kept weights give their places to pruned ones with the largest gradients, at constant sparsity.",
+    )
     shard: bool = Field(
         False, description="Split the compressed state over the data-parallel ranks, as ZeRO-1 does with dense state."
     )
@@ -224,6 +244,8 @@ class Samo(Block):
                 )
         if self.schedule is not None:
             self._require_growth(self.schedule)
+        if self.regrow is not None:
+            self._require_regrowth(self.regrow)
 
     def _require_growth(self, schedule: Schedule) -> None:
         if self.pruner != "magnitude" and self.random is None:
@@ -238,4 +260,15 @@ class Samo(Block):
             raise ConfigError(
                 f"axonn.samo.schedule.initial = {schedule.initial} is more than axonn.samo.sparsity = {self.sparsity}, which the schedule ends "
                 "with; use a smaller one"
+            )
+
+    def _require_regrowth(self, regrow: Regrow) -> None:
+        other = "axonn.samo.schedule" if self.schedule is not None else "n_of_m" if self.n_of_m is not None else None
+        if other is not None:
+            raise ConfigError(
+                f"axonn.samo.regrow keeps how many weights each parameter has and not where, which does not go with {other}; remove one of them"
+            )
+        if regrow.end_step <= self.start_step:
+            raise ConfigError(
+                f"axonn.samo.regrow.end_step = {regrow.end_step} is not after axonn.samo.start_step = {self.start_step}; use a later step"
             )

@@ -68,6 +68,11 @@ class Pruning:
         self._targets: dict[str, Tensor] = {}
         self._search: samo.EarlyBird | None = None
         self._schedule: samo.Schedule | None = None
+        self._regrowth: samo.Regrowth | None = None
+        if block.regrow is not None:
+            regrow = block.regrow
+            self._regrowth = samo.Regrowth(regrow.interval, regrow.end_step, regrow.fraction, block.start_step)
+        self._regrown: Masks | None = None
         self.first_gradients: FirstGradients | None = None
         self._together(self._prepare, trained)
 
@@ -151,6 +156,9 @@ class Pruning:
         Raises:
             ConfigError: the weights are NaN; the same on every rank.
         """
+        if self._regrown is not None:
+            masks, self._regrown = self._regrown, None
+            return masks
         dense = steps - self.block.start_step
         if dense < 0 or (self.pruned and (self._schedule is None or not self._schedule.due(steps))):
             return None
@@ -210,7 +218,7 @@ class Pruning:
 
     def take(self, masks: Mapping[str, Tensor]) -> None:
         """The model is pruned by these masks."""
-        self.pruned, self.names = True, set(masks)
+        self.pruned, self.names = True, self.names | set(masks)
         self._search = self.first_gradients = None
 
     def hold(self, steps: int, optimizer: samo.Optimizer, scale: float) -> bool:
@@ -221,10 +229,40 @@ class Pruning:
             optimizer: its gradients are reduced.
             scale: by which these are multiplied.
         """
-        if self.first_gradients is None or steps < self.block.start_step:
+        if self.first_gradients is not None and steps >= self.block.start_step:
+            self.first_gradients.take(optimizer, scale)
+            return True
+        if not self._regrows(steps):
             return False
-        self.first_gradients.take(optimizer, scale)
+        self._regrown = self._together(self._regrow, steps, optimizer)
         return True
+
+    def _regrows(self, steps: int) -> bool:
+        return self.pruned and self._regrowth is not None and self._regrowth.due(steps)
+
+    def watched(self, steps: int) -> set[str]:
+        """The parameters whose dense gradients are wanted in the step after so many.
+
+        Raises:
+            ConfigError: they are sums over stages; the same on every rank.
+        """
+        if not self._regrows(steps):
+            return set()
+        tied = [
+            name for found in _everyone(sorted(name for name in self.names if self._copies(name) > 1)) for name in found
+        ]
+        if tied:
+            raise ConfigError(
+                f"axonn.samo.regrow needs dense gradients, and {tied[0]!r} is tied over stages, where compressed ones are summed; exclude it"
+            )
+        return self.names
+
+    def _regrow(self, steps: int, optimizer: samo.Optimizer) -> Masks:
+        assert self._regrowth is not None
+        gradients = optimizer.dense_gradients()
+        masks = {name: mask for name, mask in self.masks(optimizer).items() if name in gradients}
+        parameters = {name: self.parameters[name] for name in masks}
+        return samo.regrow(parameters, gradients, masks, self._regrowth.share(steps), shards=self._shards())
 
     def forget(self) -> Masks:
         """The model is not pruned any more; returns masks that keep all of what was."""
