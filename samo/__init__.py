@@ -14,6 +14,7 @@ from samo.pruning import sparsity_table as sparsity_table
 from samo.pruning import write_masks as write_masks
 from samo.regrowth import Regrowth as Regrowth
 from samo.regrowth import regrow as regrow
+from samo.reparametrised import absorb as absorb
 from samo.schedule import Schedule as Schedule
 from samo.scores import grasp as grasp
 from samo.scores import random as random

@@ -16,6 +16,7 @@ from samo import fused
 from samo.mask_file import masks_within
 from samo.native import native_step
 from samo.parameters import check_masks
+from samo.reparametrised import absorb
 
 
 class Optimizer(FlatOptimizer):
@@ -36,7 +37,8 @@ class Optimizer(FlatOptimizer):
         params: see `FlatOptimizer`.
         masks: by parameter name, true where an element is kept; what is not named is kept whole. Names are those of the
             module, or the numbers of the parameters in their order. A state_dict of torch.nn.utils.prune is taken, too.
-            None: nothing is pruned yet (`prune`), or ever.
+            None: nothing is pruned yet (`prune`), or ever. A module that carries torch.nn.utils.prune's reparametrisations is taken
+            as pruned by them, and loses them (`samo.absorb`).
         kernels: compress and step by Triton's kernels on CUDA, and step by a compiled loop on a CPU, where these know the
             inner optimizer and state is not in host memory. They differ from torch in rounding only.
         options: the other arguments of `FlatOptimizer`: max_norm, loss_scale, group, stage, host, tile_size (of kept
@@ -59,6 +61,8 @@ class Optimizer(FlatOptimizer):
         kernels: bool = True,
         **options: Any,
     ) -> None:
+        if isinstance(params, nn.Module):
+            masks = absorb(params) | dict(masks or {})
         self.kernels, self._masks = kernels, masks or {}
         self.holds: list[Callable[[float], bool]] = []
         self._watched: dict[str, Tensor | None] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from samo.mask_file import write_masks as write_masks
 from samo.selection import Magnitudes
 from samo.selection import Shard as Shard
 from samo.selection import Shards as Shards
+from samo.stacks import Matrices, stacks_of
 from samo.targets import Parameters, names_of, require_values, targets
 
 SCARCE = 0.1
@@ -28,6 +29,7 @@ def magnitude(
     exclude: Sequence[str] | None = None,
     *,
     shards: Shards | None = None,
+    stacks: Collection[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Prune the weights with the smallest magnitudes: exactly round(sparsity · n) of n.
 
@@ -42,6 +44,8 @@ def magnitude(
         include: see `samo.targets.targets`, which says which parameters are pruned by default.
         exclude: see there.
         shards: where each rank holds a part of the model: how. Masks are those of the parts; padding is pruned.
+        stacks: which parameters are stacks of matrices, such as experts, each of which is a parameter by itself. By default a
+            module's parameters of three dims that are not of convolutions.
 
     Returns:
         By name, boolean, of the parameter's shape and device.
@@ -52,10 +56,23 @@ def magnitude(
     require_scope(sparsity, scope)
     parameters = chosen(model, include, exclude, shards)
     require_values(parameters)
-    found = Magnitudes(parameters, shards)
+    return select(parameters, None, sparsity, scope, shards, stacks_of(model, shards) if stacks is None else stacks)
+
+
+def select(
+    parameters: Mapping[str, Tensor],
+    scores: Mapping[str, Tensor] | None,
+    sparsity: float,
+    scope: str,
+    shards: Shards | None,
+    stacks: Collection[Tensor],
+) -> dict[str, Tensor]:
+    """Masks without the smallest scores, or magnitudes where there are none; see `magnitude`."""
+    matrices = Matrices(parameters, shards, stacks)
+    found = Magnitudes(matrices.parameters, matrices.shards, None if scores is None else matrices.split(scores))
     masks = smallest(found, sparsity, scope)
     require_alive(found, masks, sparsity, scope)
-    return masks
+    return matrices.joined(masks)
 
 
 def chosen(

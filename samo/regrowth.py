@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samo.selection import Magnitudes, Shards
+from samo.stacks import Matrices
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def regrow(
     share: float,
     *,
     shards: Shards | None = None,
+    stacks: Collection[Tensor] = (),
 ) -> dict[str, Tensor]:
     """Masks of the same sparsity, each parameter by itself (algorithm 1 of the paper).
 
@@ -58,14 +60,17 @@ def regrow(
         masks: what is kept now.
         share: 0 to 1.
         shards: see `samo.magnitude`.
+        stacks: see there.
 
     Raises:
         ValueError: a NaN among weights or gradients.
     """
-    low = {name: p.abs().masked_fill_(~masks[name], -1) for name, p in parameters.items()}
-    found = Magnitudes(parameters, shards, low)
-    kept = found.kept(masks)
+    matrices = Matrices(parameters, shards, stacks)
+    low = matrices.split({name: p.abs().masked_fill_(~masks[name], -1) for name, p in parameters.items()})
+    found = Magnitudes(matrices.parameters, matrices.shards, low)
+    kept = found.kept(matrices.split(masks))
     gone = {name: found.sizes[name] - kept[name] for name in found.names}
     stay = found.keep([([name], gone[name] + round(share * kept[name])) for name in found.names])
-    high = {name: gradients[name].abs().masked_fill_(stay[name], torch.inf) for name in parameters}
-    return Magnitudes(parameters, shards, high).keep([([name], gone[name]) for name in found.names])
+    high = {name: one.abs().masked_fill_(stay[name], torch.inf) for name, one in matrices.split(gradients).items()}
+    grown = Magnitudes(matrices.parameters, matrices.shards, high).keep([([name], gone[name]) for name in found.names])
+    return matrices.joined(grown)

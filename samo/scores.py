@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samo.pruning import chosen, require_alive, require_scope, smallest
-from samo.selection import Magnitudes, Shard, Shards
+from samo.pruning import chosen, require_scope, select
+from samo.selection import Shard, Shards
+from samo.stacks import stacks_of
 from samo.targets import Parameters, require_values
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -23,6 +24,7 @@ def by_scores(
     sparsity: float,
     scope: str = "layer",
     shards: Shards | None = None,
+    stacks: Collection[Tensor] = (),
 ) -> dict[str, Tensor]:
     """Masks without the smallest scores; of equal ones the first go, as of `samo.magnitude`'s.
 
@@ -32,15 +34,13 @@ def by_scores(
         sparsity: see `samo.magnitude`, as for those that follow.
         scope: see there.
         shards: see there.
+        stacks: see there.
 
     Raises:
         ValueError: see there.
     """
     require_scope(sparsity, scope)
-    found = Magnitudes(parameters, shards, scores)
-    masks = smallest(found, sparsity, scope)
-    require_alive(found, masks, sparsity, scope)
-    return masks
+    return select(parameters, scores, sparsity, scope, shards, stacks)
 
 
 def random(
@@ -52,6 +52,7 @@ def random(
     *,
     seed: int = 0,
     shards: Shards | None = None,
+    stacks: Collection[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Prune weights drawn at random, the same on any number of ranks; with a higher sparsity those of a lower one, and more.
 
@@ -63,12 +64,16 @@ def random(
         exclude: see there.
         seed: of the draw, with each parameter's name.
         shards: see there.
+        stacks: see there.
 
     Raises:
         ValueError: see there.
     """
     parameters = chosen(model, include, exclude, shards)
-    return by_scores(parameters, random_scores(parameters, seed, shards), sparsity, scope, shards)
+    scores = random_scores(parameters, seed, shards)
+    return by_scores(
+        parameters, scores, sparsity, scope, shards, stacks_of(model, shards) if stacks is None else stacks
+    )
 
 
 def random_scores(parameters: Mapping[str, Tensor], seed: int, shards: Shards | None = None) -> dict[str, Tensor]:
@@ -120,7 +125,7 @@ def snip(
     for parameter, gradient in zip(every, before, strict=True):
         parameter.grad = gradient
     scores = {name: sensitivity(parameter, gradients[name]) for name, parameter in parameters.items()}
-    return by_scores(parameters, scores, sparsity, scope, shards)
+    return by_scores(parameters, scores, sparsity, scope, shards, stacks_of(model, shards))
 
 
 def sensitivity(parameter: Tensor, gradient: Tensor | None) -> Tensor:
@@ -172,7 +177,7 @@ def grasp(
     scores = {
         name: (weight * product).detach() for (name, weight), product in zip(parameters.items(), products, strict=True)
     }
-    return by_scores(parameters, scores, sparsity, scope)
+    return by_scores(parameters, scores, sparsity, scope, None, stacks_of(model))
 
 
 def _trained(model: nn.Module, include: Any, exclude: Any, shards: Shards | None) -> dict[str, Tensor]:

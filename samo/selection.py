@@ -37,6 +37,11 @@ class Shard:
     positions: Callable[[], Tensor] | None = None
     inputs: int = 1
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
     def part_of(self, whole: Tensor) -> Tensor:
         """This part of a tensor of the whole's shape; what is padding is zero, or false."""
         if self.positions is None:
@@ -50,7 +55,7 @@ class Shard:
         if self.positions is None:
             return part
         where, flat = self.positions().reshape(-1), part.reshape(-1)
-        whole = part.new_zeros(math.prod(self.shape))
+        whole = part.new_zeros(self.numel)
         whole[where[where >= 0]] = flat[where >= 0]
         return whole.view(self.shape)
 

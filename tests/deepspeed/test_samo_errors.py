@@ -50,6 +50,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         SAMO | {"regrow": {"end_step": 9}, "schedule": {"end_step": 9}},
         ("axonn.samo.regrow", "axonn.samo.schedule", "remove"),
     ),
+    "zeros and sparsity": (SAMO | {"pruner": "nonzero"}, ("axonn.samo.sparsity", "nonzero", "remove")),
     "schedule without an end": (SAMO | {"schedule": {}}, ("axonn.samo.schedule.end_step", "missing")),
     "schedule that is over": (
         SAMO | {"start_step": 9, "schedule": {"end_step": 9}},

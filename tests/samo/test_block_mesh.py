@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 import axonn_tp
 import samo
@@ -108,6 +109,10 @@ def rigl(model, step, masks):
     return found
 
 
+def matrices_nonzero(model):
+    return {name: weight != 0 for name, weight in matrices(model).items()}
+
+
 # Name: the block, a function of the model and the steps that were taken, which gives masks when it is time to prune, and the steps that
 # move no weight.
 CASES = {
@@ -118,6 +123,7 @@ CASES = {
     ),
     "2:3": ({"pruner": {"n_of_m": [2, 3]}, "start_step": 2}, two_of_three, ()),
     "rigl": ({"sparsity": 0.7, "regrow": {"interval": 2, "end_step": 8, "fraction": 0.5}}, rigl, (2, 4, 6)),
+    "nonzero": ({"pruner": "nonzero"}, lambda model, step, _: matrices_nonzero(model) if step == 0 else None, ()),
     "random": ({"sparsity": 0.6, "pruner": {"random": {"seed": 4}}}, drawn, ()),
     "snip": ({"sparsity": 0.7, "pruner": {"snip": {"batches": 2}}, "start_step": 1}, sensitive, (1, 2)),
 }
@@ -153,16 +159,24 @@ def take(reference, masks):
         reference.parameters[name].mul_(mask)
 
 
+def made(name):
+    """The model; in one case as torch.nn.utils.prune leaves it."""
+    torch.manual_seed(3)
+    model = Model().double()
+    if name == "nonzero":
+        for module in (model.up, model.down):
+            prune.l1_unstructured(module, "weight", 0.5)
+    return model
+
+
 def on_grids(name, shard):
     block, masks_of, held = CASES[name]
-    torch.manual_seed(3)
-    whole = Model().double()
-    expected = serial(copy.deepcopy(whole), masks_of, held)
+    whole = made(name)
+    samo.absorb(whole)
+    expected = serial(whole, masks_of, held)
     for gx, gy, gz in GRIDS:
         split = {"gx": gx, "gy": gy, "gz": gz, "plan": PLAN}
-        run = compose(
-            copy.deepcopy(whole), ADAMW, {"tensor_parallel": split, "samo": {**block, "shard": shard}}, max_norm=0.05
-        )
+        run = compose(made(name), ADAMW, {"tensor_parallel": split, "samo": {**block, "shard": shard}}, max_norm=0.05)
         for step, batch in enumerate(batches()):
             run.backward(run.model(run.mesh.shard_batch(batch)).square().mean())
             run.step()

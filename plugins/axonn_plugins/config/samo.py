@@ -86,7 +86,7 @@ class Regrow(Block):
     )
 
 
-_NAMES = ("magnitude", "early_bird", "random", "snip")
+_NAMES = ("magnitude", "early_bird", "random", "snip", "nonzero")
 
 
 class Schedule(Block):
@@ -113,7 +113,7 @@ def _pruner(value: Any, either: Any) -> Any:
         return Pruner.model_validate(value)
     raise PydanticCustomError(
         "pruner",
-        '"magnitude", "early_bird", "random", "snip", {"early_bird": {...}}, {"random": {"seed": 1}}, {"snip": {"batches": 4}}, '
+        '"magnitude", "early_bird", "random", "snip", "nonzero", {"early_bird": {...}}, {"random": {"seed": 1}}, {"snip": {"batches": 4}}, '
         '{"n_of_m": [2, 4]} or {"mask": "FILE"}',
     )
 
@@ -133,13 +133,16 @@ class Samo(Block):
         "to 0.01.",
     )
     pruner: Annotated[
-        Literal["magnitude", "early_bird", "random", "snip"] | Pruner,
-        WrapValidator(_pruner, json_schema_input_type=Literal["magnitude", "early_bird", "random", "snip"] | Pruner),
+        Literal["magnitude", "early_bird", "random", "snip", "nonzero"] | Pruner,
+        WrapValidator(
+            _pruner, json_schema_input_type=Literal["magnitude", "early_bird", "random", "snip", "nonzero"] | Pruner
+        ),
     ] = Field(
         "magnitude",
         description="magnitude: the smallest weights as they are at start_step. early_bird: the model trains dense until the mask "
         "of the smallest weights has settled; with settings: {early_bird: {interval, window, epsilon}}. random, {random: {seed}}: weights drawn. "
-        "snip, {snip: {batches}}: those that change the loss least. {n_of_m: [n, m]}: n of m consecutive inputs are kept. {mask: FILE}: masks "
+        "snip, {snip: {batches}}: those that change the loss least. {n_of_m: [n, m]}: n of m consecutive inputs are kept. nonzero: "
+        "the model comes pruned, and its zeros stay. {mask: FILE}: masks "
         "from a file.",
     )
     scope: Literal["global", "layer"] = Field(
@@ -229,11 +232,12 @@ class Samo(Block):
         Raises:
             ConfigError: the first.
         """
-        if self.n_of_m is not None:
+        if self.n_of_m is not None or self.pruner == "nonzero":
+            given = "nonzero" if self.n_of_m is None else "n_of_m"
             for key in ("sparsity", "scope"):
                 if key in self.model_fields_set:
                     raise ConfigError(
-                        f"axonn.samo.{key} does not go with n_of_m, which says itself how much is pruned; remove {key}"
+                        f"axonn.samo.{key} does not go with {given}, which says itself how much is pruned; remove {key}"
                     )
         elif self.mask is None and self.sparsity is None:
             raise ConfigError("axonn.samo.sparsity is missing; add it to axonn.samo, or give a mask file as its pruner")

@@ -17,7 +17,9 @@ from axonn_plugins.samo.mesh import positions_of, shards_of
 from axonn_tp import Mesh, layout_of
 from samo.mask_file import pack, unpack
 from samo.patterns import input_dims
+from samo.reparametrised import nonzero
 from samo.scores import by_scores
+from samo.stacks import stacks_of
 from samo.targets import targets
 
 Masks = dict[str, Tensor]
@@ -144,6 +146,7 @@ class Pruning:
             settings.epsilon,
             self.block.scope,
             shards=self._shards(),
+            stacks=stacks_of(self.model, self._shards()),
         )
 
     def first(self) -> Masks | None:
@@ -175,13 +178,18 @@ class Pruning:
         if self.block.n_of_m is not None:
             n, m = self.block.n_of_m
             return samo.n_of_m(chosen.items(), n, m, shards=shards, inputs=input_dims(self.model, shards))
+        if self.block.pruner == "nonzero":
+            return nonzero(chosen, shards)
         sparsity = self.block.sparsity if self._schedule is None else self._schedule.sparsity(steps)
         assert sparsity is not None
+        stacks = stacks_of(self.model, shards)
         if self.block.random is not None:
-            return samo.random(chosen.items(), sparsity, self.block.scope, seed=self.block.random.seed, shards=shards)
+            return samo.random(
+                chosen.items(), sparsity, self.block.scope, seed=self.block.random.seed, shards=shards, stacks=stacks
+            )
         if self.first_gradients is not None:
-            return by_scores(chosen, self.first_gradients.scores(), sparsity, self.block.scope, shards)
-        return samo.magnitude(chosen.items(), sparsity, self.block.scope, shards=shards)
+            return by_scores(chosen, self.first_gradients.scores(), sparsity, self.block.scope, shards, stacks)
+        return samo.magnitude(chosen.items(), sparsity, self.block.scope, shards=shards, stacks=stacks)
 
     def _observe(self) -> Masks | None:
         assert self._search is not None
@@ -262,7 +270,8 @@ class Pruning:
         gradients = optimizer.dense_gradients()
         masks = {name: mask for name, mask in self.masks(optimizer).items() if name in gradients}
         parameters = {name: self.parameters[name] for name in masks}
-        return samo.regrow(parameters, gradients, masks, self._regrowth.share(steps), shards=self._shards())
+        shards, share = self._shards(), self._regrowth.share(steps)
+        return samo.regrow(parameters, gradients, masks, share, shards=shards, stacks=stacks_of(self.model, shards))
 
     def forget(self) -> Masks:
         """The model is not pruned any more; returns masks that keep all of what was."""
