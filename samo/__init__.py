@@ -19,3 +19,5 @@ from samo.schedule import Schedule as Schedule
 from samo.scores import grasp as grasp
 from samo.scores import random as random
 from samo.scores import snip as snip
+from samo.structures import channels as channels
+from samo.structures import heads as heads

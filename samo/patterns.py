@@ -54,19 +54,20 @@ def n_of_m(
     known = dict(inputs or {})
     if isinstance(model, nn.Module):
         known |= input_dims(model, shards)
-    masks = {}
+    masks, problem = {}, None
     for name, shard, whole in wholes(parameters, shards):
         if not bool(whole.isfinite().all()):
             raise ValueError(
                 f"{name!r} holds NaN or infinity, and NaN has no magnitude; prune a model that has not diverged"
             )
-        if shard is not None:
-            dim = known.get(parameters[name], shard.inputs)
-            if dim < 0:
-                raise ValueError(
-                    f"{name!r} of {tuple(whole.shape)} is no layer's whose inputs are known, and N:M groups lie along them; exclude it"
-                )
+        dim = -1 if shard is None else known.get(parameters[name], shard.inputs)
+        if shard is not None and dim >= 0:
             masks[name] = shard.part_of(_groups(whole, n, m, dim))
+        elif shard is not None and problem is None:
+            # Raised at the end: other ranks may not have it, and go on.
+            problem = f"{name!r} of {tuple(whole.shape)} is no layer's whose inputs are known, and N:M groups lie along them; exclude it"
+    if problem is not None:
+        raise ValueError(problem)
     return masks
 
 

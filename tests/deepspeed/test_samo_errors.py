@@ -51,6 +51,16 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("axonn.samo.regrow", "axonn.samo.schedule", "remove"),
     ),
     "zeros and sparsity": (SAMO | {"pruner": "nonzero"}, ("axonn.samo.sparsity", "nonzero", "remove")),
+    "structure": (SAMO | {"structure": "row"}, ("axonn.samo.structure", '"row"', "channel")),
+    "structure of a draw": (
+        SAMO | {"structure": "channel", "pruner": "random"},
+        ("axonn.samo.structure", '"magnitude"'),
+    ),
+    "structure and scope": (
+        SAMO | {"structure": "channel", "scope": "global"},
+        ("axonn.samo.scope", "structure", "remove"),
+    ),
+    "heads": (SAMO | {"structure": {"heads": 0, "rows": [], "columns": []}}, ("axonn.samo.structure.heads", "0")),
     "schedule without an end": (SAMO | {"schedule": {}}, ("axonn.samo.schedule.end_step", "missing")),
     "schedule that is over": (
         SAMO | {"start_step": 9, "schedule": {"end_step": 9}},

@@ -109,6 +109,33 @@ def rigl(model, step, masks):
     return found
 
 
+def norms_of(rows):
+    return [math.fsum(value * value for value in row) for row in rows]
+
+
+def least_channels(model, step, _):
+    if step != 1:
+        return None
+    found = {}
+    for name, weight in matrices(model).items():
+        norms = norms_of(weight.tolist())
+        gone = sorted(range(len(norms)), key=norms.__getitem__)[: round(0.4 * len(norms))]
+        found[name] = torch.tensor([at not in gone for at in range(len(norms))])[:, None].expand(weight.shape).clone()
+    return found
+
+
+def least_heads(model, step, _):
+    """Four heads of three features, outputs of `up` and inputs of `down`."""
+    if step != 1:
+        return None
+    up, down = model.up.weight.detach(), model.down.weight.detach()
+    both = norms_of(torch.cat([up, down.t()], 1).tolist())
+    heads = [sum(both[3 * head : 3 * head + 3]) for head in range(4)]
+    gone = sorted(range(4), key=heads.__getitem__)[:2]
+    kept = torch.tensor([at // 3 not in gone for at in range(12)])
+    return {"up.weight": kept[:, None].expand(12, 8).clone(), "down.weight": kept[None].expand(8, 12).clone()}
+
+
 def matrices_nonzero(model):
     return {name: weight != 0 for name, weight in matrices(model).items()}
 
@@ -124,6 +151,16 @@ CASES = {
     "2:3": ({"pruner": {"n_of_m": [2, 3]}, "start_step": 2}, two_of_three, ()),
     "rigl": ({"sparsity": 0.7, "regrow": {"interval": 2, "end_step": 8, "fraction": 0.5}}, rigl, (2, 4, 6)),
     "nonzero": ({"pruner": "nonzero"}, lambda model, step, _: matrices_nonzero(model) if step == 0 else None, ()),
+    "channels": ({"sparsity": 0.4, "structure": "channel", "start_step": 1}, least_channels, ()),
+    "heads": (
+        {
+            "sparsity": 0.5,
+            "structure": {"heads": 4, "rows": ["up.weight"], "columns": ["down.weight"]},
+            "start_step": 1,
+        },
+        least_heads,
+        (),
+    ),
     "random": ({"sparsity": 0.6, "pruner": {"random": {"seed": 4}}}, drawn, ()),
     "snip": ({"sparsity": 0.7, "pruner": {"snip": {"batches": 2}}, "start_step": 1}, sensitive, (1, 2)),
 }

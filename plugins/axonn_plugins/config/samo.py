@@ -86,6 +86,26 @@ class Regrow(Block):
     )
 
 
+class Heads(Block):
+    """Attention heads that are pruned whole."""
+
+    heads: Size = Field(
+        description="Heads of an attention, one after the other in the features of the layers that are named."
+    )
+    rows: list[str] = Field(description="Patterns of weights whose outputs are the heads', such as *.q_proj.weight.")
+    columns: list[str] = Field(description="Patterns of weights whose inputs are the heads', such as *.o_proj.weight.")
+
+
+def _structure(value: Any, either: Any) -> Any:
+    if value is None or value == "channel":
+        return value
+    if isinstance(value, Mapping):
+        return Heads.model_validate(value)
+    raise PydanticCustomError(
+        "structure", '"channel" or {"heads": 12, "rows": ["*.q_proj.weight"], "columns": ["*.o_proj.weight"]}'
+    )
+
+
 _NAMES = ("magnitude", "early_bird", "random", "snip", "nonzero")
 
 
@@ -149,6 +169,14 @@ class Samo(Block):
         "layer",
         description="layer: of each parameter its smallest weights are pruned. global: the smallest of all prunable weights together, which "
         "can take layers of small weights away whole; then the run is refused.",
+    )
+    structure: Annotated[
+        Literal["channel"] | Heads | None,
+        WrapValidator(_structure, json_schema_input_type=Literal["channel"] | Heads | None),
+    ] = Field(
+        None,
+        description="channel: whole outputs of each layer are pruned by their norms. {heads, rows, columns}: whole heads of each attention, and no "
+        "other weights. By default single weights.",
     )
     include: list[str] | None = Field(
         None,
@@ -246,6 +274,8 @@ class Samo(Block):
                 raise ConfigError(
                     f"axonn.samo.{key} does not go with a mask file, which says itself what is pruned; remove one of them"
                 )
+        if self.structure is not None:
+            self._require_structure(self.structure)
         if self.schedule is not None:
             self._require_growth(self.schedule)
         if self.regrow is not None:
@@ -276,3 +306,14 @@ class Samo(Block):
             raise ConfigError(
                 f"axonn.samo.regrow.end_step = {regrow.end_step} is not after axonn.samo.start_step = {self.start_step}; use a later step"
             )
+
+    def _require_structure(self, structure: str | Heads) -> None:
+        if self.pruner != "magnitude":
+            raise ConfigError(
+                'axonn.samo.structure goes by norms, so with the pruner "magnitude" only; remove one of them'
+            )
+        for key in ("scope", "regrow") + (("include", "exclude") if isinstance(structure, Heads) else ()):
+            if key in self.model_fields_set:
+                raise ConfigError(
+                    f"axonn.samo.{key} does not go with axonn.samo.structure, which says itself what goes together; remove one of them"
+                )

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 import samo
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.config.samo import EarlyBird, Samo
+from axonn_plugins.config.samo import EarlyBird, Heads, Samo
 from axonn_plugins.samo.gradients import FirstGradients
 from axonn_plugins.samo.mesh import positions_of, shards_of
+from axonn_plugins.samo.pruners import masks_by
 from axonn_tp import Mesh, layout_of
 from samo.mask_file import pack, unpack
-from samo.patterns import input_dims
-from samo.reparametrised import nonzero
-from samo.scores import by_scores
 from samo.stacks import stacks_of
 from samo.targets import targets
 
@@ -101,7 +99,7 @@ class Pruning:
             return
         shapes = {name: layout_of(parameter).serial_shape for name, parameter in self.parameters.items()}
         try:
-            found = targets(self._prunable(), block.include, block.exclude, shapes)
+            found = targets(self._prunable(), self._include, block.exclude, shapes)
             self._targets = {name: parameter for name, parameter in found.items() if parameter in trained}
             if not self._targets:
                 problem = "include and exclude leave no parameter to prune; correct the patterns"
@@ -112,6 +110,11 @@ class Pruning:
             raise ValueError(problem)
         self._begin_search()
 
+    @property
+    def _include(self) -> list[str] | None:
+        structure = self.block.structure
+        return [*structure.rows, *structure.columns] if isinstance(structure, Heads) else self.block.include
+
     def _prunable(self) -> list[tuple[str, Tensor]]:
         """Parameters by name, without the tables of embeddings where the block does not name what to prune."""
         kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -119,7 +122,7 @@ class Pruning:
         return [
             (name, parameter)
             for name, parameter in self.parameters.items()
-            if self.block.include is not None or not (id(parameter) in tables or name in self._tables)
+            if self._include is not None or not (id(parameter) in tables or name in self._tables)
         ]
 
     def _shards(self) -> samo.Shards:
@@ -174,22 +177,8 @@ class Pruning:
     def _make(self, steps: int) -> Masks:
         if self.block.mask is not None:
             return self._read()
-        chosen, shards = self._targets, self._shards()
-        if self.block.n_of_m is not None:
-            n, m = self.block.n_of_m
-            return samo.n_of_m(chosen.items(), n, m, shards=shards, inputs=input_dims(self.model, shards))
-        if self.block.pruner == "nonzero":
-            return nonzero(chosen, shards)
         sparsity = self.block.sparsity if self._schedule is None else self._schedule.sparsity(steps)
-        assert sparsity is not None
-        stacks = stacks_of(self.model, shards)
-        if self.block.random is not None:
-            return samo.random(
-                chosen.items(), sparsity, self.block.scope, seed=self.block.random.seed, shards=shards, stacks=stacks
-            )
-        if self.first_gradients is not None:
-            return by_scores(chosen, self.first_gradients.scores(), sparsity, self.block.scope, shards, stacks)
-        return samo.magnitude(chosen.items(), sparsity, self.block.scope, shards=shards, stacks=stacks)
+        return masks_by(self.block, self.model, self._targets, self._shards(), sparsity, self.first_gradients)
 
     def _observe(self) -> Masks | None:
         assert self._search is not None
