@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy
@@ -13,6 +13,7 @@ from torch import Tensor
 from samo.mask_file import pack, unpack
 from samo.pruning import chosen, require_alive, require_scope, smallest
 from samo.selection import Magnitudes, Shards, total
+from samo.stacks import Matrices, stacks_of
 from samo.targets import Parameters, require_values
 
 _ONES = numpy.unpackbits(numpy.arange(256, dtype=numpy.uint8)[:, None], axis=1).sum(1, dtype=numpy.uint8)
@@ -43,6 +44,7 @@ class EarlyBird:
         include: see there.
         exclude: see there.
         shards: see there; every rank of the group observes.
+        stacks: see there.
 
     Attributes:
         masks: by parameter name, once found; None until then.
@@ -63,6 +65,7 @@ class EarlyBird:
         exclude: Sequence[str] | None = None,
         *,
         shards: Shards | None = None,
+        stacks: Collection[Tensor] | None = None,
     ) -> None:
         require_scope(sparsity, scope)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
@@ -73,6 +76,7 @@ class EarlyBird:
             )
         self.sparsity, self.window, self.epsilon = sparsity, window, epsilon
         self._scope, self._shards = scope, shards
+        self._stacks = stacks_of(model, shards) if stacks is None else stacks
         self._parameters = chosen(model, include, exclude, shards)
         self._recent: deque[dict[str, Tensor]] = deque(maxlen=window)
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -92,14 +96,15 @@ class EarlyBird:
             return True
         require_values(self._parameters)
         with torch.no_grad():
-            found = Magnitudes(self._parameters, self._shards)
-            masks = smallest(found, self.sparsity, self._scope)
+            matrices = Matrices(self._parameters, self._shards, self._stacks)
+            found = Magnitudes(matrices.parameters, matrices.shards)
+            masks = matrices.joined(smallest(found, self.sparsity, self._scope))
         self._shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
         packed = {name: pack(mask) for name, mask in masks.items()}
         distances = self._distances(packed, sum(found.sizes.values()))
         self.distances.append(distances)
         if len(distances) == self.window and max(distances) < self.epsilon:
-            require_alive(found, masks, self.sparsity, self._scope)
+            require_alive(found, matrices.split(masks), self.sparsity, self._scope)
             self.masks = masks
             self._recent.clear()
         else:

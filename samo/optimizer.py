@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.flat import Factory, FlatOptimizer
@@ -15,6 +16,7 @@ from samo import fused
 from samo.mask_file import masks_within
 from samo.native import native_step
 from samo.parameters import check_masks
+from samo.reparametrised import absorb
 
 
 class Optimizer(FlatOptimizer):
@@ -35,11 +37,16 @@ class Optimizer(FlatOptimizer):
         params: see `FlatOptimizer`.
         masks: by parameter name, true where an element is kept; what is not named is kept whole. Names are those of the
             module, or the numbers of the parameters in their order. A state_dict of torch.nn.utils.prune is taken, too.
-            None: nothing is pruned yet (`prune`), or ever.
+            None: nothing is pruned yet (`prune`), or ever. A module that carries torch.nn.utils.prune's reparametrisations is taken
+            as pruned by them, and loses them (`samo.absorb`).
         kernels: compress and step by Triton's kernels on CUDA, and step by a compiled loop on a CPU, where these know the
             inner optimizer and state is not in host memory. They differ from torch in rounding only.
         options: the other arguments of `FlatOptimizer`: max_norm, loss_scale, group, stage, host, tile_size (of kept
             elements), bucket_bytes, gradient_dtype and norm.
+
+    Attributes:
+        holds: called with the loss scale in each step whose reduced gradients are finite; true: it moves no weight and counts as
+            skipped, the same on all ranks.
 
     Raises:
         ValueError: see `FlatOptimizer`; masks of unknown parameters or of other shapes.
@@ -54,7 +61,11 @@ class Optimizer(FlatOptimizer):
         kernels: bool = True,
         **options: Any,
     ) -> None:
+        if isinstance(params, nn.Module):
+            masks = absorb(params) | dict(masks or {})
         self.kernels, self._masks = kernels, masks or {}
+        self.holds: list[Callable[[float], bool]] = []
+        self._watched: dict[str, Tensor | None] = {}
         super().__init__(factory, params, **options)
 
     def _select(self) -> None:
@@ -93,6 +104,44 @@ class Optimizer(FlatOptimizer):
         self._apply(masks)
         self._build(self._make_inner())
         self.load_state_dict(state)
+
+    # Dense gradients
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Keep dense gradients of these parameters, by name, of backward passes from now on; of no others."""
+        self._watched = dict.fromkeys(names)
+
+    def dense_gradients(self) -> dict[str, Tensor]:
+        """Of the watched parameters, of all ranks and times the loss scale; every rank calls it."""
+        found = {}
+        for entry in self.entries:
+            if entry.name in self._watched:
+                gradient = self._watched[entry.name]
+                wide = torch.promote_types(entry.parameter.dtype, torch.float32)
+                gradient = torch.zeros_like(entry.parameter, dtype=wide) if gradient is None else gradient
+                if entry.process_group is not None:
+                    dist.all_reduce(gradient, group=entry.process_group)
+                found[entry.name] = gradient / entry.divisor
+        self._watched = dict.fromkeys(self._watched)
+        return found
+
+    def _take(self, entry: Entry) -> None:
+        gradient = entry.parameter.grad
+        if gradient is not None and entry.name in self._watched:
+            before, wide = self._watched[entry.name], torch.promote_types(gradient.dtype, torch.float32)
+            self._watched[entry.name] = gradient.to(wide, copy=True) if before is None else before + gradient
+        super()._take(entry)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no step has consumed, those of frozen parameters and dense ones too."""
+        self._watched = dict.fromkeys(self._watched)
+        super().zero_grad(set_to_none)
+
+    def _factor(self) -> Tensor | None:
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        factor = super()._factor()
+        self.overflow = self.overflow or any([hold(scale) for hold in self.holds])
+        return factor
 
     def _compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         if self.kernels and fused.compress(entry, gradient, into):

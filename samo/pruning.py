@@ -1,23 +1,23 @@
-"""Masks of a pruned network: by magnitude, N:M, or from a file. A mask is true where an element is kept."""
+"""Masks of a pruned network: by magnitude, or from a file. A mask is true where an element is kept."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samo.mask_file import read_masks as read_masks
 from samo.mask_file import write_masks as write_masks
 from samo.selection import Magnitudes
 from samo.selection import Shard as Shard
 from samo.selection import Shards as Shards
+from samo.stacks import Matrices, stacks_of
 from samo.targets import Parameters, names_of, require_values, targets
 
 SCARCE = 0.1
 """Matrices that keep less than this times the share that is kept of all are named in a warning."""
-_INPUT_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @torch.no_grad()
@@ -29,6 +29,7 @@ def magnitude(
     exclude: Sequence[str] | None = None,
     *,
     shards: Shards | None = None,
+    stacks: Collection[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Prune the weights with the smallest magnitudes: exactly round(sparsity · n) of n.
 
@@ -43,6 +44,8 @@ def magnitude(
         include: see `samo.targets.targets`, which says which parameters are pruned by default.
         exclude: see there.
         shards: where each rank holds a part of the model: how. Masks are those of the parts; padding is pruned.
+        stacks: which parameters are stacks of matrices, such as experts, each of which is a parameter by itself. By default a
+            module's parameters of three dims that are not of convolutions.
 
     Returns:
         By name, boolean, of the parameter's shape and device.
@@ -53,10 +56,23 @@ def magnitude(
     require_scope(sparsity, scope)
     parameters = chosen(model, include, exclude, shards)
     require_values(parameters)
-    found = Magnitudes(parameters, shards)
+    return select(parameters, None, sparsity, scope, shards, stacks_of(model, shards) if stacks is None else stacks)
+
+
+def select(
+    parameters: Mapping[str, Tensor],
+    scores: Mapping[str, Tensor] | None,
+    sparsity: float,
+    scope: str,
+    shards: Shards | None,
+    stacks: Collection[Tensor],
+) -> dict[str, Tensor]:
+    """Masks without the smallest scores, or magnitudes where there are none; see `magnitude`."""
+    matrices = Matrices(parameters, shards, stacks)
+    found = Magnitudes(matrices.parameters, matrices.shards, None if scores is None else matrices.split(scores))
     masks = smallest(found, sparsity, scope)
     require_alive(found, masks, sparsity, scope)
-    return masks
+    return matrices.joined(masks)
 
 
 def chosen(
@@ -112,59 +128,6 @@ def require_alive(found: Magnitudes, masks: Mapping[str, Tensor], sparsity: floa
 def _listed(names: Sequence[str]) -> str:
     few = ", ".join(names[:4])
     return few if len(names) <= 4 else f"{few} and {len(names) - 4} more"
-
-
-@torch.no_grad()
-def n_of_m(
-    model: Parameters,
-    n: int,
-    m: int,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """Keep the `n` largest of each `m` consecutive input features: `n_of_m(model, 2, 4)` is what sparse tensor cores take.
-
-    Groups lie along dim 1, the inputs of linears and convolutions; along dim 0 for transposed convolutions and HF's Conv1D,
-    where the model is a module. A short last group keeps at most `n`. Of equal magnitudes the first go.
-
-    Args:
-        model: a module, or pairs of name and parameter; each whole.
-        n: kept of a group.
-        m: size of a group.
-        include: see `samo.targets.targets`.
-        exclude: see there.
-
-    Returns:
-        By name, boolean, of the parameter's shape and device.
-
-    Raises:
-        ValueError: an argument that is not allowed; a weight is NaN.
-    """
-    if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
-        raise ValueError(f"n = {n}, m = {m} is not a pattern; keep n of each m with 1 <= n <= m, such as 2 of 4")
-    parameters = targets(model, include, exclude)
-    require_values(parameters)
-    masks = {}
-    for name, parameter in parameters.items():
-        if bool(parameter.isnan().any()):
-            raise ValueError(f"{name!r} holds NaN, which has no magnitude; prune a model that has not diverged")
-        dim = 0 if isinstance(model, nn.Module) and _input_first(model.get_submodule(name.rpartition(".")[0])) else 1
-        masks[name] = _groups(parameter, n, m, dim)
-    return masks
-
-
-def _input_first(module: nn.Module) -> bool:
-    return isinstance(module, _INPUT_FIRST) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
-
-
-def _groups(parameter: Tensor, n: int, m: int, dim: int) -> Tensor:
-    rows = parameter.abs().movedim(dim, -1)
-    length = rows.shape[-1]
-    # What fills the last group up is smaller than all, so that it is the first of the m - n to go.
-    filled = nn.functional.pad(rows, (0, -length % m), value=-1.0)
-    order = filled.unflatten(-1, (-1, m)).argsort(dim=-1, stable=True)
-    mask = torch.ones_like(order, dtype=torch.bool).scatter_(-1, order[..., : m - n], False)
-    return mask.flatten(-2)[..., :length].movedim(-1, dim).contiguous()
 
 
 def sparsity_table(masks: Mapping[str, Tensor], model: Parameters) -> str:

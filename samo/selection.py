@@ -1,12 +1,13 @@
 """The smallest magnitudes of many tensors, exactly, without a copy of them, on one process or over the ranks of a mesh.
 
-The bits of a non-negative float, read as an integer, are in the order of the floats. So the threshold is found digit by digit, 11
-bits at a time: a histogram of the next digit says which one the threshold has. Histograms of ranks are summed, those of many
-parameters at once; each rank reads its own elements a chunk at a time.
+The bits of a non-negative float, read as an integer, are in the order of the floats; those of a negative one in the reverse
+order. So the threshold is found digit by digit, 11 bits at a time: a histogram of the next digit says which one the threshold
+has. Histograms of ranks are summed, those of many parameters at once; each rank reads its own elements a chunk at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +29,35 @@ class Shard:
         copies: how many ranks hold this same part.
         positions: makes an int64 tensor of the part's shape: where each element is in the whole, flattened; −1 for padding.
             None: the part is the whole.
+        inputs: the dim of the whole along which its layer's inputs lie.
     """
 
     shape: tuple[int, ...]
     copies: int = 1
     positions: Callable[[], Tensor] | None = None
+    inputs: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This part of a tensor of the whole's shape; what is padding is zero, or false."""
+        if self.positions is None:
+            return whole
+        where = self.positions().to(whole.device)
+        part = whole.reshape(-1)[where.clamp(min=0)]
+        return part & (where >= 0) if whole.dtype == torch.bool else part * (where >= 0)
+
+    def whole_of(self, part: Tensor) -> Tensor:
+        """A tensor of the whole's shape with this part, and zeros."""
+        if self.positions is None:
+            return part
+        where, flat = self.positions().reshape(-1), part.reshape(-1)
+        whole = part.new_zeros(self.numel)
+        whole[where[where >= 0]] = flat[where >= 0]
+        return whole.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -42,10 +67,12 @@ class Shards:
     Attributes:
         group: the ranks that hold all parts; all of them must call.
         find: the shard that a rank holds of a parameter, by its name.
+        average: makes gradients of this rank's part of the batch, in ``parameter.grad``, those of the whole batch.
     """
 
     group: dist.ProcessGroup
     find: Callable[[str, Tensor], Shard]
+    average: Callable[[Iterable[nn.Parameter]], None] | None = None
 
     def names(self, names: Iterable[str]) -> list[str]:
         """The names on all ranks, in the order of the ranks."""
@@ -66,12 +93,13 @@ class Part:
 
     Args:
         name: the parameter's.
-        tensor: the elements.
+        tensor: the elements, or what they are judged by.
         shard: what they are of the whole; None: the whole.
+        signed: whether they are judged as they are, and not by their magnitudes.
     """
 
-    def __init__(self, name: str, tensor: Tensor, shard: Shard | None) -> None:
-        self.name, self.shape = name, tensor.shape
+    def __init__(self, name: str, tensor: Tensor, shard: Shard | None, signed: bool = False) -> None:
+        self.name, self.shape, self._signed = name, tensor.shape, signed
         self.flat = tensor.detach().reshape(-1)
         self.weight = 1.0 if shard is None else 1.0 / shard.copies
         self._positions = None if shard is None else shard.positions
@@ -86,9 +114,12 @@ class Part:
         return None if self._real is None else self._real[begin:end]
 
     def keys(self, begin: int, end: int, wide: bool) -> Tensor:
-        """Integers in the order of the elements' magnitudes: int32, or int64 where `wide`."""
-        values = self.flat[begin:end].abs()
-        return values.double().view(torch.int64) if wide else values.float().view(torch.int32)
+        """Integers in the order of the elements' magnitudes, or of the elements: int32, or int64 where `wide`."""
+        values = self.flat[begin:end]
+        # A negative zero is made one without a sign.
+        values = values + 0.0 if self._signed else values.abs()
+        keys = values.double().view(torch.int64) if wide else values.float().view(torch.int32)
+        return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys) if self._signed else keys
 
     def positions(self, where: Tensor) -> Tensor:
         """Positions in the whole parameter of the elements with these indices."""
@@ -106,15 +137,22 @@ class Magnitudes:
     Args:
         parameters: by name.
         shards: of a model whose parts are on several ranks.
+        scores: of the parameters' shapes, by name, which are to be selected by in their place, signs and all; None: magnitudes.
 
     Raises:
         ValueError: there is a NaN among them, on any rank.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], shards: Shards | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        shards: Shards | None = None,
+        scores: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.shards = shards
         find = {name: None if shards is None else shards.find(name, tensor) for name, tensor in parameters.items()}
-        self.parts = {name: Part(name, tensor, find[name]) for name, tensor in parameters.items()}
+        judged = parameters if scores is None else scores
+        self.parts = {name: Part(name, judged[name], find[name], scores is not None) for name in parameters}
         self.names = list(parameters) if shards is None else shards.names(parameters)
         self._device = next((part.flat.device for part in self.parts.values()), torch.device("cpu"))
         facts = torch.zeros(3, len(self.names), dtype=torch.float64, device=self._device)
@@ -196,6 +234,8 @@ class Magnitudes:
             ranks: by group.
             digits: that keys have.
         """
+        # The first digit has the sign.
+        lowest = 2 ** (_DIGIT - 1)
         found = [(0, 0)] * len(ranks)
         if not ranks:
             return found
@@ -204,7 +244,10 @@ class Magnitudes:
             for number, keys, weight in chunks():
                 if shift < (digits - 1) * _DIGIT:
                     keys = keys[keys >> (shift + _DIGIT) == found[number][0]]
-                counted = torch.bincount((keys >> shift) & (2**_DIGIT - 1), minlength=2**_DIGIT)
+                    digit = (keys >> shift) & (2**_DIGIT - 1)
+                else:
+                    digit = (keys >> shift) + lowest
+                counted = torch.bincount(digit, minlength=2**_DIGIT)
                 histogram[number] += counted.to(self._device) * weight
             smaller = nn.functional.pad(total(histogram, self.shards).cumsum(1), (1, 0))
             wanted = torch.tensor([rank - below for rank, (_, below) in zip(ranks, found, strict=True)])
@@ -212,6 +255,8 @@ class Magnitudes:
             below = smaller.gather(1, digit)
             pairs = torch.cat([digit, below], 1).tolist()
             found = [(key << _DIGIT | d, b + c) for (key, b), (d, c) in zip(found, pairs, strict=True)]
+            if shift == (digits - 1) * _DIGIT:
+                found = [(key - lowest, below) for key, below in found]
         return found
 
     def _edges(

@@ -23,6 +23,10 @@ SAVED = {
     "bf16 shard": Case({"sparsity": 0.8, "shard": True}, dtype="bf16", same=True),
     "fp16": Case({"sparsity": 0.8}, "fp16", scale=DYNAMIC, optimizer="client", scheduler="client", same=True),
     "search": Case({"sparsity": 0.8, "pruner": SEARCH, "start_step": 1}, same=True),
+    "schedule": Case(
+        {"sparsity": 0.8, "start_step": 1, "schedule": {"end_step": 5, "interval": 2, "initial": 0.3}}, same=True
+    ),
+    "rigl": Case({"sparsity": 0.8, "regrow": {"interval": 2, "end_step": 6}}, same=True),
     "later": Case({"sparsity": 0.8, "start_step": 5}, same=True),
 }
 AT = 3

@@ -31,6 +31,44 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "start": (SAMO | {"start_step": -1}, ("axonn.samo.start_step", "-1", "at least 0")),
     "shard": (SAMO | {"shard": 1}, ("axonn.samo.shard", "1", "true or false")),
     "scope": (SAMO | {"scope": "all"}, ("axonn.samo.scope", '"all"', "global")),
+    "pattern": ({"pruner": {"n_of_m": [5, 4]}}, ("axonn.samo.pruner.n_of_m", "[5, 4]", "[2, 4]")),
+    "pattern of three": ({"pruner": {"n_of_m": [1, 2, 4]}}, ("axonn.samo.pruner.n_of_m", "[1, 2, 4]")),
+    "pattern and sparsity": (SAMO | {"pruner": {"n_of_m": [2, 4]}}, ("axonn.samo.sparsity", "n_of_m", "remove")),
+    "seed": (SAMO | {"pruner": {"random": {"seed": -1}}}, ("axonn.samo.pruner.random.seed", "-1")),
+    "batches": (SAMO | {"pruner": {"snip": {"batches": 0}}}, ("axonn.samo.pruner.snip.batches", "0")),
+    "schedule of first gradients": (
+        SAMO | {"pruner": "snip", "schedule": {"end_step": 8}},
+        ("axonn.samo.schedule", '"random"', "remove"),
+    ),
+    "regrowth without an end": (SAMO | {"regrow": {}}, ("axonn.samo.regrow.end_step", "missing")),
+    "regrowth of more than all": (
+        SAMO | {"regrow": {"end_step": 9, "fraction": 2}},
+        ("axonn.samo.regrow.fraction", "2"),
+    ),
+    "regrowth that is over": (SAMO | {"start_step": 9, "regrow": {"end_step": 9}}, ("regrow.end_step = 9", "later")),
+    "regrowth and schedule": (
+        SAMO | {"regrow": {"end_step": 9}, "schedule": {"end_step": 9}},
+        ("axonn.samo.regrow", "axonn.samo.schedule", "remove"),
+    ),
+    "zeros and sparsity": (SAMO | {"pruner": "nonzero"}, ("axonn.samo.sparsity", "nonzero", "remove")),
+    "structure": (SAMO | {"structure": "row"}, ("axonn.samo.structure", '"row"', "channel")),
+    "structure of a draw": (
+        SAMO | {"structure": "channel", "pruner": "random"},
+        ("axonn.samo.structure", '"magnitude"'),
+    ),
+    "structure and scope": (
+        SAMO | {"structure": "channel", "scope": "global"},
+        ("axonn.samo.scope", "structure", "remove"),
+    ),
+    "heads": (SAMO | {"structure": {"heads": 0, "rows": [], "columns": []}}, ("axonn.samo.structure.heads", "0")),
+    "schedule without an end": (SAMO | {"schedule": {}}, ("axonn.samo.schedule.end_step", "missing")),
+    "schedule that is over": (
+        SAMO | {"start_step": 9, "schedule": {"end_step": 9}},
+        ("schedule.end_step = 9", "later"),
+    ),
+    "schedule downwards": (SAMO | {"schedule": {"end_step": 9, "initial": 0.95}}, ("initial = 0.95", "smaller")),
+    "schedule's shape": (SAMO | {"schedule": {"end_step": 9, "shape": "square"}}, ("schedule.shape", "cubic")),
+    "schedule's key": (SAMO | {"schedule": {"end_step": 9, "begin": 1}}, ("schedule.begin", "end_step")),
     "key": (SAMO | {"shards": True}, ("axonn.samo.shards", '"shard"')),
 }
 # Name: the rest of the configuration, what the sentence must contain.

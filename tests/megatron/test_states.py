@@ -119,6 +119,7 @@ def test_a_model_is_pruned_at_its_step_though_interrupted_before(tmp_path: Path)
     blocks = {
         "step": {"sparsity": 0.9, "start_step": 4, "include": ["*"]},
         "search": {"sparsity": 0.5, "pruner": found_early},
+        "schedule": {"sparsity": 0.8, "start_step": 1, "schedule": {"end_step": 5, "interval": 2, "initial": 0.4}},
     }
     cases = {}
     for name, block in blocks.items():

@@ -22,7 +22,7 @@ from axonn_plugins.config.goldfish import Goldfish
 from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.config.pccl import Pccl
 from axonn_plugins.config.pipeline import Pipeline
-from axonn_plugins.config.samo import EarlyBird, Pruner, Samo
+from axonn_plugins.config.samo import EarlyBird, Heads, Pruner, Random, Regrow, Samo, Schedule, Snip
 from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.config.ted import Ted
 from axonn_plugins.config.tensor_parallel import Layer, TensorParallel
@@ -104,6 +104,11 @@ _CLASSES: dict[str, type[Block]] = {
     "ted": Ted,
     "pruner": Pruner,
     "early_bird": EarlyBird,
+    "schedule": Schedule,
+    "random": Random,
+    "structure": Heads,
+    "regrow": Regrow,
+    "snip": Snip,
     "offload_optimizer": OffloadOptimizer,
     "pipeline": Pipeline,
     "goldfish": Goldfish,

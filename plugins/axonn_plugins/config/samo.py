@@ -31,6 +31,21 @@ class EarlyBird(Block):
         raise PydanticCustomError("epsilon", "a share above 0 and up to 1, such as 0.1")
 
 
+class Random(Block):
+    """Weights drawn at random."""
+
+    seed: int = Field(0, ge=0, lt=2**31, description="Of the draw, the same on any ranks.")
+
+
+class Snip(Block):
+    """Scores by the first gradients (Lee et al., arXiv 1810.02340)."""
+
+    batches: Size = Field(
+        1,
+        description="Batches, from start_step on, whose gradients are taken and which move no weight; then the model is pruned.",
+    )
+
+
 class Pruner(Block):
     """A pruner with settings: one of these keys."""
 
@@ -38,14 +53,89 @@ class Pruner(Block):
         None, description="A file of masks by parameter name, by samo.write_masks, or in safetensors or by torch.save."
     )
     early_bird: EarlyBird | None = Field(None, description="The search for a ticket, with settings.")
+    n_of_m: list[int] | None = Field(
+        None, description="[n, m]: of each m consecutive inputs the n largest weights are kept, such as [2, 4]."
+    )
+    random: Random | None = Field(None, description="Weights drawn at random, with their seed.")
+    snip: Snip | None = Field(
+        None, description="The weights that change the loss least, by the first batches' gradients."
+    )
+
+    @field_validator("n_of_m", mode="before")
+    @classmethod
+    def _pattern(cls, value: Any) -> Any:
+        numbers = isinstance(value, list) and len(value) == 2 and all(type(one) is int for one in value)
+        if numbers and 1 <= value[0] <= value[1]:
+            return value
+        raise PydanticCustomError("n_of_m", "[n, m] with 1 <= n <= m, such as [2, 4]")
+
+
+class Regrow(Block):
+    """Regrowth (RigL; Evci et al., arXiv 1911.11134)."""
+
+    end_step: Size = Field(description="Optimizer steps after which no more regrows.")
+    interval: Size = Field(
+        100,
+        description="Steps, from start_step on, of which the next one's gradients choose what regrows; it moves no weight.",
+    )
+    fraction: float = Field(
+        0.3,
+        gt=0,
+        le=1,
+        description="Share of a parameter's kept weights that gives way, at first; it falls as a cosine.",
+    )
+
+
+class Heads(Block):
+    """Attention heads that are pruned whole."""
+
+    heads: Size = Field(
+        description="Heads of an attention, one after the other in the features of the layers that are named."
+    )
+    rows: list[str] = Field(description="Patterns of weights whose outputs are the heads', such as *.q_proj.weight.")
+    columns: list[str] = Field(description="Patterns of weights whose inputs are the heads', such as *.o_proj.weight.")
+
+
+def _structure(value: Any, either: Any) -> Any:
+    if value is None or value == "channel":
+        return value
+    if isinstance(value, Mapping):
+        return Heads.model_validate(value)
+    raise PydanticCustomError(
+        "structure", '"channel" or {"heads": 12, "rows": ["*.q_proj.weight"], "columns": ["*.o_proj.weight"]}'
+    )
+
+
+_NAMES = ("magnitude", "early_bird", "random", "snip", "nonzero")
+
+
+class Schedule(Block):
+    """How sparsity grows from one pruning to the next (Zhu & Gupta, arXiv 1710.01878)."""
+
+    end_step: Size = Field(
+        description="Optimizer steps after which the sparsity is reached and nothing more is pruned."
+    )
+    interval: Size = Field(100, description="Steps from one pruning to the next, from start_step on.")
+    initial: float = Field(0.0, ge=0, le=1, description="Sparsity of the first pruning, at start_step.")
+    shape: Literal["cubic", "linear"] = Field(
+        "cubic", description="cubic: fast at first, as published. linear: evenly."
+    )
 
 
 def _pruner(value: Any, either: Any) -> Any:
-    if value in ("magnitude", "early_bird"):
+    if value in _NAMES:
         return value
-    if isinstance(value, Mapping) and set(Pruner.given_keys(value)) in ({"mask"}, {"early_bird"}):
+    if (
+        isinstance(value, Mapping)
+        and len(given := Pruner.given_keys(value)) == 1
+        and set(given) <= set(Pruner.model_fields)
+    ):
         return Pruner.model_validate(value)
-    raise PydanticCustomError("pruner", '"magnitude", "early_bird", {"early_bird": {...}} or {"mask": "FILE"}')
+    raise PydanticCustomError(
+        "pruner",
+        '"magnitude", "early_bird", "random", "snip", "nonzero", {"early_bird": {...}}, {"random": {"seed": 1}}, {"snip": {"batches": 4}}, '
+        '{"n_of_m": [2, 4]} or {"mask": "FILE"}',
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -63,17 +153,30 @@ class Samo(Block):
         "to 0.01.",
     )
     pruner: Annotated[
-        Literal["magnitude", "early_bird"] | Pruner,
-        WrapValidator(_pruner, json_schema_input_type=Literal["magnitude", "early_bird"] | Pruner),
+        Literal["magnitude", "early_bird", "random", "snip", "nonzero"] | Pruner,
+        WrapValidator(
+            _pruner, json_schema_input_type=Literal["magnitude", "early_bird", "random", "snip", "nonzero"] | Pruner
+        ),
     ] = Field(
         "magnitude",
         description="magnitude: the smallest weights as they are at start_step. early_bird: the model trains dense until the mask "
-        "of the smallest weights has settled; with settings: {early_bird: {interval, window, epsilon}}. {mask: FILE}: masks from a file.",
+        "of the smallest weights has settled; with settings: {early_bird: {interval, window, epsilon}}. random, {random: {seed}}: weights drawn. "
+        "snip, {snip: {batches}}: those that change the loss least. {n_of_m: [n, m]}: n of m consecutive inputs are kept. nonzero: "
+        "the model comes pruned, and its zeros stay. {mask: FILE}: masks "
+        "from a file.",
     )
     scope: Literal["global", "layer"] = Field(
         "layer",
         description="layer: of each parameter its smallest weights are pruned. global: the smallest of all prunable weights together, which "
         "can take layers of small weights away whole; then the run is refused.",
+    )
+    structure: Annotated[
+        Literal["channel"] | Heads | None,
+        WrapValidator(_structure, json_schema_input_type=Literal["channel"] | Heads | None),
+    ] = Field(
+        None,
+        description="channel: whole outputs of each layer are pruned by their norms. {heads, rows, columns}: whole heads of each attention, and no "
+        "other weights. By default single weights.",
     )
     include: list[str] | None = Field(
         None,
@@ -87,6 +190,14 @@ class Samo(Block):
         0,
         ge=0,
         description="Optimizer steps of dense training before the model is pruned, or before the search for a ticket begins.",
+    )
+    schedule: Schedule | None = Field(
+        None,
+        description="Sparsity grows to that of the key sparsity, a pruning at a time, from start_step to end_step. For magnitude and random.",
+    )
+    regrow: Regrow | None = Field(
+        None,
+        description="The smallest of the kept weights give their places to pruned ones with the largest gradients, at constant sparsity.",
     )
     shard: bool = Field(
         False, description="Split the compressed state over the data-parallel ranks, as ZeRO-1 does with dense state."
@@ -116,19 +227,32 @@ class Samo(Block):
     @property
     def search(self) -> EarlyBird | None:
         """The settings of the search for a ticket; None: another pruner."""
-        given = self.pruner
-        return (
-            given.early_bird
-            if isinstance(given, Pruner)
-            else EarlyBird.model_validate({})
-            if given == "early_bird"
-            else None
-        )
+        return self._settings("early_bird", EarlyBird)
+
+    @property
+    def random(self) -> Random | None:
+        """The settings of a random draw; None: another pruner."""
+        return self._settings("random", Random)
+
+    @property
+    def snip(self) -> Snip | None:
+        """The settings of scores by first gradients; None: another pruner."""
+        return self._settings("snip", Snip)
+
+    def _settings(self, name: str, kind: type[Any]) -> Any:
+        if isinstance(self.pruner, Pruner):
+            return getattr(self.pruner, name)
+        return kind.model_validate({}) if self.pruner == name else None
 
     @property
     def mask(self) -> str | None:
         """The file of masks; None: another pruner."""
         return self.pruner.mask if isinstance(self.pruner, Pruner) else None
+
+    @property
+    def n_of_m(self) -> list[int] | None:
+        """Kept of a group of inputs, and the group's size; None: another pruner."""
+        return self.pruner.n_of_m if isinstance(self.pruner, Pruner) else None
 
     def require_whole(self) -> None:
         """Refuse keys that do not go together.
@@ -136,10 +260,60 @@ class Samo(Block):
         Raises:
             ConfigError: the first.
         """
-        if self.mask is None and self.sparsity is None:
+        if self.n_of_m is not None or self.pruner == "nonzero":
+            given = "nonzero" if self.n_of_m is None else "n_of_m"
+            for key in ("sparsity", "scope"):
+                if key in self.model_fields_set:
+                    raise ConfigError(
+                        f"axonn.samo.{key} does not go with {given}, which says itself how much is pruned; remove {key}"
+                    )
+        elif self.mask is None and self.sparsity is None:
             raise ConfigError("axonn.samo.sparsity is missing; add it to axonn.samo, or give a mask file as its pruner")
         for key in ("include", "exclude", "scope"):
             if self.mask is not None and key in self.model_fields_set:
                 raise ConfigError(
                     f"axonn.samo.{key} does not go with a mask file, which says itself what is pruned; remove one of them"
+                )
+        if self.structure is not None:
+            self._require_structure(self.structure)
+        if self.schedule is not None:
+            self._require_growth(self.schedule)
+        if self.regrow is not None:
+            self._require_regrowth(self.regrow)
+
+    def _require_growth(self, schedule: Schedule) -> None:
+        if self.pruner != "magnitude" and self.random is None:
+            raise ConfigError(
+                'axonn.samo.schedule prunes again and again, so it goes with the pruners "magnitude" and "random" only; remove one of them'
+            )
+        if schedule.end_step <= self.start_step:
+            raise ConfigError(
+                f"axonn.samo.schedule.end_step = {schedule.end_step} is not after axonn.samo.start_step = {self.start_step}; use a later step"
+            )
+        if self.sparsity is not None and schedule.initial > self.sparsity:
+            raise ConfigError(
+                f"axonn.samo.schedule.initial = {schedule.initial} is more than axonn.samo.sparsity = {self.sparsity}, which the schedule ends "
+                "with; use a smaller one"
+            )
+
+    def _require_regrowth(self, regrow: Regrow) -> None:
+        other = "axonn.samo.schedule" if self.schedule is not None else "n_of_m" if self.n_of_m is not None else None
+        if other is not None:
+            raise ConfigError(
+                f"axonn.samo.regrow keeps how many weights each parameter has and not where, which does not go with {other}; remove one of them"
+            )
+        if regrow.end_step <= self.start_step:
+            raise ConfigError(
+                f"axonn.samo.regrow.end_step = {regrow.end_step} is not after axonn.samo.start_step = {self.start_step}; use a later step"
+            )
+
+    def _require_structure(self, structure: str | Heads) -> None:
+        if self.pruner != "magnitude":
+            raise ConfigError(
+                'axonn.samo.structure goes by norms, so with the pruner "magnitude" only; remove one of them'
+            )
+        for key in ("scope", "regrow") + (("include", "exclude") if isinstance(structure, Heads) else ()):
+            if key in self.model_fields_set:
+                raise ConfigError(
+                    f"axonn.samo.{key} does not go with axonn.samo.structure, which says itself what goes together; remove one of them"
                 )

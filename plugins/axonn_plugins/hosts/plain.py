@@ -106,6 +106,8 @@ def compose(
     Raises:
         ConfigError: the first mistake, in one sentence.
     """
+    if "samo" in block:
+        samo.absorb(model)
     problem, found, trained = None, config.parse({}), [p for p in model.parameters() if p.requires_grad]
     mask: LabelMask | None = None
     try:

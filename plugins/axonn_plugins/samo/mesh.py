@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import samo
+from axonn_tp.comm.gradients import sync_gradients
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 
@@ -24,11 +26,12 @@ def positions_of(parameter: Tensor, mesh: Mesh) -> Tensor:
     return layout.shard(numbers, on.grid, on.coordinates) - 1
 
 
-def shards_of(mesh: Mesh) -> samo.Shards:
+def shards_of(mesh: Mesh, stages: Callable[[str], int] = lambda _: 1) -> samo.Shards:
     """How parameters lie on a mesh, for `samo.magnitude(..., shards=...)` and `samo.EarlyBird`; masks are those of the serial model.
 
     Args:
         mesh: the mesh that the model was split over.
+        stages: how many stages of a pipeline hold a parameter of this name.
     """
     whole_world = torch.distributed.group.WORLD
     assert whole_world is not None
@@ -37,6 +40,7 @@ def shards_of(mesh: Mesh) -> samo.Shards:
         layout = layout_of(parameter)
         on = mesh.over(layout.grid)
         copies = math.prod(on.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
-        return samo.Shard(layout.serial_shape, copies, lambda: positions_of(parameter, mesh))
+        inputs = 0 if layout.transposed else 1
+        return samo.Shard(layout.serial_shape, copies * stages(name), lambda: positions_of(parameter, mesh), inputs)
 
-    return samo.Shards(whole_world, find)
+    return samo.Shards(whole_world, find, lambda parameters: sync_gradients(parameters, mesh))

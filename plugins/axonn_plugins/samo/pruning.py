@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,10 +11,13 @@ from torch import Tensor, nn
 
 import samo
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.config.samo import EarlyBird, Samo
-from axonn_plugins.samo.mesh import positions_of
+from axonn_plugins.config.samo import EarlyBird, Heads, Samo
+from axonn_plugins.samo.gradients import FirstGradients
+from axonn_plugins.samo.mesh import positions_of, shards_of
+from axonn_plugins.samo.pruners import masks_by
 from axonn_tp import Mesh, layout_of
 from samo.mask_file import pack, unpack
+from samo.stacks import stacks_of
 from samo.targets import targets
 
 Masks = dict[str, Tensor]
@@ -42,6 +44,7 @@ class Pruning:
     Attributes:
         pruned: whether the model is.
         names: of the parameters that are.
+        first_gradients: by which it is to be pruned; None: by something else.
 
     Raises:
         ConfigError: the same on every rank: the masks' file or the patterns do not fit the model.
@@ -64,6 +67,13 @@ class Pruning:
         self._copies, self._tables = copies, tables
         self._targets: dict[str, Tensor] = {}
         self._search: samo.EarlyBird | None = None
+        self._schedule: samo.Schedule | None = None
+        self._regrowth: samo.Regrowth | None = None
+        if block.regrow is not None:
+            regrow = block.regrow
+            self._regrowth = samo.Regrowth(regrow.interval, regrow.end_step, regrow.fraction, block.start_step)
+        self._regrown: Masks | None = None
+        self.first_gradients: FirstGradients | None = None
         self._together(self._prepare, trained)
 
     def _together(self, work: Callable[..., Any], *inputs: Any) -> Any:
@@ -89,7 +99,7 @@ class Pruning:
             return
         shapes = {name: layout_of(parameter).serial_shape for name, parameter in self.parameters.items()}
         try:
-            found = targets(self._prunable(), block.include, block.exclude, shapes)
+            found = targets(self._prunable(), self._include, block.exclude, shapes)
             self._targets = {name: parameter for name, parameter in found.items() if parameter in trained}
             if not self._targets:
                 problem = "include and exclude leave no parameter to prune; correct the patterns"
@@ -100,6 +110,11 @@ class Pruning:
             raise ValueError(problem)
         self._begin_search()
 
+    @property
+    def _include(self) -> list[str] | None:
+        structure = self.block.structure
+        return [*structure.rows, *structure.columns] if isinstance(structure, Heads) else self.block.include
+
     def _prunable(self) -> list[tuple[str, Tensor]]:
         """Parameters by name, without the tables of embeddings where the block does not name what to prune."""
         kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -107,26 +122,23 @@ class Pruning:
         return [
             (name, parameter)
             for name, parameter in self.parameters.items()
-            if self.block.include is not None or not (id(parameter) in tables or name in self._tables)
+            if self._include is not None or not (id(parameter) in tables or name in self._tables)
         ]
 
     def _shards(self) -> samo.Shards:
-        world = dist.group.WORLD
-        assert world is not None
-        mesh = self.mesh
-
-        def find(name: str, parameter: Tensor) -> samo.Shard:
-            layout = layout_of(parameter)
-            on = mesh.over(layout.grid)
-            replicas = math.prod(on.size(axis) for axis in ("x", "y", "z", "data") if axis not in layout.axes)
-            return samo.Shard(layout.serial_shape, replicas * self._copies(name), lambda: positions_of(parameter, mesh))
-
-        return samo.Shards(world, find)
+        return shards_of(self.mesh, self._copies)
 
     def _begin_search(self) -> None:
         settings = self.block.search
         if settings is not None:
             self._search = self._search_for(settings)
+        if self.block.snip is not None:
+            self.first_gradients = FirstGradients(self._targets, self.block.snip.batches)
+        given = self.block.schedule
+        if given is not None and self.block.sparsity is not None:
+            self._schedule = samo.Schedule(
+                self.block.sparsity, self.block.start_step, given.end_step, given.interval, given.initial, given.shape
+            )
 
     def _search_for(self, settings: EarlyBird) -> samo.EarlyBird:
         assert self.block.sparsity is not None
@@ -137,6 +149,7 @@ class Pruning:
             settings.epsilon,
             self.block.scope,
             shards=self._shards(),
+            stacks=stacks_of(self.model, self._shards()),
         )
 
     def first(self) -> Masks | None:
@@ -144,23 +157,28 @@ class Pruning:
         return self.after(0)
 
     def after(self, steps: int) -> Masks | None:
-        """The masks of this rank's parts, if it is time to prune after so many optimizer steps.
+        """The masks of this rank's parts, if it is time to prune, or to prune further, after so many optimizer steps.
 
         Raises:
             ConfigError: the weights are NaN; the same on every rank.
         """
+        if self._regrown is not None:
+            masks, self._regrown = self._regrown, None
+            return masks
         dense = steps - self.block.start_step
-        if self.pruned or dense < 0:
+        if dense < 0 or (self.pruned and (self._schedule is None or not self._schedule.due(steps))):
+            return None
+        if self.first_gradients is not None and not self.first_gradients.complete:
             return None
         if self.block.search is None:
-            return self._together(self._make)
+            return self._together(self._make, steps)
         return self._together(self._observe) if dense and dense % self.block.search.interval == 0 else None
 
-    def _make(self) -> Masks:
+    def _make(self, steps: int) -> Masks:
         if self.block.mask is not None:
             return self._read()
-        assert self.block.sparsity is not None
-        return samo.magnitude(self._targets.items(), self.block.sparsity, self.block.scope, shards=self._shards())
+        sparsity = self.block.sparsity if self._schedule is None else self._schedule.sparsity(steps)
+        return masks_by(self.block, self.model, self._targets, self._shards(), sparsity, self.first_gradients)
 
     def _observe(self) -> Masks | None:
         assert self._search is not None
@@ -197,8 +215,52 @@ class Pruning:
 
     def take(self, masks: Mapping[str, Tensor]) -> None:
         """The model is pruned by these masks."""
-        self.pruned, self.names = True, set(masks)
-        self._search = None
+        self.pruned, self.names = True, self.names | set(masks)
+        self._search = self.first_gradients = None
+
+    def hold(self, steps: int, optimizer: samo.Optimizer, scale: float) -> bool:
+        """Take a step's gradients for scores, if it is time; whether the step is to move no weight, the same on every rank.
+
+        Args:
+            steps: that were taken before.
+            optimizer: its gradients are reduced.
+            scale: by which these are multiplied.
+        """
+        if self.first_gradients is not None and steps >= self.block.start_step:
+            self.first_gradients.take(optimizer, scale)
+            return True
+        if not self._regrows(steps):
+            return False
+        self._regrown = self._together(self._regrow, steps, optimizer)
+        return True
+
+    def _regrows(self, steps: int) -> bool:
+        return self.pruned and self._regrowth is not None and self._regrowth.due(steps)
+
+    def watched(self, steps: int) -> set[str]:
+        """The parameters whose dense gradients are wanted in the step after so many.
+
+        Raises:
+            ConfigError: they are sums over stages; the same on every rank.
+        """
+        if not self._regrows(steps):
+            return set()
+        tied = [
+            name for found in _everyone(sorted(name for name in self.names if self._copies(name) > 1)) for name in found
+        ]
+        if tied:
+            raise ConfigError(
+                f"axonn.samo.regrow needs dense gradients, and {tied[0]!r} is tied over stages, where compressed ones are summed; exclude it"
+            )
+        return self.names
+
+    def _regrow(self, steps: int, optimizer: samo.Optimizer) -> Masks:
+        assert self._regrowth is not None
+        gradients = optimizer.dense_gradients()
+        masks = {name: mask for name, mask in self.masks(optimizer).items() if name in gradients}
+        parameters = {name: self.parameters[name] for name in masks}
+        shards, share = self._shards(), self._regrowth.share(steps)
+        return samo.regrow(parameters, gradients, masks, share, shards=shards, stacks=stacks_of(self.model, shards))
 
     def forget(self) -> Masks:
         """The model is not pruned any more; returns masks that keep all of what was."""

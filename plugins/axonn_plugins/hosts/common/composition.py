@@ -94,6 +94,9 @@ class Composition:
             optimizer.on_gradients.append(self._hand_out_gradients)
         if self._masks is not None:
             self._note(self._masks)
+        pruning = self.pruning
+        if pruning is not None:
+            optimizer.holds.append(lambda scale: pruning.hold(self.host.steps, optimizer, scale))
 
     def _square_of_all(self, squares: dict[str, Tensor]) -> Tensor:
         """The square of the whole model's norm, in which each parameter counts once."""
@@ -130,10 +133,13 @@ class Composition:
 
     def prune_when_due(self) -> None:
         """Prune, if so many steps are taken; every rank calls it."""
-        masks = None if self.pruning is None else self.pruning.after(self.host.steps)
+        if self.pruning is None:
+            return
+        masks = self.pruning.after(self.host.steps)
         if masks is not None:
             self.optimizer.prune(masks)
             self._note(masks)
+        self.optimizer.watch(self.pruning.watched(self.host.steps))
 
     def _note(self, masks: Masks) -> None:
         """Note that the model is pruned; rank 0 prints what its part keeps, by layer."""
@@ -157,7 +163,12 @@ class Composition:
 
     def loaded(self) -> None:
         """A checkpoint has been read: a model that came dense is pruned at once if its step is beyond `start_step`."""
-        if self.block.samo is not None and self.block.samo.search is None:
+        pruning = self.pruning
+        if pruning is None:
+            return
+        if pruning.pruned:
+            self.optimizer.watch(pruning.watched(self.host.steps))
+        elif pruning.block.search is None:
             self.prune_when_due()
 
     def state_dict(self) -> dict[str, Any]:

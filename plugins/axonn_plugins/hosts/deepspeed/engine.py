@@ -128,6 +128,10 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(getattr(args, "device_rank", int(os.environ.get("LOCAL_RANK", "0"))))
         block: Axonn = config_class.axonn
+        if block.samo is not None:
+            from samo.reparametrised import absorb
+
+            absorb(model)
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             keywords["config"] = choose_sizes(model, config_class, optimizer, keywords)
             block = config_class.axonn
