@@ -14,10 +14,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.transformer.moe import moe_layer
 
-from axonn_plugins.hosts.megatron import expert_groups, moe, process_groups
+from axonn_plugins.config import Ted
+from axonn_plugins.hosts.megatron import expert_groups, moe, process_groups, recompute
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.sharing import share_of_stream, whole_stream
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, factorisations
+from axonn_tp.comm.collectives import Collective
 from ted_moe.adapters import Choices
 from tests.distributed import run_ranks
 from tests.megatron import training
@@ -210,6 +213,63 @@ def test_a_mixture_is_one_process_s_on_every_grid() -> None:
         wanted[f"whole on {grid}"] = "softmax", grid, (4, 1), Choices()
     for rank in run_ranks(_all_worst, 4, wanted, run_ranks(_all_serial, 1)[0]):
         assert {name: apart for name, apart in rank.items() if not apart < 1e-10} == {}
+
+
+def _communicated(cases: dict[str, tuple[Ted, bool]]) -> dict[str, list[Collective]]:
+    """What a mixture's forward and backward pass communicate, but for what ranks tell each other before."""
+    training.on_cpu()
+    settings, found = Settings(2, 1, 2), {}
+    for name, (block, recomputes) in cases.items():
+        again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if recomputes else {}
+        recompute.install(block)
+        # As many tokens for every expert, of which each rank has two: rows are as many as chapter 7 counts.
+        config = {**ROUTED, **again, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_coeff": 0}
+        with _layer(Case(settings=settings, config=config, experts=(2, None))) as (model, layer):
+            layer.router.register_forward_hook(_evenly)
+            tokens = torch.randn(*TOKENS)
+            mine = share_of_stream(tokens, settings, process_groups.mesh()).detach().requires_grad_()
+            with Ledger(process_groups.mesh().experts.axis_names()) as ledger, model.no_sync():
+                layer(mine)[0].sum().backward()
+        found[name] = [one for one in ledger.collectives if one.elements > 100]
+        recompute.uninstall()
+    return found
+
+
+def _evenly(router: Any, given: object, chosen: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    number = torch.arange(len(chosen[0]))[:, None]
+    evenly = torch.zeros_like(chosen[1]).scatter(1, torch.cat([number % 4, (number + 1) % 4], 1), True)
+    return chosen[0] + 0.5 * evenly, evenly
+
+
+def _count(found: list[Collective], op: str) -> list[int]:
+    return sorted(one.elements for one in found if one.op == op and one.axis != "block")
+
+
+def test_bytes_are_those_of_chapter_7() -> None:
+    """Of 16 tokens with two experts each, 32 rows of 32 features: all of them, or with tokens dropped one half on each of two tensor ranks."""
+    plain = {"duplicate_token_dropping": False, "communication_aware_checkpointing": False}
+    apart = {"fused": False, "communication_aware_checkpointing": False}
+    cases = {
+        "plain": (Ted(**plain), False),
+        "dropped": (Ted(**apart), False),
+        "fused": (Ted(communication_aware_checkpointing=False), False),
+        "again": (Ted(communication_aware_checkpointing=False), True),
+        "kept": (Ted(), True),
+    }
+    rows, tokens = 32 * 32, 16 * 32
+    for found in run_ranks(_communicated, 4, cases):
+        enter_and_leave = 2 * [tokens // 2]
+        assert _count(found["plain"], "all_to_all") == 4 * [rows]
+        assert _count(found["plain"], "all_reduce") == 2 * [rows]
+        assert _count(found["plain"], "all_gather") == enter_and_leave
+        assert _count(found["dropped"], "all_to_all") == 4 * [rows // 2]
+        assert _count(found["dropped"], "all_reduce") == 2 * [rows]
+        assert _count(found["dropped"], "all_gather") == enter_and_leave + 4 * [rows // 2]
+        assert _count(found["fused"], "all_reduce") == []
+        assert _count(found["fused"], "reduce_scatter") == 2 * [rows]
+        assert _count(found["again"], "all_to_all") == 6 * [rows // 2]
+        # What the first forward communicated is not communicated again.
+        assert [str(one) for one in found["kept"]] == [str(one) for one in found["fused"]]
 
 
 @pytest.mark.parametrize(

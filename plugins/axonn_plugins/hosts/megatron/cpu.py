@@ -82,7 +82,8 @@ def enable_core() -> bool:
     # What Megatron has compiled when it was imported would be compiled for the GPU that is none.
     torch.compiler.set_stance("force_eager")
     _OnCpu().__enter__()
-    on_import("megatron.core.tensor_parallel.random", _run_at_once)
+    torch.autograd._engine_run_backward = _on_cpu(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+    on_import("megatron.core.tensor_parallel.random", _set_states_at_once)
     on_import("megatron.core.pipeline_parallel.p2p_communication", _send_copies)
     on_import("megatron.core.transformer.dot_product_attention", _take_widths)
     on_import("megatron.core.transformer.moe.moe_utils", _route_without_engine)
@@ -136,23 +137,20 @@ def _answer_for_cuda() -> None:
         torch._C._cuda_setRNGState = torch.set_rng_state
 
 
-def _run_at_once(random: ModuleType) -> None:
+def _set_states_at_once(random: ModuleType) -> None:
     """Else torch would put off setting a generator's state until there is CUDA."""
     random._lazy_call = lambda act, **kwargs: act()  # type: ignore[attr-defined]
-    # Torch runs backward, where activations are made again, outside of modes.
-    for kind, name in ((random.CheckpointFunction, "backward"), (random.CheckpointWithoutOutput, "_recompute")):
-        setattr(kind, name, _within_mode(vars(kind)[name]))
 
 
-def _within_mode(method: Any) -> Any:
-    function = method.__func__ if isinstance(method, staticmethod) else method
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch runs backward outside of modes, where Megatron makes tensors, too."""
 
     @wraps(function)
     def run(*args: Any, **named: Any) -> Any:
         with _OnCpu():
             return function(*args, **named)
 
-    return staticmethod(run) if isinstance(method, staticmethod) else run
+    return run
 
 
 def _send_copies(communication: ModuleType) -> None:
