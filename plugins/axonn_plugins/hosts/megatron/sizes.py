@@ -29,12 +29,12 @@ def indivisible(args: Any, settings: Settings) -> str | None:
         ("--ffn-hidden-size", args.ffn_hidden_size, "gx", gx),
         ("--hidden-size", hidden, "gy", gy),
     ]
-    if args.multi_latent_attention:
+    if getattr(args, "multi_latent_attention", False):
         latents = {name: getattr(args, name) for name in ("q_lora_rank", "kv_lora_rank")}
         sizes += [(f"--{name.replace('_', '-')}", rank, "gy", gy) for name, rank in latents.items() if rank]
-    if args.mtp_num_layers:
+    if getattr(args, "mtp_num_layers", None):
         sizes.append(("--hidden-size", hidden, "gx", gx))
-    if args.num_experts:
+    if getattr(args, "num_experts", None):
         sizes.append(("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size or 0, "gx", gx))
         width = args.moe_ffn_hidden_size or args.ffn_hidden_size
         if args.expert_tensor_parallel_size != 1 and width % settings.tensor:
@@ -53,7 +53,7 @@ def indivisible(args: Any, settings: Settings) -> str | None:
 def attention_widths(args: Any) -> list[tuple[str, int]]:
     """Output features of attention's column-parallel layers, and what they are."""
     heads = args.num_attention_heads
-    if args.multi_latent_attention:
+    if getattr(args, "multi_latent_attention", False):
         widths = [
             ("--q-lora-rank", args.q_lora_rank or 0),
             ("--kv-lora-rank plus --qk-pos-emb-head-dim", args.kv_lora_rank + args.qk_pos_emb_head_dim),
