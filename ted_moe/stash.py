@@ -16,6 +16,8 @@ _COLLECTIVES = {
     for operator in (_ops.all_to_all_single, _ops.all_reduce, _ops.all_gather_into_tensor, _ops.reduce_scatter_tensor)
 } | {_ops.all_gather_into_tensor_out.default}
 
+_GATHERS = {_ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default}
+
 
 Place = Literal["device", "cpu"]
 
@@ -31,7 +33,7 @@ class Stashing:
     Args:
         function: what is checkpointed.
         stash: where results are kept: "device", or "cpu", in pinned memory if they come from an accelerator.
-        leave: names of process groups whose collectives happen again, such as gathers of weights that are begun ahead.
+        leave: names of process groups whose gathers happen again, as of weights, which are begun ahead.
 
     Attributes:
         nbytes: bytes that are kept now.
@@ -194,7 +196,10 @@ class _Record(TorchDispatchMode):
 
 
 def _stashed(function: Any, args: Any, leave: Collection[str]) -> bool:
-    return function in _COLLECTIVES and not any(isinstance(one, str) and one in leave for one in args)
+    if function not in _COLLECTIVES:
+        return False
+    # Experts may be on the ranks that share a weight, and tokens on their way to them are no weights.
+    return function not in _GATHERS or not any(isinstance(one, str) and one in leave for one in args)
 
 
 def _replaying() -> bool:

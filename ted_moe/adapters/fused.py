@@ -100,7 +100,7 @@ class Dealt:
 
     def _given(self, cut: Cut, parameter: Tensor) -> Tensor:
         if cut.once and self.split:
-            return _Once.apply(parameter, self.groups.rank("tensor") == 0)
+            return once(parameter, self.groups.rank("tensor") == 0)
         # What all experts share is used on other rows by every rank, and of these z and data are summed over by its layout.
         return copy_to(parameter, self.groups, "tensor") if cut.common and self.whole else parameter
 
@@ -154,6 +154,16 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def once(tensor: Tensor, here: bool) -> Tensor:
+    """What one of the ranks whose outputs are summed adds, as a bias is; its gradient is the same on all of them.
+
+    Args:
+        tensor: the same on these ranks.
+        here: this is the rank.
+    """
+    return _Once.apply(tensor, here)
 
 
 class _Untouched(torch.autograd.Function):

@@ -23,7 +23,14 @@ _SIZES = {
     "vocab_size": None,
     "padded_vocab_size": None,
     "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
     "mtp_num_layers": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
     "cpu_offloading_num_layers": 0,
     "make_vocab_size_divisible_by": 128,
     "save_interval": None,
@@ -32,6 +39,7 @@ _SIZES = {
 }
 _WORDS = {
     "transformer_impl": "transformer_engine",
+    "moe_token_dispatcher_type": "allgather",
     "cuda_graph_impl": "none",
     "ckpt_format": "torch_dist",
     "optimizer": "adam",
@@ -54,7 +62,7 @@ _SWITCHES = (
     *("attention_output_gate", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
     *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
     *("init_method_xavier_uniform", "use_cpu_initialization"),
-    *("log_params_norm", "untie_embeddings_and_output_weights"),
+    *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights"),
 )
 
 

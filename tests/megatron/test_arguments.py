@@ -69,8 +69,27 @@ WRONG = {
         "--global-batch-size 8 does not divide by .* use a multiple of 16",
     ),
     "context": ([*ON, "--context-parallel-size", "2"], "--context-parallel-size 2 does not go with .* leave it at 1"),
-    "experts": ([*ON, "--num-experts", "8"], "--num-experts 8 does not go with .* TED"),
-    "expert-size": ([*ON, "--expert-model-parallel-size", "2"], "--expert-model-parallel-size 2 does not"),
+    "expert-size": (
+        [*ON, "--axonn-gx", "2", "--axonn-gz", "2", "--num-experts", "8", "--expert-model-parallel-size", "8"],
+        "--expert-model-parallel-size 8 does not divide the 4 ranks that read different tokens .*; choose a divisor of 4",
+    ),
+    "expert-width": (
+        [*ON, "--axonn-gx", "2", "--num-experts", "8", "--moe-ffn-hidden-size", "33"],
+        "--moe-ffn-hidden-size 33 does not divide by gx.gy = 2, .* or give --expert-tensor-parallel-size 1",
+    ),
+    "grouped-gemm": (
+        [*ON, "--num-experts", "8", "--moe-grouped-gemm"],
+        "--moe-grouped-gemm does not go with .* leave it",
+    ),
+    "flex": (
+        [*ON, "--num-experts", "8", "--moe-token-dispatcher-type", "flex"],
+        "--moe-token-dispatcher-type flex does not go with .* use allgather or alltoall",
+    ),
+    "expert-norm": (
+        [*ON, "--axonn-gz", "2", "--num-experts", "8", "--expert-model-parallel-size", "4", "--log-params-norm"],
+        "--log-params-norm does not go with --expert-model-parallel-size 4 beside --axonn-gz 2",
+    ),
+    "expert-auto": ([*ON, "--axonn-gx", "auto", "--num-experts", "8"], "--num-experts does not go with the size auto"),
     "sequence-parallel": (
         [*ON, "--axonn-gx", "2", "--sequence-parallel"],
         "--sequence-parallel does not go with .* --axonn-layout scattered",
@@ -82,7 +101,10 @@ WRONG = {
     "graphs": ([*ON, "--cuda-graph-impl", "local"], "--cuda-graph-impl local does not"),
     "spec": ([*ON, "--spec", "somebodys.layers", "spec"], r"--spec somebodys.layers spec does not go with"),
     "saved": ([*ON, "--distribute-saved-activations"], "--distribute-saved-activations does not"),
-    "latent": ([*ON, "--multi-latent-attention"], "--multi-latent-attention does not"),
+    "latent": (
+        [*ON, "--axonn-gy", "2", "--multi-latent-attention", "--kv-lora-rank", "33"],
+        "--kv-lora-rank 33 does not divide by --axonn-gy 2",
+    ),
     "muon": ([*ON, "--optimizer", "muon"], "--optimizer muon does not .* use adam or sgd"),
     "format": ([*ON, "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp does not .* use torch or torch_dist"),
     "rl": ([*ON, "--perform-rl-step"], "--perform-rl-step does not"),
@@ -146,7 +168,10 @@ WRONG = {
         ],
         "--axonn-gz 8 does not divide the 20 rows .the width of queries, keys and values by gx",
     ),
-    "expert-tensor": ([*ON, "--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size 2 does not go with"),
+    "expert-tensor": (
+        [*ON, "--axonn-gx", "4", "--expert-tensor-parallel-size", "2"],
+        r"--expert-tensor-parallel-size 2 is neither 1 nor gx\*gy = 4\*1 = 4",
+    ),
     "norm-1p": ([*ON, "--apply-layernorm-1p"], "--apply-layernorm-1p does not go with"),
     "fused-loss": (
         [*ON, "--cross-entropy-loss-fusion"],

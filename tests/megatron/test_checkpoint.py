@@ -93,13 +93,13 @@ def state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any
     return {**found, "optimizer": optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=metadata)}
 
 
-def on(case: Case, place: Settings | None | int) -> Case:
+def on(case: Case, place: Settings | None | int | tuple[Settings | None, tuple[int, int | None]]) -> Case:
+    if isinstance(place, tuple):  # and where experts are
+        return case.on(place[0], experts=place[1])
     return case.on(Settings(2), pipeline=STAGES) if place == STAGES else case.on(place, tensor=2)
 
 
-def interrupted(
-    case: Case, folder: str, settings: Settings | None, others: list[Settings | None | int]
-) -> dict[str, list[float]]:
+def interrupted(case: Case, folder: str, settings: Any, others: list[Any]) -> dict[str, list[float]]:
     """Four steps at once on `settings`, and the last two of them from a checkpoint elsewhere."""
     gloo = bool(case.ddp.get("use_distributed_optimizer"))
     with training.parallel(on(case, settings), gloo):

@@ -51,7 +51,7 @@ WRONG = {
         "--ckpt-format torch does not go with --axonn-samo: .* use torch_dist",
     ),
     "pruned-experts": ([*SAMO, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-samo: .* TED"),
-    "ted-experts": (["--axonn-ted", '{"dropless": true}'], "--axonn-ted has the key dropless, .* under DeepSpeed"),
+    "ted-experts": (["--axonn-ted", '{"dropless": true}'], "--axonn-ted has the key dropless, .* of --num-experts"),
     "ted-tiles": (["--axonn-ted", '{"tile_size": 4}'], "--axonn-ted has the key tile_size, .* --axonn-offload-optim"),
     "ted-off": (
         ["--axonn-ted", '{"communication_aware_checkpointing": false}'],

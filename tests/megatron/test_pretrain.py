@@ -51,6 +51,29 @@ def test_variants(variant: str) -> None:
     assert differences({"stock": stock(variant), **{str(grid): flags(grid, variant) for grid in grids}}) == {}
 
 
+MIXED = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq ([0]+[1]) --moe-shared-expert-intermediate-size 64 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 --disable-bias-linear --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --qk-layernorm --mtp-num-layers 1 --use-distributed-optimizer"
+).split()
+EXPERTS = {(2, 1, 2, 1): "2", (1, 1, 2, 2): "4", (1, 2, 1, 2): "2", (2, 1, 2, 2): "2"}
+"""Ranks with different experts, by grid."""
+
+
+@needs_script
+def test_experts_latents_and_predictions() -> None:
+    cases = {"stock": stock("plain", *MIXED)}
+    for grid, experts in EXPERTS.items():
+        # Which Megatron's own cannot do on a CPU.
+        more = ["--expert-model-parallel-size", experts, "--moe-token-dispatcher-type", "alltoall"]
+        cases[f"{grid}, experts over {experts}"] = flags(grid, "plain", *MIXED, *more)
+    whole = ["--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1"]
+    cases["whole experts"] = flags((2, 2, 1, 1), "plain", *MIXED, *whole)
+    assert differences(cases) == {}
+
+
 @needs_script
 def test_prepared_text(tmp_path: Path) -> None:
     from axonn_recipes.data import load

@@ -26,7 +26,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "layernorm_zero_centered_gamma": (True, "norms here multiply by the weight itself"),
     "memory_efficient_layer_norm": (True, "norms here sum their moments"),
     "symmetric_ar_type": ("two_shot", "leave it out"),
-    "num_moe_experts": (4, "TED"),
+    "moe_token_dispatcher_type": ("flex", "use allgather or alltoall"),
     "delay_wgrad_compute": (True, "--axonn-overlap"),
     "cuda_graph_impl": ("local", "collectives of a step are not captured"),
     "batch_invariant_mode": (True, "norms here sum their moments"),

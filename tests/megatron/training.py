@@ -18,9 +18,11 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from axonn_plugins.hosts.megatron import cpu, process_groups, spec
@@ -48,6 +50,7 @@ class Case:
         optimizer: of the optimizer.
         expected: weights after the last step, by name, to compare with.
         engine: build the layers as for Transformer Engine, whose attention and norms are Megatron's own here.
+        experts: ranks with different experts, and how many split one; as many as split other layers where None.
     """
 
     settings: Settings | None = None
@@ -62,6 +65,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, Any] = field(default_factory=dict)
     engine: bool = False
+    experts: tuple[int, int | None] = (1, None)
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
         """The same run on a grid."""
@@ -80,7 +84,13 @@ def grouped(case: Case, gloo: bool = False) -> Iterator[None]:
     if case.settings is not None:
         process_groups.install(case.settings)
     tensor = case.tensor if case.settings is None else case.settings.tensor
-    parallel_state.initialize_model_parallel(tensor, case.pipeline, create_gloo_process_groups=gloo)
+    parallel_state.initialize_model_parallel(
+        tensor,
+        case.pipeline,
+        expert_model_parallel_size=case.experts[0],
+        expert_tensor_parallel_size=case.experts[1],
+        create_gloo_process_groups=gloo,
+    )
     try:
         yield
     finally:
@@ -95,6 +105,9 @@ def layered(case: Case) -> Iterator[None]:
         process_groups.install(case.settings)
         spec.install(case.settings)
     tensor_parallel.model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    # What Megatron logs of a model, by layer.
+    get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
     try:
         yield
     finally:
@@ -128,7 +141,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     grids: dict[tuple, list[str]] = defaultdict(list)
     for name, case in cases.items():
         sizes = case.settings and (case.settings.gx, case.settings.gy, case.settings.gz)
-        grids[sizes, case.tensor, case.pipeline].append(name)
+        grids[sizes, case.tensor, case.pipeline, case.experts].append(name)
     found = {}
     for names in grids.values():
         with grouped(cases[names[0]]):
@@ -158,21 +171,20 @@ def configuration(case: Case) -> TransformerConfig:
         "params_dtype": case.dtype,
         "bf16": case.dtype == torch.bfloat16,
         "fp16": case.dtype == torch.float16,
+        "expert_model_parallel_size": case.experts[0],
+        "expert_tensor_parallel_size": case.experts[1],
     }
-    return TransformerConfig(**{**defaults, **case.config})
+    kind = MLATransformerConfig if case.config.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**defaults, **case.config})
 
 
 def build(case: Case) -> DistributedDataParallel:
     """This rank's model, the same whatever the grid."""
     torch.manual_seed(1)
     config = configuration(case)
-    if case.engine:
-        layers = _engine_layers()
-    else:
-        layers = gpt_layer_specs.get_gpt_layer_local_spec(
-            normalization=config.normalization, qk_layernorm=config.qk_layernorm
-        )
+    layers = _engine_layers() if case.engine else _layers(config)
     keywords: dict[str, Any] = {
+        "mtp_block_spec": _predictions(config),
         "vocab_size": VOCABULARY,
         "max_sequence_length": SEQUENCE,
         "pre_process": parallel_state.is_pipeline_first_stage(),
@@ -183,6 +195,25 @@ def build(case: Case) -> DistributedDataParallel:
     if case.dtype.itemsize == 2:
         model = Float16Module(config, model)
     return DistributedDataParallel(config, DistributedDataParallelConfig(**case.ddp), model)
+
+
+def _layers(config: TransformerConfig) -> Any:
+    if config.num_moe_experts is not None:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+
+
+def _predictions(config: TransformerConfig) -> Any:
+    if config.mtp_num_layers is None:
+        return None
+    last = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )[-1]
+    return gpt_layer_specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=False)
 
 
 def train(case: Case) -> dict[str, Any]:

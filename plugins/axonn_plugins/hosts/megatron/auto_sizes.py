@@ -61,6 +61,11 @@ def model_of(args: Any) -> Transformer:
     Raises:
         ConfigError: sizes that no grid can be chosen without.
     """
+    for name in ("num_experts", "multi_latent_attention", "mtp_num_layers"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with the size auto, as the planner counts plain layers alone; give numbers"
+            )
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name.replace('_', '-')} is missing, without which no size can be auto; give it")

@@ -76,20 +76,22 @@ def _or_say_why_not(original: Any) -> Any:
     return load
 
 
-def _grid(stages: int, gx: int, gy: int, gz: int, layout: str) -> str:
+def _grid(args: Any, gx: int, gy: int, gz: int, layout: str) -> str:
     """What decides a rank's share; the layout does where y splits biases, or not."""
+    stages, experts = args.pipeline_model_parallel_size, getattr(args, "expert_model_parallel_size", 1)
     words = f"gx, gy, gz = {gx}, {gy}, {gz}" + (f" in the {layout} layout" if gy > 1 else "")
+    if experts > 1:
+        words += f", experts over {experts} ranks, split over {args.expert_tensor_parallel_size},"
     return words + (f" on each of {stages} pipeline stages" if stages > 1 else "")
 
 
 def _grid_here(args: Any) -> str:
     settings = process_groups.settings()
-    return _grid(args.pipeline_model_parallel_size, settings.gx, settings.gy, settings.gz, settings.layout)
+    return _grid(args, settings.gx, settings.gy, settings.gz, settings.layout)
 
 
 def _grid_of(saved: Any) -> str:
     """The grid of a checkpoint's arguments; stock Megatron's has x alone."""
-    stages = saved.pipeline_model_parallel_size
     if hasattr(saved, "axonn_gx"):
-        return _grid(stages, saved.axonn_gx, saved.axonn_gy, saved.axonn_gz, saved.axonn_layout or LAYOUTS[0])
-    return _grid(stages, saved.tensor_model_parallel_size, 1, 1, "")
+        return _grid(saved, saved.axonn_gx, saved.axonn_gy, saved.axonn_gz, saved.axonn_layout or LAYOUTS[0])
+    return _grid(saved, saved.tensor_model_parallel_size, 1, 1, "")

@@ -99,6 +99,7 @@ _OF_SAMPLES = (
 )
 _PACKAGES = {"samo": ("samo", "axonn_tp"), "offload_optimizer": ("samo", "axonn_tp"), "ted": ("ted_moe",)}
 _TED = ("communication_aware_checkpointing", "stash")
+_TED_OF_EXPERTS = ("duplicate_token_dropping", "fused")
 
 
 def flag(key: str) -> str:
@@ -239,11 +240,9 @@ def _check(key: str, args: Any, features: Iterable[Feature]) -> None:
 
 
 def _check_ted(args: Any, block: Any) -> None:
-    for key in sorted(block.model_fields_set.difference(_TED)):
-        why, remedy = (
-            "it is about experts, and its MoE layers own the dispatch of tokens",
-            "train with TED under DeepSpeed",
-        )
+    of_experts = _TED_OF_EXPERTS if getattr(args, "num_experts", None) else ()
+    for key in sorted(block.model_fields_set.difference(_TED, of_experts)):
+        why, remedy = ("Megatron's own flags say where experts are and what they take", "use those of --num-experts")
         if key == "tile_size":
             why, remedy = (
                 "its own optimizers step whole",
@@ -251,13 +250,15 @@ def _check_ted(args: Any, block: Any) -> None:
             )
         raise ConfigError(f"{flag('ted')} has the key {key}, which does not go with Megatron: {why}; {remedy}")
     nothing = f"so that {flag('ted')} would change nothing"
-    if not block.communication_aware_checkpointing:
+    changes_experts = not block.model_fields_set.isdisjoint(of_experts)
+    if not block.communication_aware_checkpointing and not changes_experts:
         raise ConfigError(f"communication_aware_checkpointing is false, {nothing}; leave the flag out")
     if getattr(args, "tensor_model_parallel_impl", None) != "axonn3d":
         raise ConfigError(
             f"Megatron's own layers call collectives whose results cannot be kept, {nothing}; add --tensor-model-parallel-impl axonn3d"
         )
-    if args.recompute_granularity != "full":
+    mixtures = of_experts and "moe" in (getattr(args, "recompute_modules", None) or ())
+    if args.recompute_granularity != "full" and not mixtures and not changes_experts:
         raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")
 
 

@@ -79,9 +79,15 @@ def enable_core() -> bool:
         return False
     _enabled.add("core")
     _answer_for_cuda()
+    # What Megatron has compiled when it was imported would be compiled for the GPU that is none.
+    torch.compiler.set_stance("force_eager")
     _OnCpu().__enter__()
+    torch.autograd._engine_run_backward = _on_cpu(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
     on_import("megatron.core.tensor_parallel.random", _set_states_at_once)
     on_import("megatron.core.pipeline_parallel.p2p_communication", _send_copies)
+    on_import("megatron.core.transformer.dot_product_attention", _take_widths)
+    on_import("megatron.core.transformer.moe.moe_utils", _route_without_engine)
+    on_import("megatron.core.transformer.multi_latent_attention", _attend_without_engine)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_news)
     return True
 
@@ -136,6 +142,17 @@ def _set_states_at_once(random: ModuleType) -> None:
     random._lazy_call = lambda act, **kwargs: act()  # type: ignore[attr-defined]
 
 
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch runs backward outside of modes, where Megatron makes tensors, too."""
+
+    @wraps(function)
+    def run(*args: Any, **named: Any) -> Any:
+        with _OnCpu():
+            return function(*args, **named)
+
+    return run
+
+
 def _send_copies(communication: ModuleType) -> None:
     """Gloo sends from where a tensor lies, which the interleaved schedule empties as soon as the send has begun."""
     start = communication._p2p_ops
@@ -147,6 +164,29 @@ def _send_copies(communication: ModuleType) -> None:
         return start(**{**tensors, **copies})
 
     communication._p2p_ops = p2p_ops  # type: ignore[attr-defined]
+
+
+def _take_widths(attention: ModuleType) -> None:
+    """Multi-latent attention tells how wide keys and values are, which Transformer Engine's core takes and Megatron's own does not."""
+    original = attention.DotProductAttention.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **named: Any) -> None:
+        original(self, *args, **named)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    attention.DotProductAttention.__init__ = init
+
+
+def _route_without_engine(utils: ModuleType) -> None:
+    """Routers ask whether there is a product of Transformer Engine's, by a name that only is where that is installed."""
+    vars(utils).setdefault("te_general_gemm", None)
+
+
+def _attend_without_engine(latent: ModuleType) -> None:
+    """Megatron holds Transformer Engine for installed there, and asks whether a layer is of a class that there is not."""
+    latent.HAVE_TE = latent.HAVE_TE and isinstance(latent.TELinear, type)  # type: ignore[attr-defined]
 
 
 _NAMES_OF_DEVICES = {torch.device, str}
@@ -167,6 +207,8 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         if function is Tensor.type and len(args) == 1 and not kwargs:
             return function(*args).replace("torch.", "torch.cuda.", 1)
+        if function is torch.device and type(args[0]) is int:
+            return torch.device("cpu")
         if "device" in kwargs and (_is_cuda(kwargs["device"]) or type(kwargs["device"]) is int):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if not _NAMES_OF_DEVICES.isdisjoint(map(type, args)) and any(map(_is_cuda, args)):

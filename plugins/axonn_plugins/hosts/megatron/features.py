@@ -31,24 +31,34 @@ class Feature:
 
 
 _WHOLE = "attention here needs whole sequences"
-_EXPERTS = "the groups of expert parallelism are those of z"
+_MIXED = "experts are Megatron's own plain ones, each a layer by itself"
+_TOKENS = "tokens travel by TED's dispatch"
 _SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
 _KERNEL = "Transformer Engine's own linear layers, which do that, are replaced"
 _OTHER = "layers of that kind are not split over a grid"
 _LOGITS = "a rank's logits are of other words than in Megatron's own split"
 _FILES = "a rank's files would hold shares of the grid, which nothing reads"
-_TED = "leave it out, or train the model with TED under DeepSpeed"
 _ONE = "leave it at 1"
 
 FEATURES = (
     Feature("context_parallel_size", _WHOLE, f"{_ONE}, and let --axonn-gx split the heads", (1,)),
     Feature("hybrid_context_parallel", _WHOLE),
     Feature("hierarchical_context_parallel_sizes", _WHOLE),
-    Feature("expert_model_parallel_size", _EXPERTS, _ONE, (1,)),
-    Feature("expert_tensor_parallel_size", _EXPERTS, "leave it out", ()),
-    Feature("expert_tensor_parallel_num_weight_shards", _EXPERTS, "leave it out", ()),
-    Feature("num_experts", _EXPERTS, _TED, (0,)),
-    Feature("num_moe_experts", _EXPERTS, _TED, ()),
+    Feature("expert_tensor_parallel_num_weight_shards", _MIXED, "leave it out", ()),
+    Feature("moe_grouped_gemm", f"{_MIXED}, one after another", "leave it out"),
+    Feature("moe_use_legacy_grouped_gemm", f"{_MIXED}, one after another"),
+    Feature(
+        "moe_token_dispatcher_type",
+        f"{_TOKENS}, and kernels of DeepEP are for Megatron's own",
+        "use allgather or alltoall",
+        ("allgather", "alltoall"),
+    ),
+    Feature("moe_enable_deepep", f"{_TOKENS}, and kernels of DeepEP are for Megatron's own"),
+    Feature("moe_permute_fusion", f"{_TOKENS}, and the kernel is for Megatron's own"),
+    Feature("moe_shared_expert_overlap", f"{_TOKENS}, to which shared experts do not belong"),
+    Feature("moe_latent_size", "its projections are Transformer Engine's, of whole activations", "leave it out", ()),
+    Feature("moe_router_force_load_balancing", "tensor ranks would draw other experts for the same tokens"),
+    Feature("moe_use_upcycling", "it copies weights of whole layers, and a rank has shares"),
     Feature(
         "sequence_parallel",
         "--axonn-layout scattered, the default, splits the same activations; with it, tokens would be split twice",
@@ -73,7 +83,7 @@ FEATURES = (
     Feature("tp_comm_overlap", f"{_KERNEL}", "leave it out, and choose by --axonn-overlap"),
     Feature("symmetric_ar_type", _KERNEL, "leave it out", ()),
     Feature("delay_wgrad_compute", _KERNEL, "leave it out, and choose by --axonn-overlap"),
-    Feature("overlap_moe_expert_parallel_comm", _EXPERTS),
+    Feature("overlap_moe_expert_parallel_comm", f"{_TOKENS}, which Megatron's schedule has not"),
     Feature("defer_embedding_wgrad_compute", "the output layer's weight gradient is summed over z in backward"),
     Feature("fine_grained_activation_offloading", _KERNEL, "leave it out, or use --recompute-granularity"),
     Feature("cpu_offloading_num_layers", _KERNEL, "leave it out, or use --recompute-granularity", (0,)),
@@ -93,9 +103,7 @@ FEATURES = (
     Feature("use_inference_optimized_layers", "only training is split"),
     Feature("perform_rl_step", "its roll-outs are inference, and only training is split"),
     Feature("use_legacy_models", "only models of megatron.core are split", "leave it out"),
-    Feature("multi_latent_attention", _OTHER, "use --group-query-attention or plain attention"),
     Feature("experimental_attention_variant", _OTHER, "leave it out", ()),
-    Feature("mtp_num_layers", _OTHER, "leave it out", (0,)),
     Feature("heterogeneous_layers_config_path", "all layers must be alike", "leave it out", ()),
     Feature("heterogeneous_layers_config_encoded_json", "all layers must be alike", "leave it out", ()),
     Feature("heterogeneous_block_specs", "all layers must be alike"),

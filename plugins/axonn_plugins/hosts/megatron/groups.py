@@ -4,8 +4,9 @@
 |---|---|---|
 | x, y | none, a part of its tensor-parallel group | ``tp`` |
 | model: x and y | tensor-parallel | ``tp`` |
-| z | expert-parallel | ``ep`` |
-| data | expert-data-parallel | ``ep_dp`` |
+| z | expert-parallel, where experts lie no further | ``ep`` |
+| data | expert-data-parallel, likewise | ``ep_dp`` |
+| experts, and their data | expert-parallel and expert-data-parallel, where z lies no further | ``ep``, ``ep_dp`` |
 | batch: z and data | data-parallel | ``dp`` |
 | grid: all of a stage | tensor- and data-parallel | ``tp_dp`` |
 | tokens: x, z and data | none | none |
@@ -15,7 +16,7 @@ Names of options are those of ``--nccl-communicator-config-path`` and ``--high-p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -25,7 +26,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from axonn_plugins.hosts.megatron.expert_groups import blocks_of, in_stages
 from axonn_tp.grid.mesh import AXES, SEVERAL, Grid, Mesh
+from ted_moe.topology import AXES as EXPERT_AXES
+from ted_moe.topology import Groups, Topology
 
 _ORDER = ("stage", *reversed(AXES))
 
@@ -68,17 +72,28 @@ class Communicators:
 class MegatronMesh(Mesh):
     """A mesh in Megatron's groups, which must be there; Megatron gives them back.
 
+    Besides those of a mesh it has the group ``"between"``, over which what Megatron has summed is summed again (`Blocks.between`).
+
     Args:
         grid: sizes of the axes.
         device_type: see `Mesh`.
         stages: see `Mesh`.
         communicators: for the groups that Megatron does not have.
+        topology: of experts.
+
+    Attributes:
+        experts: their groups.
     """
 
+    experts: Groups
     _communicators: Communicators
+    _topology: Topology
 
-    def __init__(self, grid: Grid, device_type: str, stages: int, communicators: Communicators) -> None:
+    def __init__(
+        self, grid: Grid, device_type: str, stages: int, communicators: Communicators, topology: Topology
+    ) -> None:
         object.__setattr__(self, "_communicators", communicators)
+        object.__setattr__(self, "_topology", topology)
         super().__init__(grid, device_type, stages)
 
     def destroy(self) -> None:
@@ -88,26 +103,43 @@ class MegatronMesh(Mesh):
     def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
         groups = {
             "model": parallel_state.get_tensor_model_parallel_group(),
-            "z": parallel_state.get_expert_model_parallel_group(),
-            "data": parallel_state.get_expert_data_parallel_group(),
             "batch": parallel_state.get_data_parallel_group(),
             "grid": parallel_state.get_tensor_and_data_parallel_group(),
         }
-        for name, axes, like in (("x", ("x",), "tp"), ("y", ("y",), "tp"), ("tokens", SEVERAL["tokens"], "")):
-            groups[name] = self._group(name, axes, like, groups, stages)
+        theirs = [
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_data_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+        ]
+        likes = {"x": "tp", "y": "tp", "z": "ep", "data": "ep_dp"}
+        for name, axes in (*((axis, (axis,)) for axis in AXES), ("tokens", SEVERAL["tokens"])):
+            lists = list(_lists(self.grid, stages, axes))
+            groups[name] = self._group(name, lists, likes.get(name, ""), [*theirs, *groups.values()])
         for name, axes in (*((axis, (axis,)) for axis in AXES), *SEVERAL.items()):
             assert dist.get_process_group_ranks(groups[name]) == next(
                 ranks for ranks in _lists(self.grid, stages, axes) if dist.get_rank() in ranks
             ), name
+        self._deal_experts(groups, theirs, stages)
         return groups
 
+    def _deal_experts(self, groups: dict[str, dist.ProcessGroup], theirs: list[dist.ProcessGroup], stages: int) -> None:
+        """Make the groups of experts, and the one between."""
+        topology, world, known = self._topology, self.grid.world, [*theirs, *groups.values()]
+        found: dict[str, dist.ProcessGroup] = {}
+        for axis, like in zip(EXPERT_AXES, ("tp", "dp", "ep", "ep_dp", "ep"), strict=True):
+            of_stage = sorted({tuple(getattr(topology, f"{axis}_group")(rank)) for rank in range(world)})
+            found[axis] = self._group(f"expert_{axis}", in_stages(of_stage, world, stages), like, known)
+            known.append(found[axis])
+        between = blocks_of(self.grid, topology).lists_between(world)
+        groups["between"] = self._group("between", in_stages(between, world, stages), "dp", known)
+        object.__setattr__(self, "experts", Groups(topology, found, stages))
+
     def _group(
-        self, name: str, axes: tuple[str, ...], like: str, known: Mapping[str, dist.ProcessGroup], stages: int
+        self, name: str, lists: Sequence[Sequence[int]], like: str, known: Iterable[dist.ProcessGroup]
     ) -> dist.ProcessGroup:
         """One of the same ranks where there is one, or a new one; all ranks of the run call it."""
-        lists = list(_lists(self.grid, stages, axes))
-        mine = next(ranks for ranks in lists if dist.get_rank() in ranks)
-        for group in known.values():
+        mine = next(list(ranks) for ranks in lists if dist.get_rank() in ranks)
+        for group in known:
             if dist.get_process_group_ranks(group) == mine:
                 return group
         made = {}
@@ -115,7 +147,7 @@ class MegatronMesh(Mesh):
             options = parallel_state.get_nccl_options(like, self._communicators.options)
             # By Megatron's function, so that --distributed-timeout-seconds-after-init finds it.
             made[tuple(ranks)] = parallel_state.create_group(
-                ranks, timeout=self._communicators.timeout, pg_options=options, group_desc=f"AXONN_{name.upper()}"
+                list(ranks), timeout=self._communicators.timeout, pg_options=options, group_desc=f"AXONN_{name.upper()}"
             )
         return made[tuple(mine)]
 

@@ -51,7 +51,7 @@ class MegatronHost:
         for model in models:
             self._names |= _serial_names(model)
         if hasattr(args, "tensor_model_parallel_impl"):
-            self.mesh = process_groups.mesh()
+            self.mesh: Mesh = process_groups.mesh()
         else:
             self.mesh = _mesh_of(args)
             if args.tensor_model_parallel_size > 1:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.gathers import OwnShards
 from axonn_plugins.hosts.megatron.parameters import new_bias, new_weight
-from axonn_plugins.hosts.megatron.sharing import column_split, row_split
+from axonn_plugins.hosts.megatron.sharing import column_split, row_split, share_of_stream
 from axonn_tp.comm.collectives import gather_from
 from axonn_tp.layers.linear import Linear
 from axonn_tp.layers.linear_split import LinearSplit
@@ -82,6 +82,10 @@ def _without_extra_state(state_dict: dict[str, Any], prefix: str, *args: Any) ->
     state_dict.setdefault(f"{prefix}_extra_state")
 
 
+_HEADS = {"qkv": "num_query_groups", **dict.fromkeys(("q_proj", "q_up_proj", "kv_up_proj"), "num_attention_heads")}
+_TO_LATENT, _FROM_LATENT = ("q_down_proj", "kv_down_proj"), ("q_up_proj", "kv_up_proj")
+
+
 class ColumnParallelLinear(_Parallel):
     """Y = X·Wᵀ + b with W split over x along its output and over y along its input features, and over z.
 
@@ -96,7 +100,8 @@ class ColumnParallelLinear(_Parallel):
         skip_bias_add: return the bias instead of adding it.
         skip_weight_param_allocation: the weight is another layer's, given to `forward`.
         is_expert: must be false.
-        tp_comm_buffer_name: ``"qkv"`` tells that the output consists of heads.
+        tp_comm_buffer_name: tells what the layer is for: whether its output consists of heads (`_HEADS`), and whether it makes a latent
+            (`_TO_LATENT`), which every rank gets whole, or reads one.
         others: Megatron's further arguments; see `_NOT_READ`.
 
     Raises:
@@ -122,11 +127,12 @@ class ColumnParallelLinear(_Parallel):
         _refuse_experts(is_expert)
         _refuse_others(others)
         settings, mesh = process_groups.settings(), process_groups.mesh()
-        heads = config.num_query_groups if tp_comm_buffer_name == "qkv" else None
+        role = tp_comm_buffer_name
+        heads = getattr(config, _HEADS[role]) if role in _HEADS else None
         split = column_split(settings, mesh, output_size, stride, heads)
         name = f"ColumnParallelLinear {tp_comm_buffer_name or 'output'}"
         self._build(input_size, output_size, split, name, config, skip_bias_add)
-        self.gather_output = gather_output
+        self.gather_output, self.takes_whole = gather_output or role in _TO_LATENT, role in _FROM_LATENT
         self.output_size_per_partition = output_size // _ranks(self)
         self._allocate(not skip_weight_param_allocation, bias, init_method, 0)
 
@@ -136,6 +142,8 @@ class ColumnParallelLinear(_Parallel):
         """Share of X → share of Y, and the bias' share where it is not added."""
         if weight is not None:
             self.lend(weight)
+        if self.takes_whole:
+            input_ = share_of_stream(input_, process_groups.settings(), self.mesh)
         output, bias = self._product(input_)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
@@ -207,7 +215,9 @@ def _ranks(layer: ColumnParallelLinear) -> int:
 
 def _refuse_experts(is_expert: bool) -> None:
     if is_expert:
-        raise ValueError("is_expert = True: axonn3d has no expert layers; train a dense model, or use ted_moe")
+        raise ValueError(
+            "is_expert = True: experts of axonn3d are Megatron's own layers, made by its SequentialMLP; use that"
+        )
 
 
 _NOT_READ = ("tp_group", "pg_collection", "name", "embedding_activation_buffer", "grad_output_buffer")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear
-from axonn_plugins.hosts.megatron.norms import new_norm
+from axonn_plugins.hosts.megatron.norms import new_norm, whole_norm
 from axonn_plugins.hosts.megatron.sharing import stream_over
 
 
@@ -20,7 +20,10 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         settings, mesh = process_groups.settings(), process_groups.mesh()
         scattered = "x" in stream_over(settings, mesh)
         device = "cpu" if config.use_cpu_initialization else mesh.device
-        norm = new_norm(config, mesh, scattered, "layer_norm", device, config.params_dtype)
+        if self.takes_whole:
+            norm = whole_norm(config, input_size, mesh, device)
+        else:
+            norm = new_norm(config, mesh, scattered, "layer_norm", device, config.params_dtype)
         # Not a submodule, which would have its parameters once more.
         self._norm = (norm,)
         for name, parameter in norm.named_parameters():

@@ -7,11 +7,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.parameters import mark
+from axonn_plugins.hosts.megatron.sharing import stream_over
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.layer_norm import LayerNorm, check_norm
 from axonn_tp.layers.rms_norm import RMSNorm, check_rms_norm
+
+
+def split_norms(module: Any, names: tuple[str, ...]) -> None:
+    """Put norms of shares of the stream in the place of a module's norms, where it has them and the stream is split."""
+    settings, mesh = process_groups.settings(), process_groups.mesh()
+    axes = stream_over(settings, mesh)
+    for name in names:
+        norm = getattr(module, name, None)
+        if axes and norm is not None and list(norm.parameters()):
+            setattr(module, name, split_norm(norm, module.config, mesh, "x" in axes, name))
 
 
 def split_norm(norm: nn.Module, config: Any, mesh: Mesh, scattered: bool, name: str) -> nn.Module:
@@ -35,21 +47,30 @@ def new_norm(
     config: Any, mesh: Mesh, scattered: bool, name: str, device: torch.device | str, dtype: torch.dtype
 ) -> nn.Module:
     """A norm of the residual stream, as `split_norm` makes it, on a device."""
-    size, epsilon = config.hidden_size, config.layernorm_epsilon
-    layer: nn.LayerNorm | nn.RMSNorm
-    if config.normalization == "LayerNorm":
-        layer = nn.LayerNorm(size, epsilon, device=device, dtype=dtype)
+    layer = _plain(config, config.hidden_size, device, dtype)
+    if isinstance(layer, nn.LayerNorm):
         check_norm(layer, mesh.grid, name)
         LayerNorm.convert(layer, mesh, scattered)
-    elif config.normalization == "RMSNorm":
-        layer = nn.RMSNorm(size, epsilon, device=device, dtype=dtype)
+    else:
         check_rms_norm(layer, mesh.grid, name)
         RMSNorm.convert(layer, mesh, scattered)
-    else:
-        raise ValueError(
-            f"normalization = {config.normalization!r} has no counterpart in axonn3d; use LayerNorm or RMSNorm"
-        )
     layer.hands_out_shards = True  # type: ignore[assignment]
     for parameter in layer.parameters():
         mark(parameter, layout_of(parameter), mesh)
     return layer
+
+
+def whole_norm(config: Any, size: int, mesh: Mesh, device: torch.device | str) -> nn.Module:
+    """A norm of a latent, which is whole on every rank of x and y."""
+    layer = _plain(config, size, device, config.params_dtype)
+    for parameter in layer.parameters():
+        mark(parameter, layout_of(parameter), mesh)
+    return layer
+
+
+def _plain(config: Any, size: int, device: torch.device | str, dtype: torch.dtype) -> nn.LayerNorm | nn.RMSNorm:
+    if config.normalization not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(
+            f"normalization = {config.normalization!r} has no counterpart in axonn3d; use LayerNorm or RMSNorm"
+        )
+    return getattr(nn, config.normalization)(size, config.layernorm_epsilon, device=device, dtype=dtype)

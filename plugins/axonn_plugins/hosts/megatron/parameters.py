@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of
 from axonn_tp.comm.collectives import start_all_reduce_
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Mesh
@@ -83,6 +84,36 @@ def mark(parameter: nn.Parameter, layout: Layout, mesh: Mesh, dim: int = -1, str
     parameter.partition_dim, parameter.partition_stride = dim, stride  # type: ignore[attr-defined]
     if layout.partial:
         parameter.axonn_sum_over = layout.partial[0]  # type: ignore[attr-defined]
+    if layout.over_z and mesh.size("z") > 1:
+        _sum_between(parameter, _blocks().split)
+
+
+def mark_expert(parameter: nn.Parameter) -> None:
+    """Tell Megatron how a parameter of an expert lies: who sums its gradient, and which of its replicas counts in norms.
+
+    Args:
+        parameter: this rank's share, which Megatron's layer has made and told where it is a share.
+    """
+    mesh, blocks = process_groups.mesh(), _blocks()
+    topology = mesh.experts.topology
+    parameter.allreduce = blocks.summed(blocks.experts) == blocks.tensor  # type: ignore[attr-defined]
+    share = getattr(parameter, "tensor_model_parallel", False) or topology.expert_tensor < topology.tensor
+    # Where tensor ranks have experts of their own, each counts.
+    parameter.tensor_model_parallel = share or mesh.rank("model") == 0  # type: ignore[attr-defined]
+    _sum_between(parameter, blocks.experts)
+
+
+def _blocks() -> Blocks:
+    mesh = process_groups.mesh()
+    return blocks_of(mesh.grid, mesh.experts.topology)
+
+
+def _sum_between(parameter: nn.Parameter, size: int) -> None:
+    """Where Megatron sums a gradient over larger blocks than its parameter's, have what is left summed, and one replica counted."""
+    between = _blocks().between
+    if between is not None and between[0] == size:
+        parameter.axonn_sum_over = "between"  # type: ignore[attr-defined]
+        parameter.shared = process_groups.mesh().rank("between") > 0  # type: ignore[attr-defined]
 
 
 def sum_over_heads(parameter: nn.Parameter, group: str) -> None:
@@ -115,7 +146,9 @@ def _divide_before_sums(model: Any) -> None:
     gz = process_groups.mesh().size("z")
     for group in model.expert_parallel_bucket_groups:
         for bucket in group.buckets:
-            if bucket.grad_data.dtype == torch.float16:
+            # An expert's gradient has no such sum before.
+            split = all(hasattr(parameter, "axonn_layout") for parameter in bucket.params_list)
+            if split and bucket.grad_data.dtype == torch.float16:
                 bucket.gradient_scaling_factor *= gz
                 for parameter in bucket.params_list:
                     parameter.axonn_divisor = gz

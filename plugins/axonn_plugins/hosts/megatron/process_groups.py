@@ -2,7 +2,8 @@
 
 Megatron knows groups that divide the data axis: those of expert parallelism. Told that experts are spread over z, it
 makes the groups that z needs, and sums gradients of parameters marked ``allreduce=False`` over data alone and their
-norms over x, y and z. Only the call that makes the groups is told so; arguments and configs stay without experts.
+norms over x, y and z. Only the call that makes the groups is told so; arguments and configs keep what they say of experts, which
+lie on the same ranks as `expert_groups` has them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from axonn_plugins.hosts.megatron.expert_groups import blocks_of, topology_of
 from axonn_plugins.hosts.megatron.groups import Communicators, MegatronMesh
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.settings import Settings
-from axonn_tp import Grid, Mesh
+from axonn_tp import Grid
 
 _originals = Originals()
 
@@ -28,7 +30,7 @@ _originals = Originals()
 @dataclass
 class _Installed:
     settings: Settings
-    mesh: Mesh | None = None
+    mesh: MegatronMesh | None = None
     stages: int = 1
 
 
@@ -65,7 +67,7 @@ def settings() -> Settings:
     return _installed.settings
 
 
-def mesh() -> Mesh:
+def mesh() -> MegatronMesh:
     """The mesh of this rank's pipeline stage.
 
     Raises:
@@ -99,11 +101,14 @@ def _with_grid(original: Callable[..., None]) -> Callable[..., None]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         grid, stages = _grid(given.arguments, _installed.settings, dist.get_world_size())
-        given.arguments["expert_model_parallel_size"] = grid.gz
-        given.arguments["expert_tensor_parallel_size"] = grid.gx * grid.gy
+        sizes = (given.arguments[f"expert_{kind}_parallel_size"] for kind in ("model", "tensor"))
+        topology = topology_of(grid, *sizes)
+        given.arguments["expert_model_parallel_size"] = blocks_of(grid, topology).known // topology.tensor
+        given.arguments["expert_tensor_parallel_size"] = topology.tensor
         communicators = Communicators.of(given.arguments)
         original(*given.args, **given.kwargs)
-        _installed.mesh, _installed.stages = MegatronMesh(grid, device(), stages, communicators), stages
+        _installed.mesh = MegatronMesh(grid, device(), stages, communicators, topology)
+        _installed.stages = stages
 
     return initialize_model_parallel
 
@@ -120,7 +125,7 @@ def _grid(arguments: dict[str, Any], settings: Settings, world: int) -> tuple[Gr
             f"tensor_model_parallel_size = {size} is not gx*gy = {settings.gx}*{settings.gy} = {settings.tensor}; "
             "give initialize_model_parallel that product"
         )
-    for name in ("context_parallel_size", "expert_model_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"):
+    for name in ("context_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"):
         if arguments.get(name, 1) not in (None, 1):
             raise ValueError(f"{name} = {arguments[name]} cannot be combined with axonn3d; set it to 1")
     order = arguments["order"]

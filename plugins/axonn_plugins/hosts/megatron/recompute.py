@@ -9,23 +9,27 @@ from typing import Any
 from megatron.core.tensor_parallel.random import CheckpointFunction
 
 from axonn_plugins.config import Ted
-from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron import moe, process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
 from ted_moe import Stashing
+from ted_moe.adapters import Choices
 from ted_moe.stash import Place
 
 _originals = Originals()
 
 
 def install(block: Ted) -> None:
-    """Have activation checkpoints of a grid keep what collectives of activations returned; the last block counts."""
-    _originals.restore()
-    _originals.wrap(CheckpointFunction, "forward", lambda original: _stashing(original.__func__, block.stash))
+    """Have activation checkpoints of a grid keep what collectives of activations returned, and experts what is said of them; the last counts."""
+    uninstall()
+    moe.choose(Choices(block.duplicate_token_dropping, block.fused))
+    if block.communication_aware_checkpointing:
+        _originals.wrap(CheckpointFunction, "forward", lambda original: _stashing(original.__func__, block.stash))
 
 
 def uninstall() -> None:
     """Leave Megatron as it was before `install`."""
     _originals.restore()
+    moe.choose(Choices())
 
 
 def _stashing(original: Callable[..., Any], place: Place) -> Any:

@@ -13,12 +13,14 @@ from typing import Any
 from axonn_plugins import build_locks
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron.connections import set_connections
+from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topology_of
 from axonn_plugins.hosts.megatron.features import MODELS
 from axonn_plugins.hosts.megatron.refusals import IMPL, TESTED, check_arguments, warn_of_unknown
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS, Settings
-from axonn_plugins.hosts.megatron.sizes import indivisible, qkv_width
+from axonn_plugins.hosts.megatron.sizes import attention_widths, indivisible
 from axonn_plugins.names import require
 from axonn_plugins.observe.doctor import MEGATRON_BELOW
+from axonn_tp import Grid
 
 AXES = ("gx", "gy", "gz")
 _SIZES = (
@@ -37,7 +39,7 @@ def before(args: Any) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    require("--tensor-model-parallel-impl=axonn3d", "axonn_tp")
+    require("--tensor-model-parallel-impl=axonn3d", "axonn_tp", "ted_moe")
     build_locks.warn()
     check_host()
     _check_script()
@@ -54,6 +56,7 @@ def before(args: Any) -> Settings:
     settings = _settings(args, {axis: int(size) for axis, size in sizes.items()})
     _check_world(args, settings)
     _check_tensor_size(args, settings)
+    _blocks(args, settings)
     args.tensor_model_parallel_size = settings.tensor
     # Both are on by default and change no number, but need kernels that our layers do not call.
     args.gradient_accumulation_fusion, args.no_persist_layer_norm = False, True
@@ -195,6 +198,22 @@ def _check_world(args: Any, settings: Settings) -> None:
         )
 
 
+def _blocks(args: Any, settings: Settings) -> Blocks:
+    """How experts and weights lie on the ranks of a stage.
+
+    Raises:
+        ConfigError: sizes of experts that do not lie in those of the grid.
+    """
+    ranks = args.world_size // args.pipeline_model_parallel_size
+    grid = Grid.for_world(ranks, settings.gx, settings.gy, settings.gz)
+    try:
+        return blocks_of(
+            grid, topology_of(grid, args.expert_model_parallel_size or 1, args.expert_tensor_parallel_size)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _check_tensor_size(args: Any, settings: Settings) -> None:
     size = args.tensor_model_parallel_size
     if args.axonn_tensor_size_given and size != settings.tensor:
@@ -224,12 +243,14 @@ def _check_rows(args: Any, settings: Settings) -> None:
     if args.ckpt_format != "torch_dist" or not (args.save or args.load):
         return
     gx, gy, gz = settings.gx, settings.gy, settings.gz
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = qkv_width(args, args.num_attention_heads, groups, args.kv_channels)
+    both = 2 if args.swiglu else 1
+    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
     for rows, what in (
         (args.hidden_size // gy, "--hidden-size by gy"),
-        (heads // gx, "the width of queries, keys and values by gx"),
-        ((2 if args.swiglu else 1) * args.ffn_hidden_size // gx, "--ffn-hidden-size by gx"),
+        *((width // gx, f"{name} by gx") for name, width in attention_widths(args)),
+        (both * args.ffn_hidden_size // gx, "--ffn-hidden-size by gx"),
+        (both * shared // gx, "--moe-shared-expert-intermediate-size by gx"),
+        *([(args.hidden_size // gx, "--hidden-size by gx")] if args.mtp_num_layers else []),
         (args.make_vocab_size_divisible_by * gy, "--make-vocab-size-divisible-by times gy"),
     ):
         if rows % gz:
@@ -240,7 +261,12 @@ def _check_rows(args: Any, settings: Settings) -> None:
 
 
 def _check_shared(args: Any, settings: Settings) -> None:
-    """Megatron sums the norms of z's shares as those of experts, and asserts that no expert is a copy of another stage's."""
+    """Megatron sums the norms of z's shares as those of experts, and asserts that none of these is a copy."""
+    if args.log_params_norm and _blocks(args, settings).between is not None:
+        raise ConfigError(
+            f"--log-params-norm does not go with --expert-model-parallel-size {args.expert_model_parallel_size} beside --axonn-gz "
+            f"{settings.gz}, where some parameters have copies that Megatron would count; leave it out, or make the two equal"
+        )
     tied = not args.untie_embeddings_and_output_weights
     if args.log_params_norm and tied and settings.gz > 1 and args.pipeline_model_parallel_size > 1:
         raise ConfigError(

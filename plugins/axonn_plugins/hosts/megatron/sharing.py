@@ -12,14 +12,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import LinearSplit, Mesh
+from axonn_tp.comm.collectives import gather_from, split_to
 
 
 def stream_over(settings: Settings, mesh: Mesh) -> tuple[str, ...]:
     """Axes of more than one rank among which the residual stream differs."""
     axes = ("y", "x") if settings.layout == "scattered" else ("y",)
     return tuple(axis for axis in axes if mesh.size(axis) > 1)
+
+
+def whole_stream(share: Tensor, settings: Settings, mesh: Mesh) -> Tensor:
+    """All of the residual stream from this rank's share of it, (sequence, micro-batch, features), for a use that is the same on all ranks."""
+    for axis in reversed(stream_over(settings, mesh)):
+        share = gather_from(share, mesh, axis, dim=-1 if axis == "y" else 0)
+    return share
+
+
+def share_of_stream(whole: Tensor, settings: Settings, mesh: Mesh) -> Tensor:
+    """This rank's share of what is the same on all ranks of x and y; inverse of `whole_stream`."""
+    axes = stream_over(settings, mesh)
+    if "x" in axes:
+        check_length(whole.shape[0], mesh)
+    for axis in axes:
+        whole = split_to(whole, mesh, axis, dim=-1 if axis == "y" else 0)
+    return whole
 
 
 def check_length(sequence: int, mesh: Mesh) -> None:

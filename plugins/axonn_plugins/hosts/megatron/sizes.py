@@ -23,13 +23,25 @@ def indivisible(args: Any, settings: Settings) -> str | None:
         return f"--num-query-groups {groups} is neither a multiple of --axonn-gx {gx} nor divides it; change one of the two"
     if groups < gx and getattr(args, "attention_output_gate", False):
         return f"--attention-output-gate needs --num-query-groups {groups} to be a multiple of --axonn-gx {gx}; change one of the two"
-    width = qkv_width(args, heads, groups, getattr(args, "kv_channels", None) or hidden // heads)
     sizes = [
         ("--num-attention-heads", heads, "gx", gx),
-        ("the width of queries, keys and values,", width, "gx", gx),
+        *((f"{name},", width, "gx", gx) for name, width in attention_widths(args)),
         ("--ffn-hidden-size", args.ffn_hidden_size, "gx", gx),
         ("--hidden-size", hidden, "gy", gy),
     ]
+    if getattr(args, "multi_latent_attention", False):
+        latents = {name: getattr(args, name) for name in ("q_lora_rank", "kv_lora_rank")}
+        sizes += [(f"--{name.replace('_', '-')}", rank, "gy", gy) for name, rank in latents.items() if rank]
+    if getattr(args, "mtp_num_layers", None):
+        sizes.append(("--hidden-size", hidden, "gx", gx))
+    if getattr(args, "num_experts", None):
+        sizes.append(("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size or 0, "gx", gx))
+        width = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        if args.expert_tensor_parallel_size != 1 and width % settings.tensor:
+            return (
+                f"--moe-ffn-hidden-size {width} does not divide by gx*gy = {settings.tensor}, which splits every expert; change one of the two, "
+                "or give --expert-tensor-parallel-size 1"
+            )
     if settings.layout == "scattered":
         sizes.append(("--seq-length", args.seq_length, "gx", gx))
     for flag, size, axis, by in sizes:
@@ -38,7 +50,19 @@ def indivisible(args: Any, settings: Settings) -> str | None:
     return None
 
 
-def qkv_width(args: Any, heads: int, groups: int, channels: int) -> int:
-    """Width of queries, of as many gates where there are any, keys and values."""
+def attention_widths(args: Any) -> list[tuple[str, int]]:
+    """Output features of attention's column-parallel layers, and what they are."""
+    heads = args.num_attention_heads
+    if getattr(args, "multi_latent_attention", False):
+        widths = [
+            ("--q-lora-rank", args.q_lora_rank or 0),
+            ("--kv-lora-rank plus --qk-pos-emb-head-dim", args.kv_lora_rank + args.qk_pos_emb_head_dim),
+            ("the width of queries", heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)),
+            ("the width of keys and values", heads * (args.qk_head_dim + args.v_head_dim)),
+        ]
+        return [(name, width) for name, width in widths if width]
+    groups = args.num_query_groups if args.group_query_attention else heads
+    # As many gates as queries, where there are any.
     queries = 2 * heads if getattr(args, "attention_output_gate", False) else heads
-    return (queries + 2 * groups) * channels
+    channels = getattr(args, "kv_channels", None) or args.hidden_size // heads
+    return [("the width of queries, keys and values", (queries + 2 * groups) * channels)]

@@ -23,20 +23,20 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, transformer_block, transformer_layer
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron import latent, moe, mtp, process_groups
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.forward import watch_forward
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
 from axonn_plugins.hosts.megatron.loss import language_model_loss
 from axonn_plugins.hosts.megatron.norm_linear import LayerNormColumnParallelLinear
-from axonn_plugins.hosts.megatron.norms import split_norm
+from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
 from axonn_plugins.hosts.megatron.refusals import check_config
 from axonn_plugins.hosts.megatron.settings import Settings
-from axonn_plugins.hosts.megatron.sharing import check_length, heads_over, stream_over
-from axonn_tp.comm.collectives import gather_from, gather_to, split_to
+from axonn_plugins.hosts.megatron.sharing import heads_over, share_of_stream, stream_over, whole_stream
+from axonn_tp.comm.collectives import gather_to
 
 _originals = Originals()
 
@@ -50,6 +50,8 @@ def install(settings: Settings) -> None:
         _originals.replace(provider, "row_parallel_linear", lambda self: RowParallelLinear)
         if provider is not backends.LocalSpecProvider:
             _originals.replace(provider, "column_parallel_layer_norm_linear", _norm_linear)
+            # Of Transformer Engine's plain linears those of latents are taken alone.
+            _originals.replace(provider, "linear", lambda self: ColumnParallelLinear)
     _originals.replace(tensor_parallel, "ColumnParallelLinear", ColumnParallelLinear)
     _originals.replace(tensor_parallel, "VocabParallelEmbedding", VocabParallelEmbedding)
     _originals.wrap(attention.Attention, "__init__", _with_heads)
@@ -66,6 +68,8 @@ def install(settings: Settings) -> None:
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
+    for part in (moe, latent, mtp):
+        part.install(_originals)
     seed = seeded(megatron_random.model_parallel_cuda_manual_seed)
     for module in (megatron_random, tensor_parallel):
         _originals.replace(module, "model_parallel_cuda_manual_seed", seed)
@@ -161,21 +165,12 @@ def _with_embeddings(module: Any) -> None:
 @_after
 def _with_layer(module: Any) -> None:
     bias_dropout_add_in_stream(module)
-    _split_norms(module, ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"))
+    split_norms(module, ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"))
 
 
 @_after
 def _with_final_norm(module: Any) -> None:
-    _split_norms(module, ("final_layernorm",))
-
-
-def _split_norms(module: Any, names: tuple[str, ...]) -> None:
-    mesh = process_groups.mesh()
-    axes = stream_over(process_groups.settings(), mesh)
-    for name in names:
-        norm = getattr(module, name, None)
-        if axes and norm is not None and list(norm.parameters()):
-            setattr(module, name, split_norm(norm, module.config, mesh, "x" in axes, name))
+    split_norms(module, ("final_layernorm",))
 
 
 def _takes_whole(original: Callable[..., None]) -> Callable[..., None]:
@@ -184,12 +179,7 @@ def _takes_whole(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def set_input_tensor(self: Any, input_tensor: Tensor | None) -> None:
         if input_tensor is not None:
-            mesh = process_groups.mesh()
-            axes = stream_over(process_groups.settings(), mesh)
-            if "x" in axes:
-                check_length(input_tensor.shape[0], mesh)
-            for axis in axes:
-                input_tensor = split_to(input_tensor, mesh, axis, dim=-1 if axis == "y" else 0)
+            input_tensor = share_of_stream(input_tensor, process_groups.settings(), process_groups.mesh())
         original(self, input_tensor)
 
     return set_input_tensor
@@ -199,11 +189,7 @@ def _gives_whole(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         output = original(self, *args, **kwargs)
-        if not self.post_process:
-            mesh = process_groups.mesh()
-            for axis in reversed(stream_over(process_groups.settings(), mesh)):
-                output = gather_from(output, mesh, axis, dim=-1 if axis == "y" else 0)
-        return output
+        return output if self.post_process else whole_stream(output, process_groups.settings(), process_groups.mesh())
 
     return forward
 
