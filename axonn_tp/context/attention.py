@@ -67,6 +67,7 @@ def attend(
         shared: the sequence.
         sight: what a query sees by its place; causal when None.
         documents: (batch or 1, padded), whole numbers for the whole padded sequence: a query sees keys of its own number alone.
+            Keys below 0 are padding and not seen; queries below 0 see all others.
         scale: times q·k; 1/√head when None.
         softcap: see `Scores`.
         dropout: of probabilities, drawn by every rank for itself.
@@ -127,7 +128,8 @@ class _Work:
             seen = seen & (apart < self.sight.window)
         seen = seen[None]
         if self._documents is not None:
-            seen = seen & (self._documents[:, q, None] == self._documents[:, None, k])
+            mine, others = self._documents[:, q, None], self._documents[:, None, k]
+            seen = seen & (others >= 0) & ((mine == others) | (mine < 0))
         return seen[:, None]
 
     def _arguments(self, block: Block, device: torch.device) -> tuple[Scores, bool, Tensor | None, int]:
@@ -265,7 +267,8 @@ class _Attention(torch.autograd.Function):
                     held = dict(zip(ring.owner(step + 1), coming.wait().unbind(), strict=True))
         out = merged.out.to(q.dtype)
         ctx.work = work
-        ctx.save_for_backward(q, k, v, sink, out, merged.lse)
+        # A query that sees nothing: its scores are −∞ whatever this is.
+        ctx.save_for_backward(q, k, v, sink, out, merged.lse.masked_fill_(merged.lse == -math.inf, 0))
         return out
 
     @staticmethod

@@ -37,7 +37,7 @@ class Call:
         shared: how a sequence lies on its ranks.
         batch: samples.
         places: of this rank's tokens in the sequence; padding is at its last one.
-        documents: (batch, padded) numbers of the sequences packed in one, −1 for padding; None where all is one sequence.
+        documents: (batch, padded) numbers of the sequences packed in one, −1 for padding, which nobody sees; None where all is one sequence.
         causal_documents: the same where queries see nothing after them, which hides padding at the end.
         labels: whole, of an HF model.
         label_share: this rank's, as the model is given them.

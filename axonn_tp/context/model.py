@@ -42,12 +42,14 @@ class SharedSequences:
 
     Attributes:
         now: the last call, whose recomputation in backward may be under way.
+        defaults: arguments that go with shares: none of HF's caches, beside which its models do not see that sequences are packed.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, how: str | None, verify: bool) -> None:
         self.mesh, self.how, self._verified = mesh, how, not verify
         self.now: Call | None = None
         self.published = huggingface.adopt(model)
+        self.defaults = {"use_cache": False} if huggingface.takes(self.published, "use_cache") else {}
         self._names = [name for name in inspect.signature(model.forward).parameters]
         self._entered: list[TorchFunctionMode | None] = []
         self._counted: int | None = None
@@ -108,8 +110,7 @@ class SharedSequences:
         call.label_share = cut.get("labels")
         if positions is None and huggingface.takes(self.published, "position_ids"):
             cut["position_ids"] = call.places[None]
-        if huggingface.takes(self.published, "use_cache"):
-            cut["use_cache"] = False
+        cut |= self.defaults
         given = [name for name, _ in zip(self._names, inputs, strict=False)]
         return tuple(cut.pop(name) for name in given), cut
 

@@ -17,6 +17,7 @@ from axonn_tp.grid.mesh import Mesh
 
 _MOST = 128
 """Tokens of a sequence that are looked at."""
+_UNNAMED = "its output or its loss differs"
 
 
 class Runs(Protocol):
@@ -25,6 +26,7 @@ class Runs(Protocol):
     mesh: Mesh
     how: str | None
     now: Call | None
+    defaults: dict[str, Any]
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
         """On shares."""
@@ -103,7 +105,7 @@ def verify(
             problem = str(error).partition("\n")[0]
         call = runs.now
         if problem is None and call is not None:
-            wholes, expected = _outputs(model, lambda: runs.whole(forward, model, inputs, keywords))
+            wholes, expected = _outputs(model, lambda: runs.whole(forward, model, inputs, keywords | runs.defaults))
             apart = _apart(call, shares, wholes, given, expected, mask if isinstance(mask, Tensor) else None)
             problem = apart and (
                 f"computes something else on a share of the tokens: {apart}; attention is seen where it goes through "
@@ -115,7 +117,8 @@ def verify(
     for axis in ("z", "model"):
         everyone: list[str | None] = [None] * runs.mesh.size(axis)
         dist.all_gather_object(everyone, told, group=runs.mesh.group(axis))
-        told = next((one for one in everyone if one), None)
+        # One that names a module comes first.
+        told = next((one for one in sorted(filter(None, everyone), key=lambda one: _UNNAMED in one)), None)
     if told:
         raise ValueError(f"{type(model).__name__} cannot share sequences over {ranks} ranks of z: it {told}")
 
@@ -129,7 +132,7 @@ def _apart(
     mask: Tensor | None,
 ) -> str:
     """What differs, in words."""
-    first = ""
+    first, unclear = "", ""
     for (name, share), (other, whole) in zip(shares, wholes, strict=False):
         if name != other:
             break
@@ -138,15 +141,18 @@ def _apart(
             None,
         )  # fmt: skip
         if share.dim() != whole.dim() or dim is None or whole.numel() // call.tokens != share.numel() // call.share:
+            unclear = unclear or name
             continue
         if not _same(share, whole.index_select(dim, call.places), call, dim, mask):
-            first = name
+            # What gives another number of tokens came before.
+            first = unclear or name
             break
+        unclear = ""
     if len(given) == len(expected) and all(
         a.shape == b.shape and _same(a, b, None, 1, mask) for a, b in zip(given, expected, strict=True)
     ):
         return ""
-    return f"the output of {first} differs" if first else "its output or its loss differs"
+    return f"the output of {first} differs" if first else _UNNAMED
 
 
 def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tensor | None) -> bool:
@@ -155,10 +161,11 @@ def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tens
     if call is not None:
         real = call.shared.places(got.device) < call.tokens
         if mask is not None and dim == 1 and got.shape[0] == len(mask):
-            error = error.flatten(2).amax(-1) * mask.index_select(1, call.places) if got.dim() > 2 else error
+            valid = mask.index_select(1, call.places)
+            error = error.masked_fill(~valid.view(*valid.shape, *[1] * (got.dim() - 2)), 0)
         error = error.index_select(dim, real.nonzero().flatten())
     elif mask is not None and got.shape[:2] == mask.shape:
-        error = error * mask.view(*mask.shape, *[1] * (got.dim() - 2))
+        error = error.masked_fill(~mask.view(*mask.shape, *[1] * (got.dim() - 2)), 0)
     if not error.numel():
         return True
     rounding = {8: 1e-8, 4: 1e-3}.get(torch.get_default_dtype().itemsize, 0.1)
