@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from axonn_tp.context.attention import attend
 from axonn_tp.context.chunks import Sight
+from axonn_tp.context.sums import current
 from axonn_tp.layers.activation import plain, split_as
 
 NAME = "axonn_shared_sequences"
@@ -107,11 +108,12 @@ def _mask(
     device: Any = None,
     **_: Any,
 ) -> Tensor:
-    """What layers are given as their mask: nothing but the window that it stands for."""
+    """What layers are given as their mask, also when they are recomputed: the call and the window that it stands for."""
     if use_vmap:
         raise ValueError("the model makes a mask by a function of its own, of places that shared sequences do not have")
     chunk = getattr(config, "attention_chunk_size", None)
     made = torch.empty(0, device=device)
+    made.axonn_call = current()  # type: ignore[attr-defined]
     made.axonn_window = local_size  # type: ignore[attr-defined]
     made.axonn_chunked = local_size is not None and local_size == chunk != getattr(config, "sliding_window", None)  # type: ignore[attr-defined]
     return made
@@ -133,7 +135,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Of HF's registry: (batch, heads, tokens, head) in, (batch, tokens, heads, head) out."""
-    call = module.axonn_sequences.now
+    call = getattr(attention_mask, "axonn_call", None) or module.axonn_sequences.now
     if call is None or position_bias is not None or key.shape[2] != call.share:
         what = "a bias by position" if position_bias is not None else "keys that are no share of its tokens"
         raise ValueError(f"{type(module).__name__} attends with {what}, which cannot be shared along a sequence")

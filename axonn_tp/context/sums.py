@@ -37,6 +37,11 @@ def sharing(tokens: Tokens | None) -> Iterator[None]:
         _now.pop()
 
 
+def current() -> Tokens | None:
+    """The tokens of the call under way; None where every rank has all."""
+    return _now[-1] if _now else None
+
+
 class _Sum(torch.autograd.Function):
     # Gradients are averaged over all ranks of z: of a sum over some of them each has its own part, times their number.
     @staticmethod
@@ -51,11 +56,11 @@ class _Sum(torch.autograd.Function):
 
 def over_sequence(part: Tensor) -> Tensor:
     """The sum of this rank's part and those of all that share its sequences; itself where none do."""
-    tokens = _now[-1] if _now else None
+    tokens = current()
     return part if tokens is None else _Sum.apply(part, tokens.mesh)
 
 
 def real_targets(targets: Tensor, ignored: int) -> Tensor:
     """Targets of which those of a share's padding are `ignored`."""
-    tokens = _now[-1] if _now else None
+    tokens = current()
     return targets if tokens is None else tokens.without_padding(targets, ignored)

@@ -155,11 +155,20 @@ def of_hf(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:
     return model(**given, num_items_in_batch=count, use_cache=False).loss
 
 
+def two_batches(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:
+    """Two differently packed batches before one backward pass, which recomputes both."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.train()
+    return (of_hf(model, mesh, "packed") + of_hf(model, mesh, how)) / 2
+
+
 def published(world: int) -> None:
     torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment, method-assign]
     torch.set_default_dtype(torch.float64)
     plain, split = Grid(gz=world, sequence=world), Grid(gx=2, gz=world // 2, sequence=2)
     for mesh in meshes([plain, split]):
+        if mesh.grid == plain:
+            compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
         for kind, more in MODELS.items():
             ways = ("plain", "packed", "left", "right") if kind == "Gemma3" else ("left", "packed")
             ways = ways[: 1 if kind == "GptOss" else None]  # whose stock masks do not look at positions
