@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
+from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, read_rest
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import leave_to_eager
@@ -107,6 +108,7 @@ def parallelize(
     _count_locally(model, placements)
     _watch_forward(model, tuner)
     accumulate_as(model, options)
+    share_sequences(model, mesh, None if options.attention == "auto" else options.attention, options.verify_plan)
     return model
 
 

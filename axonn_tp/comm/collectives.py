@@ -27,7 +27,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as counted: `elements` is the size of the tensor that this rank puts in."""
+    """One collective as counted: `elements` is the size of the tensor that this rank puts in; of an exchange all is for others."""
 
     op: str
     axis: str
@@ -45,6 +45,7 @@ class Collective:
             "all_to_all": n * (p - 1) / p,
             "broadcast": n * (p - 1) / p,
             "reduce": n * (p - 1) / p,
+            "exchange": n,
         }[self.op]
 
 
@@ -156,6 +157,19 @@ def start_sum_of_shares(tensor: Tensor, mesh: Axes, axis: str) -> Pending:
         return start_reduce_scatter(tensor, mesh, axis)
     padded = F.pad(tensor, (0, missing)) if (missing := -len(tensor) % group.size()) else tensor.contiguous()
     return Pending(start_parts(padded, group), partial(sum_parts, group=group), whole=True)
+
+
+def start_all_to_all(tensor: Tensor, mesh: Axes, axis: str, sent: list[int], received: list[int]) -> Pending:
+    """Begin to give each rank of an axis of more than one its rows of `tensor`, (rows, …).
+
+    Args:
+        tensor: the rows, by the rank that gets them.
+        mesh: the mesh.
+        axis: the axis.
+        sent: how many each rank gets.
+        received: how many come from each.
+    """
+    return Pending(_ops.all_to_all_single(tensor.contiguous(), received, sent, mesh.group(axis).group_name))
 
 
 def all_reduce(tensor: Tensor, mesh: Axes, axis: str, op: str = "sum") -> Tensor:

@@ -1,12 +1,8 @@
-"""The 4D grid of ranks: who sits where, and which groups communicate.
-
-`Grid` is pure arithmetic and needs no processes. `Mesh` binds a grid to a running process group.
-The axes, innermost first, are ``x``, ``y``, ``z`` and ``data`` (dissertation §5.1.1, Figure 5.1).
-"""
+"""The 4D grid of ranks, bound to a running process group: which groups communicate. `Grid` says who sits where."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -15,115 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonn_tp.grid.device import device_of_rank
+from axonn_tp.grid.sizes import ABOUT_SAMPLES, AXES, SEVERAL, Grid, factorisations
 
-AXES = ("x", "y", "z", "data")
-SEVERAL = {
-    "batch": ("data", "z"),
-    "model": ("y", "x"),
-    "tokens": ("data", "z", "x"),
-    "grid": ("data", "z", "y", "x"),
-}
-"""Groups that span several axes, outermost first."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Sizes of the four axes; a rank is ``x + gx·(y + gy·(z + gz·data))``.
-
-    Raises:
-        ValueError: a size is not a positive integer.
-    """
-
-    gx: int = 1
-    gy: int = 1
-    gz: int = 1
-    gdata: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            size = getattr(self, f"g{axis}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"g{axis} = {size!r} is not an integer of at least 1; give the number of ranks along {axis}"
-                )
-
-    @classmethod
-    def for_world(cls, world: int, gx: int = 1, gy: int = 1, gz: int = 1) -> Grid:
-        """The grid of `world` ranks; the data axis takes what x, y and z leave.
-
-        Raises:
-            ValueError: gx·gy·gz does not divide `world`.
-        """
-        tensor = cls(gx, gy, gz).world
-        if world % tensor:
-            raise ValueError(
-                f"gx*gy*gz = {gx}*{gy}*{gz} = {tensor} does not divide the {world} ranks of this run; "
-                f"choose sizes whose product divides {world}, or start a multiple of {tensor} ranks"
-            )
-        return cls(gx, gy, gz, world // tensor)
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.gx * self.gy * self.gz * self.gdata
-
-    @property
-    def batch(self) -> int:
-        """Number of ranks that read different tokens: gz·gdata."""
-        return self.gz * self.gdata
-
-    def size(self, axis: str) -> int:
-        """Size of one axis."""
-        return int(getattr(self, f"g{axis}"))
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis."""
-        position = {}
-        for axis in AXES:
-            rank, position[axis] = divmod(rank, self.size(axis))
-        return position
-
-    def rank(self, x: int = 0, y: int = 0, z: int = 0, data: int = 0) -> int:
-        """Rank at a position; inverse of `coordinates`."""
-        return x + self.gx * (y + self.gy * (z + self.gz * data))
-
-    def groups(self, axes: Container[str], stages: int = 1) -> list[tuple[int, ...]]:
-        """The ranks of each group that spans `axes`, of so many grids one after the other."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world * stages):
-            at = self.coordinates(rank % self.world)
-            place = (rank // self.world, *(at[axis] for axis in AXES if axis not in axes))
-            found.setdefault(place, []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
-
-    def draw(self) -> str:
-        """The grid as text: one x-y plane of ranks for every z and data."""
-        width = len(str(self.world - 1))
-        blocks = []
-        for data in range(self.gdata):
-            planes = []
-            for z in range(self.gz):
-                rows = [f"z={z} data={data}"]
-                for y in range(self.gy):
-                    rows.append(" ".join(f"{self.rank(x, y, z, data):>{width}}" for x in range(self.gx)))
-                planes.append(rows)
-            column = max(len(row) for rows in planes for row in rows)
-            blocks.append(
-                "\n".join(
-                    "   ".join(f"{cell:<{column}}" for cell in line).rstrip() for line in zip(*planes, strict=True)
-                )
-            )
-        sizes = " ".join(f"g{axis}={self.size(axis)}" for axis in AXES)
-        return f"{self.world} ranks, {sizes} (x to the right, y down)\n" + "\n".join(blocks)
-
-
-def factorisations(world: int) -> Iterator[Grid]:
-    """Every grid of `world` ranks, in lexicographic order of (gx, gy, gz)."""
-    for gx in range(1, world + 1):
-        for gy in range(1, world // gx + 1):
-            for gz in range(1, world // (gx * gy) + 1):
-                if world % (gx * gy * gz) == 0:
-                    yield Grid(gx, gy, gz, world // (gx * gy * gz))
+__all__ = ["AXES", "SEVERAL", "Axes", "Grid", "Mesh", "factorisations"]
 
 
 class Axes(Protocol):
@@ -145,7 +35,8 @@ class Mesh:
 
     Besides the four axes it has groups that span several: ``"model"`` (x and y: ranks that read the same tokens),
     ``"batch"`` (z and data: ranks that read different ones), ``"tokens"`` (x, z and data: ranks that hold different
-    tokens of a scattered residual stream) and ``"grid"``: all ranks of the stage.
+    tokens of a scattered residual stream) and ``"grid"``: all ranks of the stage. Where ranks of z share sequences, ``"sequence"``
+    are those that share one; ``"readers"`` read different samples, and ``"replicas"`` the same.
 
     Attributes:
         grid: the sizes.
@@ -183,6 +74,7 @@ class Mesh:
         for name, value in made.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_groups", self._make_groups(stages))
+        self._groups.update(self._about_samples(stages))
 
     def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
         """Groups by axis, and by the names of those that span several; a host that has them already gives its own."""
@@ -191,8 +83,19 @@ class Mesh:
         object.__setattr__(self, "device_mesh", device_mesh)
         return _groups(self.grid, device_mesh, stages)
 
+    def _about_samples(self, stages: int) -> dict[str, dist.ProcessGroup]:
+        if self.grid.sequence == 1:
+            return {"readers": self._groups["batch"], "replicas": self._groups["model"]}
+        known = {tuple(dist.get_process_group_ranks(group)): group for group in self._groups.values()}
+        made = {}
+        for name in ABOUT_SAMPLES:
+            # Its own group, so that what attention sends waits for no weight.
+            found = {} if name == "sequence" else known
+            made[name], _ = _group(self.grid.groups_about_samples(name, stages), found)
+        return made
+
     @classmethod
-    def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str | None = None) -> Mesh:
+    def create(cls, gx: int = 1, gy: int = 1, gz: int = 1, device_type: str | None = None, sequence: int = 1) -> Mesh:
         """The mesh over all running ranks; the data axis takes what x, y and z leave.
 
         Args:
@@ -200,11 +103,12 @@ class Mesh:
             gy: ranks along y.
             gz: ranks along z.
             device_type: see `axonn_tp.grid.device.device_of_rank`.
+            sequence: see `Grid`.
 
         Raises:
             ValueError: the sizes do not divide the ranks, or this rank has no device.
         """
-        return cls(Grid.for_world(dist.get_world_size(), gx, gy, gz), device_type)
+        return cls(Grid.for_world(dist.get_world_size(), gx, gy, gz, sequence), device_type)
 
     def __deepcopy__(self, memo: dict) -> Mesh:
         """Copies of a model, as for an average of its weights, share the mesh: groups cannot be copied."""
@@ -244,35 +148,35 @@ class Mesh:
         self._groups.clear()
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group along an axis, or of ``"model"``, ``"batch"``, ``"tokens"`` or ``"grid"``."""
+        """Process group along an axis, or one that spans several (see the class)."""
         return self._groups[axis]
 
     def size(self, axis: str) -> int:
         """Number of ranks of a group."""
-        return self._groups[axis].size()
+        return self.grid.sequence if axis == "sequence" else self._groups[axis].size()
 
     def rank(self, axis: str) -> int:
         """This rank's place in a group."""
-        return self._groups[axis].rank()
+        return self.coordinates["z"] % self.grid.sequence if axis == "sequence" else self._groups[axis].rank()
 
     def axis_names(self) -> dict[str, str]:
         """Axis by torch's name of its group, for a ledger of what went over which axis."""
         # A group that spans several axes may be that of one of them, where the others have size 1: the axis names it.
-        return {self._groups[axis].group_name: axis for axis in ("tokens", "model", "batch", *AXES)}
+        names = ("tokens", "model", "batch", *AXES, *(("sequence",) if self.grid.sequence > 1 else ()))
+        return {self._groups[axis].group_name: axis for axis in names}
 
     def shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a global batch, split in dim 0 over data and z.
+        """This rank's part of a global batch, split in dim 0 over data and z; ranks that share sequences have the same.
 
         Raises:
             ValueError: the batch does not divide by gz·gdata.
         """
-        parts = self.grid.batch
+        parts, grid = self.grid.readers, self.grid
         if batch.shape[0] % parts:
-            raise ValueError(
-                f"a batch of {batch.shape[0]} does not divide by gz*gdata = {self.grid.gz}*{self.grid.gdata} = {parts}; "
-                f"use a multiple of {parts}"
-            )
-        return batch.chunk(parts)[self.rank("batch")]
+            shared = "" if grid.sequence == 1 else f"/sequence = {grid.gz}*{grid.gdata}/{grid.sequence}"
+            ranks = f"gz*gdata{shared or f' = {grid.gz}*{grid.gdata}'} = {parts}"
+            raise ValueError(f"a batch of {batch.shape[0]} does not divide by {ranks}; use a multiple of {parts}")
+        return batch.chunk(parts)[self.rank("readers")]
 
 
 class _Other(Mesh):
@@ -286,13 +190,9 @@ class _Other(Mesh):
         known = {tuple(dist.get_process_group_ranks(group)): group for group in mesh._groups.values()}
         groups, made = {}, []
         for name, axes in {**{axis: (axis,) for axis in AXES}, **SEVERAL}.items():
-            everyone = grid.groups(axes, dist.get_world_size() // grid.world)
-            mine = next(ranks for ranks in everyone if dist.get_rank() in ranks)
-            if mine not in known:
-                new = {ranks: dist.new_group(list(ranks)) for ranks in everyone}
-                known[mine] = new[mine]
-                made.append(new[mine])
-            groups[name] = known[mine]
+            groups[name], new = _group(grid.groups(axes, dist.get_world_size() // grid.world), known)
+            made += [groups[name]] if new else []
+        groups |= {"readers": groups["batch"], "replicas": groups["model"]}
         values = {
             "grid": grid,
             "device": mesh.device,
@@ -310,6 +210,17 @@ class _Other(Mesh):
         for group in self._made:
             dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def _group(
+    everyone: list[tuple[int, ...]], known: dict[tuple[int, ...], dist.ProcessGroup]
+) -> tuple[dist.ProcessGroup, bool]:
+    """This rank's group of `everyone`'s, and whether it was made now; `known` gets it."""
+    mine = next(ranks for ranks in everyone if dist.get_rank() in ranks)
+    new = mine not in known
+    if new:
+        known[mine] = {ranks: dist.new_group(list(ranks)) for ranks in everyone}[mine]
+    return known[mine], new
 
 
 def _groups(grid: Grid, device_mesh: DeviceMesh, stages: int) -> dict[str, dist.ProcessGroup]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from axonn_tp.comm.collectives import Collective, all_reduce
+from axonn_tp.context.sums import over_sequence, real_targets
 from axonn_tp.grid.layout import become
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.grid.share import Share, share_of
@@ -154,6 +155,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         classes = len(self.weight) if self.weight is not None else self.classes or input.shape[dim] * share.count
         dtype = torch.promote_types(input.dtype, torch.float32)
         weight = input.new_ones(classes, dtype=dtype) if self.weight is None else self.weight.to(dtype)
+        target = real_targets(target, self.ignore_index)
         counted = target != self.ignore_index
         named = target.masked_fill(~counted, 0)
         in_range = ((named >= 0) & (named < classes)).all()
@@ -164,8 +166,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if self.reduction == "none":
             return losses
         if self.reduction == "sum":
-            return losses.sum()
-        return losses.sum() / weight[named].masked_fill(~counted, 0).sum()
+            return over_sequence(losses.sum())
+        return over_sequence(losses.sum()) / over_sequence(weight[named].masked_fill(~counted, 0).sum())
 
     @staticmethod
     def _check(input: Tensor, target: Tensor, dim: int) -> None:

@@ -23,7 +23,7 @@ def test_the_shipped_schema_is_current() -> None:
 def test_every_key_is_documented() -> None:
     definitions = json.loads(schema())
     blocks = [definitions, *definitions["$defs"].values()]
-    assert len(blocks) == 16
+    assert len(blocks) == 17
     for block in blocks:
         assert block["description"] and block["additionalProperties"] is False
         assert all("description" in key for key in block["properties"].values()), block["title"]

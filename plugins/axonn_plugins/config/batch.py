@@ -10,8 +10,8 @@ from axonn_plugins.config.base import ConfigError
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def check(raw: Mapping[str, Any], gz: int, gdata: int) -> None:
-    """Refuse batch sizes that do not go together on gz·gdata ranks.
+def check(raw: Mapping[str, Any], gz: int, gdata: int, sequence: int = 1) -> None:
+    """Refuse batch sizes that do not go together on gz·gdata ranks, of which `sequence` at a time read the same.
 
     Raises:
         ConfigError: the first mistake.
@@ -24,8 +24,9 @@ def check(raw: Mapping[str, Any], gz: int, gdata: int) -> None:
         raise ConfigError("train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them")
     if total is None:
         return
-    readers = gz * gdata
-    ranks = f"gz*gdata = {gz}*{gdata} = {readers} ranks that read different data"
+    readers = gz // sequence * gdata
+    z = "gz" if sequence == 1 else "gz.batch"
+    ranks = f"{z}*gdata = {gz // sequence}*{gdata} = {readers} ranks that read different data"
     given = (micro or 1) * (steps or 1)
     if micro and steps and total != given * readers:
         raise ConfigError(

@@ -61,6 +61,17 @@ Plan = Annotated[
 ]
 
 
+class SharedZ(Block):
+    """Ranks along z of which some share the tokens of each sequence."""
+
+    batch: Size = Field(1, description="Ranks along z that read different samples.")
+    sequence: Size = Field(description="Neighbours along z that share the tokens of every sequence.")
+
+
+def _z_size(value: Any, either: Any) -> Any:
+    return SharedZ.model_validate(value) if isinstance(value, Mapping) else _grid_size(value, either)
+
+
 def _grid_size(value: Any, either: Any) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
@@ -70,6 +81,12 @@ def _grid_size(value: Any, either: Any) -> Any:
 GridSize = Annotated[
     int | Literal["auto"],
     WrapValidator(_grid_size, json_schema_input_type=Size | Literal["auto"]),
+]
+
+
+ZSize = Annotated[
+    int | Literal["auto"] | SharedZ,
+    WrapValidator(_z_size, json_schema_input_type=Size | Literal["auto"] | SharedZ),
 ]
 
 
@@ -85,9 +102,15 @@ class TensorParallel(Block):
     gy: GridSize = Field(
         1, description="Ranks along y: splits the input features of normal layers, and the residual stream."
     )
-    gz: GridSize = Field(
+    gz: ZSize = Field(
         1,
-        description="Ranks along z: splits every weight and the batch; alone it is FSDP (ZeRO-3). data = world/(gx*gy*gz).",
+        description="Ranks along z: splits every weight and the batch; alone it is FSDP (ZeRO-3). data = world/(gx*gy*gz). "
+        '{"batch": 2, "sequence": 4}: 8 ranks, of which 4 at a time share the tokens of their samples.',
+    )
+    attention: Literal["auto", "gather", "ring"] = Field(
+        "auto",
+        description="Where ranks of z share sequences, how keys and values travel: gather: those that queries see at once. ring: from rank to "
+        "rank while computing. auto: what sends less.",
     )
     machine: str | None = Field(
         None,
@@ -162,7 +185,8 @@ class TensorParallel(Block):
     verify_plan: bool = Field(
         True,
         description="Where the plan names layers, run the first batch once more as the serial model and refuse to train if a layer's output "
-        "differs. Turn off for a model whose forward gives other results when it is repeated.",
+        "differs; "
+        "the same where ranks of z share sequences. Turn off for a model whose forward gives other results when it is repeated.",
     )
 
     @model_validator(mode="before")
@@ -175,8 +199,20 @@ class TensorParallel(Block):
     @property
     def given(self) -> dict[str, int]:
         """Sizes that are not "auto", by gx, gy and gz."""
-        sizes = {"gx": self.gx, "gy": self.gy, "gz": self.gz}
+        z = self.gz.batch * self.gz.sequence if isinstance(self.gz, SharedZ) else self.gz
+        sizes = {"gx": self.gx, "gy": self.gy, "gz": z}
         return {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+
+    @property
+    def sequence(self) -> int:
+        """Ranks of z that share the tokens of each sequence."""
+        return self.gz.sequence if isinstance(self.gz, SharedZ) else 1
+
+    @model_validator(mode="after")
+    def _shared(self) -> TensorParallel:
+        if self.sequence > 1 and len(self.given) < 3:
+            raise PydanticCustomError("shared", 'sizes as numbers: gz.sequence does not go with gx or gy = "auto"')
+        return self
 
     @field_validator("trace_steps", mode="before")
     @classmethod

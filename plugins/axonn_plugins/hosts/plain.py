@@ -172,7 +172,7 @@ def _split(model: nn.Module, block: Axonn) -> Mesh:
     if tensor is None and ted is not None:
         sizes = {"gx": ted.tensor}
     try:
-        mesh = Mesh(Grid.for_world(world, **sizes))
+        mesh = Mesh(Grid.for_world(world, **sizes, sequence=1 if tensor is None else tensor.sequence))
         chosen = None if tensor is None else options(tensor)
         plan: Any = "auto" if tensor is None or tensor.plan == "auto" else layer_plans(tensor)
         if ted is not None:

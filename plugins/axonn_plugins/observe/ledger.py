@@ -138,8 +138,10 @@ class Ledger(TorchDispatchMode):
             return result
         before = len(self.entries)
         if name in _FUNCTIONAL:
-            group = args[-1]
-            self._record(_FUNCTIONAL[name], group, _resolve_process_group(group).size(), args[0])
+            group = _resolve_process_group(args[-1])
+            # What a rank keeps of an uneven exchange is not in its tensor.
+            uneven = name == "all_to_all_single" and len(set(args[2])) > 1 and not args[2][group.rank()]
+            self._record("exchange" if uneven else _FUNCTIONAL[name], args[-1], group.size(), args[0])
         elif name != "_wrap_tensor_autograd":  # which communicates nothing
             self.unknown.add(name)
         with self._named(before):

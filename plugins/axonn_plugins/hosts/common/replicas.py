@@ -104,7 +104,7 @@ def stop_sharing_samplers(mesh: Mesh) -> None:
 
 def _adjusted(original: Any) -> Any:
     def method(self: DistributedSampler) -> Any:
-        if _active and _active[0].size("model") > 1:
+        if _active and _active[0].size("replicas") > 1:
             _adjust(self, _active[0])
         return original(self)
 
@@ -114,7 +114,7 @@ def _adjusted(original: Any) -> Any:
 def _adjust(sampler: DistributedSampler, mesh: Mesh) -> None:
     if (sampler.num_replicas, sampler.rank) != (dist.get_world_size(), dist.get_rank()):
         return
-    sampler.num_replicas, sampler.rank = mesh.size("batch"), mesh.rank("batch")
+    sampler.num_replicas, sampler.rank = mesh.size("readers"), mesh.rank("readers")
     length = len(sampler.dataset)  # type: ignore[arg-type]
     if sampler.drop_last and length % sampler.num_replicas:
         length -= sampler.num_replicas - 1

@@ -54,7 +54,7 @@ def _replicas(block: str, processes: int) -> int:
     if len(settings.given) < 3:
         return 1
     grid = grid_for(settings, world_size())
-    return grid.gx * grid.gy
+    return grid.world // grid.readers
 
 
 class Readers:

@@ -32,7 +32,7 @@ class BatchRanks:
 
     def get_data_parallel_world_size(self) -> int:
         """Number of ranks that read different data."""
-        return self.grid.batch
+        return self.grid.readers
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> BatchRanks:
@@ -67,7 +67,7 @@ def grid_for(block: TensorParallel, world: int) -> Grid:
         ConfigError: its sizes do not divide the ranks.
     """
     try:
-        return Grid.for_world(world, **block.given)
+        return Grid.for_world(world, **block.given, sequence=block.sequence)
     except ValueError as error:
         raise ConfigError(f"axonn.tensor_parallel: {error}") from None
 
@@ -107,7 +107,7 @@ def check(raw: Mapping[str, Any], grid: Grid) -> None:
     """
     zero = section(raw, "zero_optimization")
     refuse([*_of_zero(zero), *_of_precision(raw), *_of_others(raw), *_of_checkpoints(raw)])
-    batch.check(raw, grid.gz, grid.gdata)
+    batch.check(raw, grid.gz, grid.gdata, grid.sequence)
 
 
 def _of_zero(zero: Mapping[str, Any]) -> list[Refusal]:

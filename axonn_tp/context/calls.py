@@ -1,0 +1,173 @@
+"""One call of a model whose sequences are shared: what this rank is given of its arguments, and what it gives back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from axonn_tp.comm.collectives import all_gather
+from axonn_tp.context.attention import AXIS, Shared
+from axonn_tp.context.chunks import Chunks
+from axonn_tp.grid.mesh import Mesh
+
+_MAIN = ("input_ids", "inputs_embeds")
+
+
+def main_input(arguments: Mapping[str, Any]) -> Tensor | None:
+    """The argument whose dims 0 and 1 are samples and tokens; None where there is none."""
+    named = [arguments[name] for name in _MAIN if isinstance(arguments.get(name), Tensor)]
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1]
+    return next(iter([*named, *tensors]), None)
+
+
+@dataclass(eq=False)
+class Call:
+    """The tokens of one call.
+
+    Attributes:
+        mesh: the mesh.
+        shared: how a sequence lies on its ranks.
+        batch: samples.
+        places: of this rank's tokens in the sequence; padding is at its last one.
+        documents: (batch, padded) numbers of the sequences packed in one, −1 for padding, which nobody sees; None where all is one sequence.
+        causal_documents: the same where queries see nothing after them, which hides padding at the end.
+        labels: whole, of an HF model.
+        label_share: this rank's, as the model is given them.
+        counted: how often code asked for places of tokens.
+    """
+
+    mesh: Mesh
+    shared: Shared
+    batch: int
+    places: Tensor
+    documents: Tensor | None = None
+    causal_documents: Tensor | None = None
+    labels: Tensor | None = None
+    label_share: Tensor | None = None
+    counted: int = 0
+
+    @classmethod
+    def of(cls, main: Tensor, mesh: Mesh, how: str | None) -> Call:
+        """The call of a model on samples and tokens of `main`."""
+        batch, tokens = main.shape[:2]
+        shared = Shared(mesh, Chunks(tokens, mesh.size(AXIS)), how)
+        places = shared.places(main.device)
+        return cls(mesh, shared, batch, places.clamp(max=tokens - 1))
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return self.shared.chunks.tokens
+
+    @property
+    def share(self) -> int:
+        """Tokens of this rank, padding included."""
+        return self.shared.chunks.share
+
+    def pack(self, mask: Tensor | None, positions: Tensor | None) -> None:
+        """Note padding, true where `mask` is not, or sequences packed in one, where `positions` do not go on by 1."""
+        numbers = None
+        if mask is not None:
+            valid = mask.bool()
+            if not valid.all():
+                numbers = valid.long() - 1
+                # At the end it is after all that counts.
+                needed = (valid[:, 1:] & ~valid[:, :-1]).any()
+                self.causal_documents = self._padded(numbers) if needed else None
+        elif positions is not None and positions.dim() == 2:
+            numbers = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+            numbers = self.causal_documents = self._padded(numbers) if numbers.any() else None
+        if numbers is None and self.tokens < self.shared.chunks.padded:
+            numbers = self.places.new_zeros((1, self.tokens))
+        self.documents = None if numbers is None else self._padded(numbers)
+
+    def _padded(self, numbers: Tensor) -> Tensor:
+        return F.pad(numbers, (0, self.shared.chunks.padded - numbers.shape[-1]), value=-1)
+
+    def seen(self, causal: bool) -> Tensor | None:
+        """Documents that attention must know of."""
+        return self.causal_documents if causal else self.documents
+
+    def token_dim(self, shape: torch.Size, tokens: int) -> int | None:
+        """Which dim of an argument is that of tokens, if one is."""
+        if len(shape) > 1 and shape[1] == tokens and shape[0] in (1, self.batch):
+            return 1
+        return -1 if len(shape) and shape[-1] == tokens else None
+
+    def cut(self, value: Any) -> Any:
+        """This rank's tokens of a tensor that has tokens."""
+        dim = self.token_dim(value.shape, self.tokens) if isinstance(value, Tensor) else None
+        return value if dim is None else value.index_select(dim, self.places.to(value.device))
+
+    def without_padding(self, targets: Tensor, ignored: int) -> Tensor:
+        """Targets of which those of padding are `ignored`."""
+        if self.shared.chunks.padded == self.tokens or targets.numel() != self.batch * self.share:
+            return targets
+        padding = self.shared.places(targets.device) >= self.tokens
+        return targets.reshape(self.batch, -1).masked_fill(padding, ignored).view_as(targets)
+
+    def joined(self, output: Any) -> Any:
+        """A model's output with all tokens; in training beside a loss, which is of all tokens by itself, as it is."""
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
+            return output
+        return tree_map(self._whole, output)
+
+    def _whole(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:2] != (self.batch, self.share):
+            return value
+        return _Whole.apply(value, self)
+
+    def check_same(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse arguments that are not the same on all ranks that share the sequences; all of them call it.
+
+        Raises:
+            ValueError: names the first, on all of them.
+        """
+        mine = {name: _digest(value) for name, value in arguments.items()}
+        number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
+        numbers = all_gather(torch.tensor([number], device=self.mesh.device), self.mesh, AXIS)
+        if (numbers == number).all():
+            return
+        everyone: list[Any] = [None] * self.mesh.size(AXIS)
+        dist.all_gather_object(everyone, mine, group=self.mesh.group(AXIS))
+        names = dict.fromkeys(name for found in everyone for name in found)
+        odd = next((name for name in names if len({found.get(name) for found in everyone}) > 1), "order")
+        raise ValueError(
+            f"the model's argument {odd} is not the same on the {self.mesh.size(AXIS)} ranks that share sequences along z; feed all of them "
+            'the same samples, whole, by mesh.shard_batch or a sampler over mesh.rank("readers") of mesh.size("readers")'
+        )
+
+
+def _digest(value: Any) -> tuple:
+    """Of a tensor's shape and values, or of a number or word; the same on every rank."""
+    if not isinstance(value, Tensor):
+        return (repr(value),) if isinstance(value, (int, float, str, bool, type(None))) else (type(value).__name__,)
+    flat = value.detach().reshape(-1)
+    bits = flat.double().view(torch.int64) if flat.is_floating_point() else flat.long()
+    weights = torch.arange(1, 2 * len(flat), 2, device=flat.device)
+    return (tuple(value.shape), int((bits * weights).sum()))
+
+
+class _Whole(torch.autograd.Function):
+    # Every rank goes on with the same, and its gradient is one of as many that are averaged.
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        laid = all_gather(share, call.mesh, AXIS, 1)
+        order = torch.tensor(call.shared.chunks.order()[: call.tokens], device=share.device)
+        return laid.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        call: Call = ctx.call
+        padding = (call.shared.places(grad.device) >= call.tokens).view(1, -1, *[1] * (grad.dim() - 2))
+        return grad.index_select(1, call.places).masked_fill(padding, 0) * call.mesh.size(AXIS), None

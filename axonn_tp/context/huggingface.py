@@ -1,0 +1,153 @@
+"""HF's models on shared sequences: attention by their registry of attention functions, and labels shifted before they are cut."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonn_tp.context.attention import attend
+from axonn_tp.context.chunks import Sight
+from axonn_tp.context.sums import current
+from axonn_tp.layers.activation import plain, split_as
+
+NAME = "axonn_shared_sequences"
+
+
+@dataclass
+class Published:
+    """A model of HF's.
+
+    Attributes:
+        models: of its modules those that are models.
+        configs: each with the attention function that it had.
+    """
+
+    models: list[nn.Module]
+    configs: list[tuple[Any, str]] = field(default_factory=list)
+
+
+def adopt(model: nn.Module) -> Published | None:
+    """Have HF's models among the modules use `attend`; None where there are none, or they do not let attention be chosen."""
+    transformers = sys.modules.get("transformers")
+    kind = getattr(transformers, "PreTrainedModel", None)
+    models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
+    if not models or not all(module._can_set_attn_implementation() for module in models):  # type: ignore[operator]
+        return None
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    held: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    found = {id(config): config for config in held if getattr(config, "_attn_implementation", None)}
+    configs = [(config, config._attn_implementation) for config in found.values()]
+    for config, _ in configs:
+        config._attn_implementation_internal = NAME
+    for one in models:
+        _shift_before(one)
+    return Published(models, configs)
+
+
+def takes(published: Published | None, name: str) -> bool:
+    """Whether the outermost model has this argument."""
+    return published is not None and name in inspect.signature(published.models[0].forward).parameters
+
+
+@contextmanager
+def stock(published: Published | None) -> Iterator[None]:
+    """Inside, attention is the model's own."""
+    configs = [] if published is None else published.configs
+    for config, own in configs:
+        config._attn_implementation_internal = own
+    try:
+        yield
+    finally:
+        for config, _ in configs:
+            config._attn_implementation_internal = NAME
+
+
+class _Shifted:
+    """A model's loss of next tokens, given labels that were shifted while they were whole."""
+
+    def __init__(self, model: Any, original: Callable) -> None:
+        self._model, self._original = model, original
+
+    def __call__(self, logits: Tensor, labels: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+        call = self._model.axonn_sequences.now
+        if call is not None:
+            if labels is not call.label_share:
+                raise ValueError(
+                    f"{type(self._model).__name__} makes labels of its own of those that it is given, which cannot be shifted over the "
+                    "ranks that share a sequence; leave labels out, and compute the loss of the logits outside"
+                )
+            ignored = keywords.get("ignore_index", -100)
+            shifted = torch.nn.functional.pad(call.labels[..., 1:], (0, 1), value=ignored)
+            keywords["shift_labels"] = call.cut(shifted)
+        return self._original(logits, labels, *rest, **keywords)
+
+
+def _shift_before(model: Any) -> None:
+    function: Any = getattr(model, "loss_function", None)
+    if getattr(function, "__name__", "") == "ForCausalLMLoss":
+        model.loss_function = _Shifted(model, function)
+
+
+def _mask(
+    batch_size: int,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    """What layers are given as their mask, also when they are recomputed: the call and the window that it stands for."""
+    if use_vmap:
+        raise ValueError("the model makes a mask by a function of its own, of places that shared sequences do not have")
+    chunk = getattr(config, "attention_chunk_size", None)
+    made = torch.empty(0, device=device)
+    made.axonn_call = current()  # type: ignore[attr-defined]
+    made.axonn_window = local_size  # type: ignore[attr-defined]
+    made.axonn_chunked = local_size is not None and local_size == chunk != getattr(config, "sliding_window", None)  # type: ignore[attr-defined]
+    return made
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Of HF's registry: (batch, heads, tokens, head) in, (batch, tokens, heads, head) out."""
+    call = getattr(attention_mask, "axonn_call", None) or module.axonn_sequences.now
+    if call is None or position_bias is not None or key.shape[2] != call.share:
+        what = "a bias by position" if position_bias is not None else "keys that are no share of its tokens"
+        raise ValueError(f"{type(module).__name__} attends with {what}, which cannot be shared along a sequence")
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    window = getattr(attention_mask, "axonn_window", None) or sliding_window
+    if window is not None and window >= call.tokens:
+        window = None
+    elif getattr(attention_mask, "axonn_chunked", False):
+        raise ValueError(
+            f"{type(module).__name__} attends by chunks of {window} tokens, which shared sequences do not know"
+        )
+    q, k, v = (plain(t) for t in (query, key, value))
+    sight, documents = Sight(causal, window), call.seen(causal)
+    made = attend(q, k, v, call.shared, sight, documents, scaling, softcap or 0.0, dropout, s_aux)
+    return split_as(made.transpose(1, 2).contiguous(), query), None

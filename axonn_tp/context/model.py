@@ -1,0 +1,260 @@
+"""A model that knows nothing of shared sequences, on shares of them.
+
+Its forward takes whole arguments, the same on all ranks that share a sequence, and computes on this rank's tokens. What looks
+across tokens is replaced there: torch's scaled_dot_product_attention and HF's attention by `attend`, positions counted by
+``torch.arange(tokens)`` by this rank's places, and cross-entropy by that of all ranks' tokens. Whatever else looks across tokens
+is found by running the first batch whole, and refused by its module's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from axonn_tp.context import huggingface
+from axonn_tp.context.attention import AXIS, attend
+from axonn_tp.context.calls import Call, main_input
+from axonn_tp.context.chunks import Sight
+from axonn_tp.context.sums import over_sequence, real_targets, sharing
+from axonn_tp.context.verify import verify
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.activation import plain, split_as
+
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class SharedSequences:
+    """What the modules of a model know of it.
+
+    Args:
+        model: the model.
+        mesh: the mesh, whose ranks of ``"sequence"`` share sequences.
+        how: see `Shared`.
+        verify: run the first batch whole as well.
+
+    Attributes:
+        now: the last call, whose recomputation in backward may be under way.
+        defaults: arguments that go with shares: none of HF's caches, beside which its models do not see that sequences are packed.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, how: str | None, verify: bool) -> None:
+        self.mesh, self.how, self._verified = mesh, how, not verify
+        self.now: Call | None = None
+        self.published = huggingface.adopt(model)
+        self.defaults = {"use_cache": False} if huggingface.takes(self.published, "use_cache") else {}
+        self._names = [name for name in inspect.signature(model.forward).parameters]
+        self._entered: list[TorchFunctionMode | None] = []
+        self._counted: int | None = None
+
+    def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
+        """The model's output for whole arguments, computed on shares of their tokens."""
+        arguments = dict(zip(self._names, inputs, strict=False)) | keywords
+        main = main_input(arguments)
+        if main is None or arguments.get("past_key_values") is not None or arguments.get("use_cache"):
+            return self.whole(forward, model, inputs, keywords)
+        if not self._verified:
+            self._verified = True
+            verify(self, model, forward, inputs, keywords, self._names)
+        call = Call.of(main, self.mesh, self.how)
+        call.check_same(arguments)
+        inputs, keywords = self._shares(call, arguments, inputs, keywords)
+        self.now = call
+        with self.active():
+            output = call.joined(forward(model, *inputs, **keywords))
+        if self._counted is not None and call.counted != self._counted:
+            raise ValueError(
+                f"{type(model).__name__} asks for the places of its tokens by torch.arange({call.share}) {call.counted} times, and asked "
+                f"{self._counted} times in the first batch: one of its other sizes is {call.share} too; use another length of sequences"
+            )
+        self._counted = call.counted
+        return output
+
+    def forget(self) -> None:
+        """Let the next call be the first."""
+        self._counted = None
+
+    def whole(self, forward: Callable, model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
+        """The model's output, computed on all tokens by every rank."""
+        before, self.now = self.now, None
+        try:
+            with sharing(None), huggingface.stock(self.published):
+                return forward(model, *inputs, **keywords)
+        finally:
+            self.now = before
+
+    def _shares(
+        self, call: Call, arguments: dict[str, Any], inputs: tuple, keywords: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        if not self.published:
+            call.pack(None, None)
+            return tuple(call.cut(value) for value in inputs), {name: call.cut(v) for name, v in keywords.items()}
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise ValueError(
+                "attention_mask is to be (samples, tokens) where ranks share sequences; leave it out, and pack by position_ids"
+            )
+        if positions is None and any(name in arguments for name in _FLASH):
+            raise ValueError(f"{' and '.join(_FLASH[:2])} need position_ids beside them where ranks share sequences")
+        call.pack(mask, positions)
+        call.labels = arguments.get("labels")
+        cut = {name: call.cut(value) for name, value in arguments.items() if name not in _FLASH}
+        cut |= {name: None for name in ("attention_mask",) if name in arguments}
+        call.label_share = cut.get("labels")
+        if positions is None and huggingface.takes(self.published, "position_ids"):
+            cut["position_ids"] = call.places[None]
+        cut |= self.defaults
+        given = [name for name, _ in zip(self._names, inputs, strict=False)]
+        return tuple(cut.pop(name) for name in given), cut
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, what is computed is on shares of tokens."""
+        call = self.now
+        assert call is not None
+        with sharing(call), _Replaced(call):
+            self._entered.append(None)
+            try:
+                yield
+            finally:
+                self._entered.pop()
+
+    # A module that is recomputed in backward, outside of the model's forward
+
+    def enter(self) -> None:
+        """A module's forward begins."""
+        outermost = not self._entered and self.now is not None
+        inside = self.active() if outermost else None
+        if inside is not None:
+            inside.__enter__()
+        self._entered.append(inside)  # type: ignore[arg-type]
+
+    def leave(self) -> None:
+        """A module's forward has ended."""
+        inside = self._entered.pop()
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+
+class _Replaced(TorchFunctionMode):
+    """Replaces torch's functions that look across tokens."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        replaced = _REPLACED.get(function)
+        if replaced is None:
+            return function(*args, **(kwargs or {}))
+        return replaced(self.call, *args, **(kwargs or {}))
+
+
+def _attention(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if (query.shape[-2], key.shape[-2]) != (call.share, call.share):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        raise ValueError(
+            f"scaled_dot_product_attention is given a mask of shape {tuple(attn_mask.shape)} made of a share of the tokens; where ranks share "
+            "sequences use is_causal=True, or no mask"
+        )
+    q, k, v = (plain(t) if t.dim() == 4 else plain(t).unsqueeze(-3) for t in (query, key, value))
+    documents = call.seen(is_causal)
+    made = attend(q, k, v, call.shared, Sight(is_causal), documents, scale, dropout=dropout_p)
+    return split_as(made.view(*query.shape[:-1], value.shape[-1]), query)
+
+
+def _loss(
+    call: Call,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    settings: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if target.is_floating_point() or reduction == "none":
+        return F.cross_entropy(input, target, reduction=reduction, **settings)
+    target = real_targets(target, ignore_index)
+    total = over_sequence(F.cross_entropy(input, target, reduction="sum", **settings))
+    if reduction == "sum":
+        return total
+    counted = target != ignore_index
+    count = counted.sum().to(total) if weight is None else weight[target[counted]].sum().to(total)
+    return total / over_sequence(count)
+
+
+def _places(call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    numbers = [kwargs.get("start", 0), kwargs["end"]] if "end" in kwargs else list(args)
+    numbers = [0, *numbers] if len(numbers) == 1 else numbers
+    dtype, out = kwargs.get("dtype"), kwargs.get("out")
+    if numbers != [0, call.share] or (dtype or torch.int64).is_floating_point or out is not None:
+        return torch.arange(*args, **kwargs)
+    call.counted += 1
+    return call.places.to(kwargs.get("device") or call.places.device, dtype or torch.int64)
+
+
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _loss,
+    torch.arange: _places,
+}
+
+
+def _enter(module: nn.Module, inputs: tuple) -> None:
+    module.axonn_sequences.enter()  # type: ignore[operator, union-attr]
+
+
+def _leave(module: nn.Module, inputs: tuple, output: Any) -> None:
+    module.axonn_sequences.leave()  # type: ignore[operator, union-attr]
+
+
+def share_sequences(model: nn.Module, mesh: Mesh, how: str | None = None, verify: bool = True) -> None:
+    """Have a model compute on this rank's tokens of each sequence, in place; see the module's text.
+
+    Args:
+        model: a model whose main input is (samples, tokens, …).
+        mesh: the mesh.
+        how: see `Shared`.
+        verify: refuse a model that computes something else so, when it is called first.
+    """
+    if mesh.size(AXIS) == 1 or hasattr(model, "axonn_sequences"):
+        return
+    state = SharedSequences(model, mesh, how, verify)
+    for module in model.modules():
+        module.axonn_sequences = state  # type: ignore[assignment]
+        # Its class becomes a subclass of the same name, so that hooks of the model see whole arguments.
+        if module is not model and any(True for _ in module.children()):
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave, always_call=True)
+    kind = type(model)
+    original = kind.forward
+
+    @wraps(original)
+    def forward(self: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        return self.axonn_sequences.run(self, original, inputs, keywords)  # type: ignore[operator, union-attr]
+
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, **same})

@@ -1,0 +1,172 @@
+"""Does a model compute on shares of tokens what it computes on all of them? What looks across tokens unseen is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from axonn_tp.context.attention import AXIS
+from axonn_tp.context.calls import Call, main_input
+from axonn_tp.grid.mesh import Mesh
+
+_MOST = 128
+"""Tokens of a sequence that are looked at."""
+_UNNAMED = "its output or its loss differs"
+
+
+class Runs(Protocol):
+    """What runs the model."""
+
+    mesh: Mesh
+    how: str | None
+    now: Call | None
+    defaults: dict[str, Any]
+
+    def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
+        """On shares."""
+
+    def whole(self, forward: Callable, model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
+        """On all tokens."""
+
+    def forget(self) -> None:
+        """Let the next call be the first."""
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training, state = [module for module in model.modules() if module.training], torch.get_rng_state()
+    try:
+        model.eval()
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for module in training:
+            module.training = True
+
+
+def _outputs(model: nn.Module, run: Callable[[], Any]) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
+    """What each module gives, in order, and the model."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+            if first is not None and first.is_floating_point():
+                seen.append((f"{name} ({type(module).__name__})", first.detach().clone()))
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        given = [leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen, given
+
+
+@torch.no_grad()
+def verify(
+    runs: Runs, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any], names: list[str]
+) -> None:
+    """Run the beginning of a batch on shares and whole; all ranks that gather weights together call it.
+
+    Raises:
+        ValueError: they differ: names the first module that does, on all of these ranks.
+    """
+    arguments = dict(zip(names, inputs, strict=False)) | keywords
+    main = main_input(arguments)
+    assert main is not None
+    tokens, mask = main.shape[1], arguments.get("attention_mask")
+    ranks = runs.mesh.size(AXIS)
+    fewer = min(tokens, max(_MOST, 8 * ranks) - bool(tokens % (2 * ranks)))
+    first = 0
+    if isinstance(mask, Tensor) and mask.shape == main.shape[:2]:
+        first = tokens - fewer if mask[:, -fewer:].sum() > mask[:, :fewer].sum() else 0
+        mask = mask[:, first : first + fewer].bool()
+    whole_call = Call.of(main, runs.mesh, runs.how)
+
+    def shorter(value: Any) -> Any:
+        dim = whole_call.token_dim(value.shape, tokens) if isinstance(value, Tensor) else None
+        return value if dim is None else value.narrow(dim, first, fewer)
+
+    inputs, keywords = tuple(map(shorter, inputs)), {name: shorter(value) for name, value in keywords.items()}
+    with _evaluating(model):
+        problem = None
+        try:
+            shares, given = _outputs(model, lambda: runs.run(model, forward, inputs, keywords))
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
+            problem = str(error).partition("\n")[0]
+        call = runs.now
+        if problem is None and call is not None:
+            wholes, expected = _outputs(model, lambda: runs.whole(forward, model, inputs, keywords | runs.defaults))
+            apart = _apart(call, shares, wholes, given, expected, mask if isinstance(mask, Tensor) else None)
+            problem = apart and (
+                f"computes something else on a share of the tokens: {apart}; attention is seen where it goes through "
+                "F.scaled_dot_product_attention or HF's attention interface, places of tokens as position_ids or torch.arange(tokens), "
+                "and a loss as F.cross_entropy in the model's forward, or outside of it"
+            )
+    runs.forget()
+    told = problem
+    for axis in ("z", "model"):
+        everyone: list[str | None] = [None] * runs.mesh.size(axis)
+        dist.all_gather_object(everyone, told, group=runs.mesh.group(axis))
+        # One that names a module comes first.
+        told = next((one for one in sorted(filter(None, everyone), key=lambda one: _UNNAMED in one)), None)
+    if told:
+        raise ValueError(f"{type(model).__name__} cannot share sequences over {ranks} ranks of z: it {told}")
+
+
+def _apart(
+    call: Call,
+    shares: list[tuple[str, Tensor]],
+    wholes: list[tuple[str, Tensor]],
+    given: list[Tensor],
+    expected: list[Tensor],
+    mask: Tensor | None,
+) -> str:
+    """What differs, in words."""
+    first, unclear = "", ""
+    for (name, share), (other, whole) in zip(shares, wholes, strict=False):
+        if name != other:
+            break
+        dim = next(
+            (d for d, (a, b) in enumerate(zip(share.shape, whole.shape, strict=False)) if (a, b) == (call.share, call.tokens)),
+            None,
+        )  # fmt: skip
+        if share.dim() != whole.dim() or dim is None or whole.numel() // call.tokens != share.numel() // call.share:
+            unclear = unclear or name
+            continue
+        if not _same(share, whole.index_select(dim, call.places), call, dim, mask):
+            # What gives another number of tokens came before.
+            first = unclear or name
+            break
+        unclear = ""
+    if len(given) == len(expected) and all(
+        a.shape == b.shape and _same(a, b, None, 1, mask) for a, b in zip(given, expected, strict=True)
+    ):
+        return ""
+    return f"the output of {first} differs" if first else _UNNAMED
+
+
+def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tensor | None) -> bool:
+    got, expected = got.double(), expected.double()
+    error = (got - expected).abs()
+    if call is not None:
+        real = call.shared.places(got.device) < call.tokens
+        if mask is not None and dim == 1 and got.shape[0] == len(mask):
+            valid = mask.index_select(1, call.places)
+            error = error.masked_fill(~valid.view(*valid.shape, *[1] * (got.dim() - 2)), 0)
+        error = error.index_select(dim, real.nonzero().flatten())
+    elif mask is not None and got.shape[:2] == mask.shape:
+        error = error.masked_fill(~mask.view(*mask.shape, *[1] * (got.dim() - 2)), 0)
+    if not error.numel():
+        return True
+    rounding = {8: 1e-8, 4: 1e-3}.get(torch.get_default_dtype().itemsize, 0.1)
+    return bool(error.max() <= rounding * (1e-6 + expected.abs().max()))

@@ -1,0 +1,253 @@
+"""Models on shared sequences beside one process: losses, outputs and weights after a step, on grids of 4 and 8 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from axonn_recipes.models.gpt import GPT, GPTConfig
+from axonn_tp import Grid, Mesh, Options, factorisations, full_state_dict, parallelize, sync_gradients
+from tests.distributed import meshes, run_ranks
+
+TOKENS, BATCH = 13, 8
+
+
+def grids(world: int) -> Iterator[Grid]:
+    for grid in factorisations(world):
+        for sequence in range(2, grid.gz + 1):
+            if grid.gz % sequence == 0 and grid.gy < 3:
+                yield Grid(grid.gx, grid.gy, grid.gz, grid.gdata, sequence)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    return make().double()
+
+
+def ids(vocabulary: int = 64, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(vocabulary, (BATCH, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def small_gpt() -> nn.Module:
+    return GPT(GPTConfig(64, TOKENS, 2, 4, 16))
+
+
+class Recomputed(GPT):
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.mean_loss(self.head(self.norm(x)), targets)
+
+
+def step(model: nn.Module, loss: Callable[[nn.Module], Tensor], mesh: Mesh | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the weights that a step of SGD makes."""
+    value = loss(model)
+    value.backward()
+    if mesh is not None:
+        sync_gradients(model.parameters(), mesh)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return value.detach(), model.state_dict() if mesh is None else full_state_dict(model, mesh)
+
+
+def compare(
+    make: Callable[[], nn.Module], loss: Callable[..., Tensor], mesh: Mesh, plan: Any, options: Options
+) -> None:
+    grid = mesh.grid
+    expected, weights = step(seeded(make), partial(loss, mesh=None), None)
+    model = parallelize(seeded(make), mesh, plan, options)
+    got, found = step(model, partial(loss, mesh=mesh), mesh)
+    if grid.readers > 1:
+        torch.distributed.all_reduce(got, group=mesh.group("readers"))
+    torch.testing.assert_close(got / grid.readers, expected, rtol=1e-10, atol=1e-10, msg=f"{grid} {make}")
+    if torch.distributed.get_rank() == 0:
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-10, msg=f"{grid} {make} {name}")
+
+
+def part(tensor: Tensor, mesh: Mesh | None) -> Tensor:
+    return tensor if mesh is None else mesh.shard_batch(tensor)
+
+
+def inside(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    batch = ids(tokens=TOKENS + 1)
+    return model(part(batch[:, :-1], mesh), part(batch[:, 1:], mesh))
+
+
+def outside(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    batch = part(ids(tokens=TOKENS + 1), mesh)
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def gpts(world: int) -> None:
+    # Of 8 ranks those that 4 do not have.
+    chosen = [grid for grid in grids(world) if world == 4 or grid.sequence > 2 or grid.gx * grid.gy * grid.gdata == 4]
+    for number, mesh in enumerate(meshes(chosen)):
+        options = Options("replicated" if number % 3 == 2 else "scattered", attention=("gather", "ring")[number % 2])
+        compare(small_gpt, inside, mesh, "auto" if mesh.size("model") > 1 else None, options)
+        if mesh.grid.sequence == world:
+            compare(small_gpt, outside, mesh, None, options)
+            compare(partial(Recomputed, GPTConfig(64, TOKENS, 2, 4, 16)), inside, mesh, None, options)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_gpt(world: int) -> None:
+    run_ranks(gpts, world, world)
+
+
+def hf(kind: str, **more: Any) -> nn.Module:
+    import transformers
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        **more,
+    }
+    if kind == "GPT2":
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = getattr(transformers, f"{kind}Config" if kind != "Gemma3" else "Gemma3TextConfig")(**sizes)
+    names = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
+    model = getattr(transformers, names.get(kind, f"{kind}ForCausalLM"))(config)
+    if "num_local_experts" in more:
+        model.set_experts_implementation("eager")
+    return model
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {},
+    "GPT2": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "Mistral": {"sliding_window": 4},
+    "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4},
+}
+
+
+def of_hf(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:
+    batch, more = ids(), {}
+    if how == "packed":
+        more["position_ids"] = torch.tensor([*range(4), *range(7), *range(TOKENS - 11)]).repeat(BATCH, 1)
+    elif how != "plain":
+        mask = torch.ones(BATCH, TOKENS, dtype=torch.int64)
+        mask[::2, slice(3) if how == "left" else slice(-3, None)] = 0
+        more["attention_mask"] = mask
+    labels = batch.masked_fill(more.get("attention_mask", torch.ones(1)) == 0, -100)
+    given = {name: part(value, mesh) for name, value in {"input_ids": batch, "labels": labels, **more}.items()}
+    count = part(labels, None)[:, 1:].ne(-100).sum() / (1 if mesh is None else mesh.grid.readers)
+    return model(**given, num_items_in_batch=count, use_cache=False).loss
+
+
+def two_batches(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:
+    """Two differently packed batches before one backward pass, which recomputes both."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.train()
+    return (of_hf(model, mesh, "packed") + of_hf(model, mesh, how)) / 2
+
+
+def published(world: int) -> None:
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment, method-assign]
+    torch.set_default_dtype(torch.float64)
+    plain, split = Grid(gz=world, sequence=world), Grid(gx=2, gz=world // 2, sequence=2)
+    for mesh in meshes([plain, split]):
+        if mesh.grid == plain:
+            compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
+        for kind, more in MODELS.items():
+            ways = ("plain", "packed", "left", "right") if kind == "Gemma3" else ("left", "packed")
+            ways = ways[: 1 if kind == "GptOss" else None]  # whose stock masks do not look at positions
+            if mesh.grid != plain:
+                ways = ways[:1] if kind in ("Llama", "GPT2", "Gemma3") else ()
+            for how in ways:
+                plan = "auto" if mesh.size("model") > 1 else None
+                compare(partial(hf, kind, **more), partial(of_hf, how=how), mesh, plan, Options())
+
+
+def test_models_of_hf() -> None:
+    run_ranks(published, 4, 4)
+
+
+class Mixer(nn.Module):
+    """Looks across tokens in a way that nobody sees."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.table, self.head = how, nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.mixed = nn.Conv1d(8, 8, 3, padding=2) if how == "conv" else nn.Identity()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        if self.how == "conv":
+            x = self.mixed(x.transpose(1, 2))[..., : ids.shape[1]].transpose(1, 2)
+        elif self.how == "cumsum":
+            x = self.mixed(x.cumsum(1))
+        elif self.how == "mask":
+            seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+        return self.head(x)
+
+
+REFUSED = {
+    "conv": "the output of mixed \\(Conv1d\\) differs",
+    "cumsum": "the output of mixed \\(Identity\\) differs",
+    "mask": "is given a mask of shape \\(2, 2\\)|is given a mask of shape",
+}
+
+
+def refusals() -> None:
+    mesh = Mesh(Grid(gz=2, sequence=2))
+    for how, why in REFUSED.items():
+        model = parallelize(seeded(partial(Mixer, how)), mesh)
+        with pytest.raises(ValueError, match=f"Mixer cannot share sequences over 2 ranks of z: it .*({why})"):
+            model(ids())
+    model = parallelize(seeded(small_gpt), mesh)
+    with pytest.raises(ValueError, match="argument ids is not the same on the 2 ranks that share sequences"):
+        model(ids() + mesh.rank("sequence"))
+    with pytest.raises(ValueError, match="sequence = 3 does not divide gz = 4"):
+        Grid(gz=4, sequence=3)
+
+
+def test_what_looks_across_tokens_unseen_is_refused() -> None:
+    run_ranks(refusals, 2)
+
+
+def kept(sequence: int) -> int:
+    """Bytes that a forward pass keeps for backward, on one of `sequence` ranks."""
+    mesh = Mesh(Grid(gz=sequence, sequence=sequence)) if sequence > 1 else None
+    model = GPT(GPTConfig(64, 256, 2, 4, 16))
+    if mesh is not None:
+        parallelize(model, mesh, options=Options(verify_plan=False))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights and tensor.requires_grad:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    batch = ids(tokens=256)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(batch, batch)
+        total = sum(found.values())
+    assert loss.isfinite()
+    return total
+
+
+def test_activations_fall_with_the_ranks_that_share() -> None:
+    assert max(run_ranks(kept, 4, 4)) < 0.3 * kept(1)

@@ -1,0 +1,94 @@
+"""DeepSpeed on sequences that ranks of z share: losses, norms and what is saved are those of one process."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonn_plugins.config import ConfigError, compose, parse
+from axonn_recipes.models.gpt import GPT, GPTConfig
+from tests.deepspeed.training import Case, difference, run_cases, serial
+from tests.distributed import run_ranks, same_on_all
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=51, context=9, layers=2, heads=4, hidden=16))
+
+
+def ids() -> tuple[Tensor, ...]:
+    drawn = torch.randint(51, (8, 10))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def saved(engine: Any, module: nn.Module) -> dict[str, Any]:
+    """Weights as a checkpoint has them, read again, and who reads what."""
+    if not hasattr(engine, "save_checkpoint"):
+        return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
+    folder = same_on_all(tempfile.mkdtemp())
+    engine.save_checkpoint(folder, "here")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    engine.load_checkpoint(folder, "here")
+    dist.barrier()
+    assert (Path(folder) / "latest").read_text() == "here"
+    unit, grid = engine.mpu, engine.mesh.grid
+    assert (unit.get_data_parallel_world_size(), engine.train_batch_size()) == (grid.readers, 4 * grid.readers)
+    return {name: value.flatten().tolist() for name, value in module.state_dict().items()}
+
+
+CASES = {
+    f"zero{stage}-{gx}-{gy}-{z}": Case(
+        gpt, ids, (gx, gy, z), plan, stage, "fp64", after=saved, extra={"zero_allow_untested_optimizer": True}
+    )
+    for stage, gx, gy, z, plan in (
+        (0, 1, 1, {"sequence": 4}, {}),
+        (0, 2, 1, {"sequence": 2}, "auto"),
+        (1, 1, 1, {"batch": 2, "sequence": 2}, {}),
+        (2, 1, 2, {"sequence": 2}, "auto"),
+        (1, 1, 1, {"sequence": 2}, {}),
+    )
+}
+
+
+def test_trains_as_one_process() -> None:
+    found = run_ranks(run_cases, 4, CASES)
+    expected = serial(Case(gpt, ids, dtype="fp64", after=saved))
+    for name in CASES:
+        for rank in found:
+            assert isinstance(rank[name], dict), rank[name]
+            for key in ("losses", "norms"):
+                assert difference(rank[name][key], expected[key]) < 1e-9, (name, key)
+            for weight, values in expected["after"].items():
+                # The gradient of a bias of keys is 0 but for rounding, of which Adam makes a step.
+                assert weight.endswith("qkv.bias") or difference(rank[name]["after"][weight], values) < 1e-8, (
+                    name,
+                    weight,
+                )
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"gz": {"batch": 2}}, "tensor_parallel.gz.sequence"),
+        ({"gz": {"sequence": 2}, "gx": "auto"}, 'gz.sequence does not go with gx or gy = "auto"'),
+        ({"gz": {"sequence": 0}}, "tensor_parallel.gz.sequence = 0"),
+        ({"gz": 2, "attention": "rings"}, 'tensor_parallel.attention = "rings"'),
+    ],
+)
+def test_mistakes_are_one_sentence(block: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse({"tensor_parallel": block})
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("other", ["pipeline", "ted"])
+def test_who_calls_no_whole_model_is_refused(other: str) -> None:
+    with pytest.raises(ConfigError, match=r"axonn.tensor_parallel.gz.sequence does not go with axonn\." + other):
+        compose.check(parse({"tensor_parallel": {"gz": {"sequence": 2}}, other: {}}))
