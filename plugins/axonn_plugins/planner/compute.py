@@ -38,7 +38,7 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
         samples: of a micro-batch, on one GPU's share of z and data.
     """
     products = [_product(linear, at, samples) for linear in block.linears]
-    attention = [] if block.attention is None else [_attention(machine, block.attention, at, samples)]
+    attention = [] if block.attention is None else [attended(machine, block.attention, at, samples)]
     reached = machine.calibration is not None
     vector = [one for each in block.between for one in _vector_work(each, samples / (at.gx * at.gy), reached)]
     none = np.zeros(len(at))
@@ -74,15 +74,20 @@ def stored(block: Block, at: Grids, samples: Floats) -> Floats:
     return inputs + kept / plane
 
 
-def _attention(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
-    share = np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
-    heads, kv_heads = samples * attention.heads / share, samples * np.maximum(attention.kv_heads / share, 1)
-    positions = attention.positions
+def head_ranks(attention: Attention, at: Grids) -> Floats:
+    """Ranks among which heads are dealt out: of x and y, or of x alone where they do not divide."""
+    return np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
+
+
+def attended(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
+    """One GPU's attention, of its share of the positions where ranks share a sample."""
+    share, whole = head_ranks(attention, at), samples * at.sequence
+    heads, kv_heads = whole * attention.heads / share, whole * np.maximum(attention.kv_heads / share, 1)
     return work.attention(
         heads,
         kv_heads,
-        positions,
-        positions,
+        attention.positions / at.sequence,
+        attention.positions,
         attention.width,
         vector_cost(machine),
         attention.value_width,

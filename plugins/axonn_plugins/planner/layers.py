@@ -45,13 +45,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of each position to all: heads of queries and of keys and values, and features of each; of values 0 for as many."""
+    """Attention of each position to all: heads of queries and of keys and values, and features of each; of values 0 for as many.
+
+    Of a latent, `latent` features of a position go between ranks that share a sequence, instead of keys and values, and `rebuilt`
+    multiplications make these of it.
+    """
 
     positions: int
     heads: int
     kv_heads: int
     width: int
     value_width: int = 0
+    latent: int = 0
+    rebuilt: int = 0
 
     @property
     def products(self) -> int:
