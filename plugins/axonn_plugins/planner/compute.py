@@ -8,7 +8,7 @@ import numpy as np
 
 from axonn_plugins.planner import work
 from axonn_plugins.planner.axonn import Floats, Grids, expert_ranks
-from axonn_plugins.planner.layers import Attention, Between, Block, Linear
+from axonn_plugins.planner.layers import Attention, Between, Block, Linear, remade
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.rates import Unit, spent, vector_cost
 
@@ -56,21 +56,24 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
     return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
 
 
-def stored(block: Block, at: Grids, samples: Floats) -> Floats:
+def stored(block: Block, at: Grids, samples: Floats, again: bool) -> Floats:
     """Bytes that one block keeps for backward: its linears' inputs, which one axis splits, and the rest, which two do.
 
     Args:
         block: what is kept of.
         at: the grids.
         samples: of a micro-batch, on one GPU's share of z and data.
+        again: whether backward makes again what is cheap (`layers.remade`).
     """
-    plane = at.gx * at.gy
-    kept = sum((_between(one, samples).stored for one in block.between), 0 * samples)
+    plane, gated = at.gx * at.gy, any(one.kind == "gate" for one in block.between)
+    between = [one for one in block.between if not (again and remade(one.kind, gated))]
+    linears = [one for one in block.linears if not (again and remade(one.name, gated))]
+    kept = sum((_between(one, samples).stored for one in between), 0 * samples)
     if block.attention is not None:
         of = block.attention
         heads, kv_heads = samples * of.heads, samples * of.kv_heads
         kept = kept + work.attention(heads, kv_heads, of.positions, of.positions, of.width, 1.0, of.value_width).stored
-    inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in block.linears)
+    inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in linears)
     return inputs + kept / plane
 
 

@@ -188,7 +188,7 @@ def memory(
     at_once = two / 2 * shards if _gathers(setting) == 1 else 2 * reduce(np.maximum, of_linears)
     gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
-    each = [stored(block, at, samples) for block in model.blocks]
+    each = [stored(block, at, samples, mode == "calibrated") for block in model.blocks]
     in_flight = of_stage * np.minimum(at.depth, m)
     activations = in_flight * reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
     if setting.recompute:

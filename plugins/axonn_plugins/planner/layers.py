@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_REMADE = ("bias", "dropout")
 Kind = Literal["bias", "activation", "gate", "dropout", "norm"]
+
+
+def remade(name: str, gated: bool) -> bool:
+    """Whether backward makes again what an operation would keep, because that is cheap: masks, and a gated MLP's product.
+
+    Args:
+        name: the operation's, or its kind.
+        gated: whether the model's MLPs are.
+    """
+    return name.endswith(_REMADE) or (gated and name.endswith("fc2"))
 
 
 @dataclass(frozen=True)
