@@ -38,11 +38,11 @@ def test_gathering_and_a_ring_by_hand() -> None:
 def test_the_cheaper_way_is_taken_of_each_candidate() -> None:
     of = Shares(np.array([8, 8]), 1e6, 1e9, 1e-5, np.array([0.0, 1.0]), np.array([0.0, 2.0]), 1e6)
     forward, backward = context.cheaper(H100, of)
-    by = {way: sum(context.seconds(H100, of, way)) for way in ("gather", "ring")}
-    assert by["gather"][0] < by["ring"][0] and by["ring"][1] < by["gather"][1]
-    assert forward + backward == pytest.approx([by["gather"][0], by["ring"][1]])
-    nothing = replace(of, ranks=np.array([1, 1]))
-    assert not np.any(context.cheaper(H100, nothing))
+    both = [context.seconds(H100, of, "gather"), context.seconds(H100, of, "ring")]
+    gathered, passed = (forth + np.array([1.0, 1.0]) * back for forth, back in both)
+    assert gathered[0] < passed[0] and passed[1] < gathered[1]
+    assert forward + backward == pytest.approx([gathered[0], passed[1]])
+    assert not np.any(np.stack(context.cheaper(H100, replace(of, ranks=np.array([1, 1])))))
 
 
 def test_a_core_that_moves_bytes_hides_none() -> None:
