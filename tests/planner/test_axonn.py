@@ -9,7 +9,7 @@ from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.answer import EVERY, Question, answer
 from axonn_plugins.planner.axonn import Grids, Linear, Repeats
 from axonn_plugins.planner.collectives import Kind, seconds
-from axonn_plugins.planner.search import Constraints
+from axonn_plugins.planner.search import Constraints, search
 
 PERLMUTTER = machine.load("perlmutter")
 GPT_20B = model.load("gpt-20b")
@@ -176,3 +176,12 @@ def test_pccl_has_less_latency():
     at = axonn.grids(GPT_20B, 256, 1024)
     times = [fourd.times(on, GPT_20B, at, np.ones(len(at)), 1024)[1].total for on in (native, pccl)]
     assert (times[1] <= times[0] * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", ["gpt3-xl", "llama3-8b"])
+def test_a_data_parallel_rank_holds_as_much_as_a_grid_and_in_1d(name):
+    trained = model.load(name)
+    on, gpus = replace(machine.load("a100-80gb"), memory=1e15), 8
+    as_grid = fourd.search(on, trained, gpus, 16, "calibrated", 1, Constraints({"gdata": gpus, "m": 1})).best[0]
+    as_1d = search(on, trained, "1d", gpus, 16, "calibrated", 1, Constraints({"nd": gpus, "bm": 2})).best[0]
+    assert as_grid.holds["activations"] == pytest.approx(as_1d.holds["activations"], rel=1e-3)

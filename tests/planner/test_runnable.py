@@ -97,9 +97,9 @@ def test_any_answer_is_a_configuration_that_is_taken():
 
 
 def test_what_nobody_runs_is_said():
-    asked = Question(machine.load("a100"), model.load("gpt3-xl"), 16, 16, ("2d",))
+    asked = Question(machine.load("a100"), model.load("gpt3-xl"), 16, 16, ("summa",))
     made = runnable(asked, answer(asked, 1).best[0])
-    assert made.ds_config is None and made.megatron is None and "nothing here runs 2d" in made.notes[0]
+    assert made.ds_config is None and made.megatron is None and "nothing here runs summa" in made.notes[0]
     asked = Question(machine.load("a100"), model.load("unet-1b"), 16, 16, ("axonn",))
     made = runnable(asked, answer(asked, 1).best[0])
     assert made.ds_config is not None and made.megatron is None
@@ -198,6 +198,7 @@ PARSED = {
     "deepseek-v2-lite": ("1d", 64, {"np": 1}, {}),
     "qwen3-30b-a3b": ("1d", 64, {"n1": 2, "np": 4}, {"interleave": 2}),
     "gpt3-xl": ("1d", 16, {"n1": 2, "nd": 8}, {"experts": 16}),
+    "mistral-7b": ("2d", 16, {"n1": 2, "n2": 4, "nd": 2}, {}),
 }
 _PARSE = """
 import json, os, sys
@@ -209,7 +210,7 @@ for name, gpus, words in json.loads(sys.stdin.read()):
     sys.argv = ["pretrain_gpt.py", *words]
     args = validate_args(parse_args(), {})
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size
-    print("PARSED", json.dumps([name, sizes, args.num_experts, args.moe_layer_freq, args.expert_model_parallel_size]))
+    print("PARSED", json.dumps([name, sizes, args.num_experts, args.moe_layer_freq, args.expert_model_parallel_size, args.context_parallel_size]))
 """
 
 
@@ -232,7 +233,8 @@ def test_megatron_parses_what_is_for_gpus():
     assert found["llama3-70b"][0] == [4, 4, 4] and found["llama3-405b"][0] == [8, 16, 1]
     assert found["deepseek-v2-lite"][2] == [0, *[1] * 26] and found["deepseek-v2-lite"][1] == 64
     assert found["qwen3-30b-a3b"][1:3] == [128, [1] * 48] and found["qwen3-30b-a3b"][3] == 8
-    assert found["gpt3-xl"][1:] == [16, [0, 1] * 12, 8]
+    assert found["gpt3-xl"][1:] == [16, [0, 1] * 12, 8, 1]
+    assert found["mistral-7b"][0] == [2, 1, 2] and found["mistral-7b"][4] == 4
 
 
 def test_torchrun_starts_as_printed(tmp_path):

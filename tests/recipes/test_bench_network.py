@@ -73,3 +73,28 @@ def test_wrong_input(tmp_path: Path) -> None:
             bench([*words, "--runs", str(tmp_path)])
     assert main(["bench", "network", "--dry-run", "--runs", str(tmp_path)]) == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_gpu_without_bf16_is_said_to_have_none(bf16: bool, tmp_path: Path) -> None:
+    found = Measured(
+        device="V100",
+        nodes=1,
+        ranks=4,
+        bf16=bf16,
+        tensor=9e13,
+        vector=2e13,
+        overhead=1e-5,
+        memory=16e9,
+        memory_bandwidth=8e11,
+        within={(1, 4): 1e11},
+        within_latency=1e-5,
+        between=None,
+        between_latency=None,
+        reduce_scatter=None,
+        call=None,
+    )
+    file = tmp_path / "machine.toml"
+    file.write_text(toml(found, "16 MiB", "a node"))
+    read = machine.load(str(file))
+    assert read.bf16 is bf16 and read.device == "cuda"

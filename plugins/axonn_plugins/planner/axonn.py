@@ -7,7 +7,7 @@ Everything is a pure function of arrays of grids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
@@ -26,13 +26,19 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grids:
-    """4D grids, an array for each axis, innermost first; and stages of a pipeline, each of which has such a grid; None: of one."""
+    """4D grids, an array for each axis, innermost first.
+
+    Attributes:
+        stages: of a pipeline, each of which has such a grid; None for one.
+        shared: neighbours along z that share the positions of each sample; None for one.
+    """
 
     gx: npt.NDArray[np.int64]
     gy: npt.NDArray[np.int64]
     gz: npt.NDArray[np.int64]
     gdata: npt.NDArray[np.int64]
     stages: npt.NDArray[np.int64] | None = None
+    shared: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.gx)
@@ -48,14 +54,19 @@ class Grids:
         return np.ones(len(self), np.int64) if self.stages is None else self.stages
 
     @property
+    def sequence(self) -> npt.NDArray[np.int64]:
+        """Ranks that share a sample."""
+        return np.ones(len(self), np.int64) if self.shared is None else self.shared
+
+    @property
     def gpus(self) -> npt.NDArray[np.int64]:
         """Of all axes and stages."""
         return self.gx * self.gy * self.gz * self.gdata * self.depth
 
     def take(self, chosen: npt.NDArray) -> Grids:
         """Some of them, by index or mask."""
-        stages = None if self.stages is None else self.stages[chosen]
-        return Grids(self.gx[chosen], self.gy[chosen], self.gz[chosen], self.gdata[chosen], stages)
+        stages, shared = (None if one is None else one[chosen] for one in (self.stages, self.shared))
+        return Grids(self.gx[chosen], self.gy[chosen], self.gz[chosen], self.gdata[chosen], stages, shared)
 
 
 @dataclass(frozen=True)
@@ -110,18 +121,20 @@ class Communication:
         return Communication(*(getattr(self, one.name) * count for one in fields(self)))
 
 
-def grids(model: Model, gpus: int, batch: int) -> Grids:
+def grids(model: Model, gpus: int, batch: int | None = None) -> Grids:
     """Every grid of so many GPUs that divides the model's heads and features, and a step's samples.
 
     Args:
         model: what is trained.
         gpus: gx · gy · gz · gdata.
-        batch: samples of a step, which z and data split.
+        batch: samples of a step, which z and data split; None for any.
     """
     table = np.array(factorizations(gpus, 4), np.int64).T
     gx, gy, gz, gdata = table
     features, heads = model.divides
-    fits = (batch % (gz * gdata) == 0) & (heads % gx == 0)
+    fits = heads % gx == 0
+    if batch is not None:
+        fits &= batch % (gz * gdata) == 0
     if isinstance(model, Transformer):  # heads of keys and values are split, or each is repeated equally often
         fits &= (model.kv % gx == 0) | (gx % model.kv == 0)
     for size in features:
@@ -129,18 +142,35 @@ def grids(model: Model, gpus: int, batch: int) -> Grids:
     return Grids(*table[:, fits])
 
 
-def staged(model: Transformer, gpus: int, batch: int) -> Grids:
-    """Every number of stages that each have a layer, and every grid of the rest of the GPUs.
+def staged(model: Transformer, gpus: int, batch: int, every: bool = False) -> Grids:
+    """Every number of stages that each have a layer, and every grid of the rest of the GPUs, whose ranks of z may share samples.
 
     Args:
         model: what is trained.
         gpus: gx · gy · gz · gdata · stages.
         batch: samples of a step.
+        every: with every number of ranks that share a sample; else the least with which samples suffice.
     """
     counts = [count for count in divisors(gpus) if count <= model.layers]
-    each = [grids(model, gpus // count, batch) for count in counts]
+    each = [_shared(model, grids(model, gpus // count), batch, every) for count in counts]
     gx, gy, gz, gdata = (np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True))
-    return Grids(gx, gy, gz, gdata, np.repeat(np.array(counts, np.int64), [len(one) for one in each]))
+    stages = np.repeat(np.array(counts, np.int64), [len(one) for one in each])
+    return Grids(gx, gy, gz, gdata, stages, np.concatenate([one.sequence for one in each]))
+
+
+def _shared(model: Transformer, at: Grids, batch: int, every: bool) -> Grids:
+    """Grids by how many ranks of z share a sample: positions are two chunks for each (zigzag), and samples divide among the readers."""
+    chosen, shared, left = [], [], np.ones(len(at), bool)
+    for count in divisors(int(np.max(at.gz, initial=1))):
+        if count > 1 and model.sequence % (2 * count):
+            continue
+        fits = left & (at.gz % count == 0) & (batch % np.maximum(at.gz // count * at.gdata, 1) == 0)
+        chosen.append(np.flatnonzero(fits))
+        shared.append(np.full(int(fits.sum()), count, np.int64))
+        left = left if every else left & ~fits
+    index, ranks = np.concatenate(chosen), np.concatenate(shared)
+    order = np.lexsort((ranks, index))
+    return replace(at.take(index[order]), shared=ranks[order])
 
 
 def bandwidths(machine: Machine, at: Grids, aware: bool = True) -> Bandwidths:

@@ -8,7 +8,7 @@ import numpy as np
 
 from axonn_plugins.planner import work
 from axonn_plugins.planner.axonn import Floats, Grids, expert_ranks
-from axonn_plugins.planner.layers import Attention, Between, Block, Linear
+from axonn_plugins.planner.layers import Attention, Between, Block, Linear, remade
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.rates import Unit, spent, vector_cost
 
@@ -38,7 +38,7 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
         samples: of a micro-batch, on one GPU's share of z and data.
     """
     products = [_product(linear, at, samples) for linear in block.linears]
-    attention = [] if block.attention is None else [_attention(machine, block.attention, at, samples)]
+    attention = [] if block.attention is None else [attended(machine, block.attention, at, samples)]
     reached = machine.calibration is not None
     vector = [one for each in block.between for one in _vector_work(each, samples / (at.gx * at.gy), reached)]
     none = np.zeros(len(at))
@@ -56,33 +56,41 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
     return Layer((forward[0], forward[1]), (backward[0], backward[1]), gradients)
 
 
-def stored(block: Block, at: Grids, samples: Floats) -> Floats:
+def stored(block: Block, at: Grids, samples: Floats, again: bool) -> Floats:
     """Bytes that one block keeps for backward: its linears' inputs, which one axis splits, and the rest, which two do.
 
     Args:
         block: what is kept of.
         at: the grids.
         samples: of a micro-batch, on one GPU's share of z and data.
+        again: whether backward makes again what is cheap (`layers.remade`).
     """
-    plane = at.gx * at.gy
-    kept = sum((_between(one, samples).stored for one in block.between), 0 * samples)
+    plane, gated = at.gx * at.gy, any(one.kind == "gate" for one in block.between)
+    between = [one for one in block.between if not (again and remade(one.kind, gated))]
+    linears = [one for one in block.linears if not (again and remade(one.name, gated))]
+    kept = sum((_between(one, samples).stored for one in between), 0 * samples)
     if block.attention is not None:
         of = block.attention
         heads, kv_heads = samples * of.heads, samples * of.kv_heads
         kept = kept + work.attention(heads, kv_heads, of.positions, of.positions, of.width, 1.0, of.value_width).stored
-    inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in block.linears)
+    inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in linears)
     return inputs + kept / plane
 
 
-def _attention(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
-    share = np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
-    heads, kv_heads = samples * attention.heads / share, samples * np.maximum(attention.kv_heads / share, 1)
-    positions = attention.positions
+def head_ranks(attention: Attention, at: Grids) -> Floats:
+    """Ranks among which heads are dealt out: of x and y, or of x alone where they do not divide."""
+    return np.where(attention.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
+
+
+def attended(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> work.Work:
+    """One GPU's attention, of its share of the positions where ranks share a sample."""
+    share, whole = head_ranks(attention, at), samples * at.sequence
+    heads, kv_heads = whole * attention.heads / share, whole * np.maximum(attention.kv_heads / share, 1)
     return work.attention(
         heads,
         kv_heads,
-        positions,
-        positions,
+        attention.positions / at.sequence,
+        attention.positions,
         attention.width,
         vector_cost(machine),
         attention.value_width,

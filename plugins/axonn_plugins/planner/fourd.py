@@ -29,6 +29,7 @@ from axonn_plugins.planner.axonn import (
 )
 from axonn_plugins.planner.collectives import point_to_point, sum_of_shares
 from axonn_plugins.planner.compute import Layer, layer_times, stored
+from axonn_plugins.planner.context import own_bytes, sharing
 from axonn_plugins.planner.layers import Block
 from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Model, Transformer
@@ -65,9 +66,30 @@ def search(
         setting: how it is trained.
     """
     machine = calibrated(machine, mode)
-    every = staged if mode == "calibrated" and isinstance(model, Transformer) else grids
-    at, m = _with_microbatches(every(model, gpus, batch), batch, mode)  # type: ignore[arg-type]
-    kept = _mask(at, m, constraints or Constraints())
+    constraints = constraints or Constraints()
+    if mode != "calibrated" or not isinstance(model, Transformer):
+        return _best(machine, model, grids(model, gpus, batch), batch, mode, top, constraints, setting)
+    # More ranks than must share samples where they are asked for, or where nothing fits without.
+    asked = "sequence" in constraints.fixed
+    found = _best(machine, model, staged(model, gpus, batch, asked), batch, mode, top, constraints, setting)
+    if found.best or asked:
+        return found
+    return _best(machine, model, staged(model, gpus, batch, True), batch, mode, top, constraints, setting)
+
+
+def _best(
+    machine: Machine,
+    model: Model,
+    at: Grids,
+    batch: int,
+    mode: Mode,
+    top: int,
+    constraints: Constraints,
+    setting: Setting | None,
+) -> Found:
+    """Of these grids."""
+    at, m = _with_microbatches(at, batch, mode)
+    kept = _mask(at, m, constraints)
     at, m = at.take(kept), m[kept]
     if not len(at):
         return Found([], [], 0, 0, 0)
@@ -124,6 +146,10 @@ def times(
             for i, spent in enumerate((compute, waiting))
         )
         exposed = exposed + _exposed(layer, parts, setting, share) * count
+        if at.shared is not None and block.attention is not None:
+            samples = batch / (at.gz * at.gdata * m)
+            forward, backward = sharing(machine, block.attention, at, samples)
+            exposed = exposed + (passes * forward + backward) * count
     talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
     if machine.calibration is not None and isinstance(model, Transformer):
         head, optimizer = _ends(machine, model, at, batch / (at.gz * at.gdata * m), setting)
@@ -162,12 +188,15 @@ def memory(
     at_once = two / 2 * shards if _gathers(setting) == 1 else 2 * reduce(np.maximum, of_linears)
     gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
-    each = [stored(block, at, samples) for block in model.blocks]
+    each = [stored(block, at, samples, mode == "calibrated") for block in model.blocks]
     in_flight = of_stage * np.minimum(at.depth, m)
     activations = in_flight * reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
     if setting.recompute:
         kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
         activations = 2 * in_flight * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
+    # What comes of the others' keys and values, and goes back as gradients, of one layer at a time.
+    travelling = [own_bytes(block.attention, at, samples) for block in model.blocks if block.attention is not None]
+    activations = activations + 2 * (at.sequence - 1) * reduce(np.maximum, travelling, 0 * activations)
     index = kept * two if setting.sparsity else 0 * two
     states = 0.0 if setting.offload else 12.0
     optimizer = of_stage * kept * (states * model.parameters / shards) / at.gdata + index
@@ -272,7 +301,7 @@ def _with_microbatches(at: Grids, batch: int, mode: Mode) -> tuple[Grids, np.nda
     """Each grid with every number of micro-batches that its samples divide into."""
     if mode == "paper":
         return at, np.ones(len(at), np.int64)
-    counts = [divisors(int(batch // (gz * gdata))) for gz, gdata in zip(at.gz, at.gdata, strict=True)]
+    counts = [divisors(int(samples)) for samples in batch // (at.gz // at.sequence * at.gdata)]
     index = np.repeat(np.arange(len(at)), [len(one) for one in counts])
     return at.take(index), np.array([m for one in counts for m in one], np.int64)
 
@@ -294,6 +323,7 @@ def _plan(
         gz=int(at.gz[i]),
         gdata=int(at.gdata[i]),
         stages=int(at.depth[i]),
+        sequence=int(at.sequence[i]),
         microbatches=int(m[i]),
         seconds=float(timed.total[i]) if timed else np.nan,
         parts=pick(timed),

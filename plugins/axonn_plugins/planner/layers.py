@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_REMADE = ("bias", "dropout")
 Kind = Literal["bias", "activation", "gate", "dropout", "norm"]
+
+
+def remade(name: str, gated: bool) -> bool:
+    """Whether backward makes again what an operation would keep, because that is cheap: masks, and a gated MLP's product.
+
+    Args:
+        name: the operation's, or its kind.
+        gated: whether the model's MLPs are.
+    """
+    return name.endswith(_REMADE) or (gated and name.endswith("fc2"))
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of each position to all: heads of queries and of keys and values, and features of each; of values 0 for as many."""
+    """Attention of each position to all: heads of queries and of keys and values, and features of each; of values 0 for as many.
+
+    Of a latent, `latent` features of a position go between ranks that share a sequence, instead of keys and values, and `rebuilt`
+    multiplications make these of it.
+    """
 
     positions: int
     heads: int
     kv_heads: int
     width: int
     value_width: int = 0
+    latent: int = 0
+    rebuilt: int = 0
 
     @property
     def products(self) -> int:

@@ -37,6 +37,12 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
         return "on a grid its MoE layers own the dispatch of tokens; TED is for DeepSpeed, and --strategy 1d for Megatron's own experts"
     if ours and question.setting.fp8:
         return "on a grid layers multiply in 16 bits; --strategy 1d is Megatron's own with transformer-engine"
+    if ours and split.sequence > 1:
+        return "on a grid its layers take whole samples; --strategy 2d is Megatron's own context parallelism"
+    if split.sequence > 1 and question.machine.device == "cpu":
+        return "its context parallelism runs with transformer-engine only, which is for GPUs"
+    if split.sequence > 1 and model.sequence % (2 * split.sequence):
+        return f"its context parallelism of {split.sequence} cuts samples of {model.sequence} into {2 * split.sequence} equal parts"
     if ours and model.latent:
         return "on a grid multi-latent attention makes shares that it does not know; --strategy 1d is Megatron's own"
     if model.kv % split.gx and split.gx % model.kv:
@@ -59,7 +65,7 @@ def flags(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         *(["--fp8-format", "hybrid"] if question.setting.fp8 else []),
         *_parallel(question, plan, split),
         *_staged(model, split, question.setting.interleave),
-        *(["--use-distributed-optimizer"] if split.gdata > 1 else []),
+        *(["--use-distributed-optimizer"] if split.gdata * split.sequence > 1 else []),
         *(again if question.setting.recompute else []),
         *_TO_START,
         *("--vocab-size", str((model.vocabulary or _VOCABULARY) - 1)),  # its tokenizer adds one
@@ -135,7 +141,8 @@ def _parallel(question: Question, plan: AnyPlan, split: Split) -> list[str]:
     if not _ours(question, plan):
         # Norms of its local layers, without which nothing runs on a CPU, know no split positions.
         together = ["--sequence-parallel"] if split.gx > 1 and not cpu else []
-        return ["--tensor-model-parallel-size", str(split.gx), *together]
+        context = ["--context-parallel-size", str(split.sequence)] if split.sequence > 1 else []
+        return ["--tensor-model-parallel-size", str(split.gx), *together, *context]
     found = ["--tensor-model-parallel-impl=axonn3d"]
     found += _words({f"--axonn-{axis}": getattr(split, axis) for axis in ("gx", "gy", "gz")})
     if model.sequence % split.gx:  # which would split tokens

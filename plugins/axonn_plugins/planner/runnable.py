@@ -58,7 +58,7 @@ def runnable(question: Question, plan: AnyPlan) -> Runnable:
     why_not = megatron.refused(question, plan, split)
     flags = None if why_not else shlex.join(megatron.flags(question, plan, split))
     notes = [*_to_do(question, split), *([f"no flags of Megatron's: {why_not}"] if why_not else [])]
-    no_deepspeed = _not_under_deepspeed(question, split)
+    no_deepspeed = _not_under_deepspeed(question, plan, split)
     if no_deepspeed:
         notes.append(f"no DeepSpeed configuration: {no_deepspeed}")
     config = None if no_deepspeed else _ds_config(question, split)
@@ -80,7 +80,9 @@ def _launch(machine: Machine, gpus: int) -> str:
 # DeepSpeed
 
 
-def _not_under_deepspeed(question: Question, split: Split) -> str:
+def _not_under_deepspeed(question: Question, plan: AnyPlan, split: Split) -> str:
+    if plan.strategy == "2d" and split.sequence > 1:
+        return "ranks that share samples and repeat the weights are Megatron's; on a grid, ranks of z share samples and split the weights"
     if question.setting.fp8:
         return "it trains in 8 bits with Transformer Engine's layers alone, which are Megatron's"
     if question.setting.interleave > 1 and split.stages > 1:
@@ -104,7 +106,8 @@ def _ds_config(question: Question, split: Split) -> dict[str, Any]:
 def block(question: Question, split: Split) -> dict[str, Any]:
     """The ``"axonn"`` block: a grid, and what else trains as the question says."""
     setting = question.setting
-    grid: dict[str, Any] = {"gx": split.gx, "gy": split.gy, "gz": split.gz, "plan": "auto"}
+    gz = {"batch": split.gz // split.sequence, "sequence": split.sequence} if split.sequence > 1 else split.gz
+    grid: dict[str, Any] = {"gx": split.gx, "gy": split.gy, "gz": gz, "plan": "auto"}
     if split.gz > 1 and not setting.recompute:
         grid["reshard_after_forward"] = True
     if setting.recompute and setting.keep_gathered:

@@ -59,6 +59,7 @@ class GridPlan:
     Attributes:
         collectives: seconds of equations 5.1 to 5.5, hidden ones included.
         stages: of a pipeline, each of which has such a grid.
+        sequence: ranks of z that share the positions of each sample.
     """
 
     gx: int
@@ -72,18 +73,19 @@ class GridPlan:
     holds: dict[str, float]
     collectives: dict[str, float]
     stages: int = 1
+    sequence: int = 1
     strategy: Literal["axonn"] = "axonn"
 
     @property
     def sizes(self) -> dict[str, int]:
         """What distinguishes it, by letter."""
-        stages = {"stages": self.stages} if self.stages > 1 else {}
+        more = {name: size for name in ("sequence", "stages") if (size := getattr(self, name)) > 1}
         return {
             "gx": self.gx,
             "gy": self.gy,
             "gz": self.gz,
             "gdata": self.gdata,
-            **stages,
+            **more,
             "m": self.microbatches,
         }
 

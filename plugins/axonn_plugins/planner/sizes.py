@@ -224,7 +224,13 @@ class Transformer:
             linears=(*attention, *mlp),
             between=tuple(Between(kind, positions, features) for kind, features in kinds),
             attention=Attention(
-                positions, self.heads, self.heads if self.kv_rank else self.kv, self.q, self.value_width
+                positions,
+                self.heads,
+                self.heads if self.kv_rank else self.kv,
+                self.q,
+                self.value_width,
+                self.kv_rank + self.rope_width,
+                self.kv_rank * self.heads * (self.q - self.rope_width + self.v),
             ),
             count=count,
         )

@@ -12,6 +12,7 @@ class Split:
     """How a plan deals out ranks and samples.
 
     Attributes:
+        sequence: of z's ranks, or of 2D's n2, so many share the positions of each sample.
         stages: of a pipeline.
         microbatch: samples of a rank at a time.
         accumulation: microbatches of a step.
@@ -24,11 +25,17 @@ class Split:
     stages: int
     microbatch: int
     accumulation: int
+    sequence: int = 1
 
 
 def split_of(plan: AnyPlan, batch: int) -> Split | None:
-    """How a plan deals out ranks and samples; 1D is a grid of x and data alone. None for what nobody runs, 2D and SUMMA."""
+    """How a plan deals out ranks and samples; 1D is a grid of x and data alone, 2D has Megatron's context parallelism besides.
+
+    None for SUMMA, which nobody runs.
+    """
     if isinstance(plan, GridPlan):
-        samples = batch // (plan.gz * plan.gdata * plan.microbatches)
-        return Split(plan.gx, plan.gy, plan.gz, plan.gdata, plan.stages, samples, plan.microbatches)
-    return Split(plan.n1, 1, 1, plan.nd, plan.np, plan.bm, plan.microbatches) if plan.strategy == "1d" else None
+        samples = batch // (plan.gz // plan.sequence * plan.gdata * plan.microbatches)
+        return Split(plan.gx, plan.gy, plan.gz, plan.gdata, plan.stages, samples, plan.microbatches, plan.sequence)
+    if plan.strategy == "summa":
+        return None
+    return Split(plan.n1, 1, 1, plan.nd, plan.np, plan.bm, plan.microbatches, plan.n2)

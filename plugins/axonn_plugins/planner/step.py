@@ -238,6 +238,10 @@ def _direction(
     communicate: Number = 0.0
     for collective in operation.backward if back else operation.forward:
         communicate = communicate + seconds(machine, collective.kind, collective.volume, *groups[collective.axis])
+    if machine.calibration is not None and operation.name == "attention":
+        # Of what goes around a ring, as Megatron's context parallelism does it, compute hides a share (`context`).
+        hides = machine.calibration.hidden
+        communicate = communicate - np.minimum(hides * communicate, (compute + waiting) * (1 - 1 / groups["n2"][0]))
     if done.panels is not None:
         communicate = communicate + np.maximum(done.panels * communicate - (compute + waiting), 0)
     return np.stack(np.broadcast_arrays(compute, waiting, communicate))

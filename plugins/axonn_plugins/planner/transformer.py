@@ -17,6 +17,7 @@ import numpy as np
 
 from axonn_plugins.planner import work
 from axonn_plugins.planner.collectives import Collective, Kind
+from axonn_plugins.planner.layers import remade
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.rates import Unit
 from axonn_plugins.planner.work import Number, Work
@@ -122,7 +123,7 @@ def kept(operation: Operation, model: Transformer, mode: Mode, n1: Number) -> Nu
     """Bytes that forward keeps; calibrated, none that are cheap to make again: what is gathered over n1, a gated MLP's product, masks."""
     stored = operation.work.stored
     if mode == "calibrated":
-        if operation.name.endswith(("bias", "dropout")) or (model.gated and operation.name.endswith("fc2")):
+        if remade(operation.name, model.gated):
             return 0.0
         if operation.name.endswith(("fc1", "qkv")):
             return stored / n1

@@ -13,7 +13,7 @@ _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 # Sizes of --fix: of 1D, 2D and SUMMA, of 1D alone, and of 4D grids.
 PIPELINED = ("n1", "n2", "np", "nd", "bm", "panels", "v1", "v2", "vp", "vd")
 OF_1D = ("n1", "np", "nd", "bm", "v1", "vp", "vd")
-GRID = ("gx", "gy", "gz", "gdata", "stages", "m")
+GRID = ("gx", "gy", "gz", "gdata", "sequence", "stages", "m")
 
 
 def sparsity(text: str | None) -> float:

@@ -28,7 +28,8 @@ class Measured:
         device: what computes.
         nodes: of the run.
         ranks: of a node.
-        tensor: flop/s of a large matrix multiplication, in bf16 on a GPU, in float32 on a CPU.
+        bf16: whether it computes in bf16; of GPUs else fp16.
+        tensor: flop/s of a large matrix multiplication, in these 16 bits on a GPU, in float32 on a CPU.
         vector: flop/s of element-wise products in cache.
         overhead: seconds of the smallest operation.
         memory: of a rank.
@@ -45,6 +46,7 @@ class Measured:
     device: str
     nodes: int
     ranks: int
+    bf16: bool
     tensor: float
     vector: float
     overhead: float
@@ -76,6 +78,7 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
         device=torch.cuda.get_device_name(device) if cuda else "CPU",
         nodes=nodes,
         ranks=ranks,
+        bf16=_bf16(device),
         **_arithmetic(clock, device, edge),
         memory=_memory(device, ranks),
         memory_bandwidth=copies(clock, device, size),
@@ -189,8 +192,13 @@ class Rings:
         return self._groups[before, members]
 
 
+def _bf16(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _arithmetic(clock: Clock, device: torch.device, edge: int) -> dict[str, float]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    half = torch.bfloat16 if _bf16(device) else torch.float16
+    dtype = half if device.type == "cuda" else torch.float32
     a, b = (torch.ones(edge, edge, device=device, dtype=dtype) for _ in range(2))
     # As long as a core's time slices, that ranks which share cores are seen to wait for them.
     product = clock.seconds(lambda: torch.mm(a, b), times=20)

@@ -21,6 +21,7 @@ def toml(found: Measured, size: str, where: str) -> str:
         f'memory = "{found.memory / 1e9:.5g} GB"',
         f'memory_bandwidth = "{found.memory_bandwidth / 1e9:.5g} GB/s"',
         *(['device = "cpu"'] if found.device == "CPU" else []),
+        *([] if found.bf16 else ["bf16 = false"]),
         f"domain = {found.ranks}",
         f'fast_bandwidth = "{_fast(found) / 1e9:.5g} GB/s"',
         f'fast_latency = "{_latency(found) * 1e6:.5g} us"',
