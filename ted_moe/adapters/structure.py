@@ -88,7 +88,7 @@ def find(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Experts]:
     for name, module in model.named_modules():
         around = [other for other in found if not other or name.startswith(f"{other}.")]
         inside = any(found[other].refusal is None for other in around)
-        inside = inside or any(name == other or name.startswith(f"{other}.") for other in apart)
+        inside = inside or any(not other or name == other or name.startswith(f"{other}.") for other in apart)
         holds = any(not name or other.startswith(f"{name}.") for other in apart)
         named = _speaks_of_experts(name, module)
         may_be = named or (_arguments(module) and module._parameters and _count(module) is not None)

@@ -120,7 +120,11 @@ def _block_at(location: tuple[str | int, ...]) -> tuple[type[Block], str]:
     block: type[Block] = Axonn
     for part in location:
         registered = REGISTERED.get(str(part))
-        block = registered.block if registered is not None else _CLASSES.get(str(part), block)
+        found = registered.block if registered is not None else _CLASSES.get(str(part), block)
+        field = block.model_fields.get(str(part))
+        # Keys of two blocks may have one name: a pipeline's schedule is a word.
+        if registered is not None or field is None or found.__name__ in str(field.annotation):
+            block = found
     return block, ".".join(["axonn", *(str(part) for part in location)])
 
 

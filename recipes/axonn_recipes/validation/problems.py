@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from axonn_recipes.models.unet import UNet, UNetConfig, cosine_schedule, diffuse
 from axonn_recipes.models.unet_plan import unet_plan
 from axonn_recipes.validation.settings import MODELS, Settings
 from axonn_tp import LayerPlan, place
+from axonn_tp.grid.mesh import AXES
 
 TIMESTEPS = 1000
 
@@ -85,7 +86,7 @@ def problem(name: str, settings: Settings) -> Problem:
     size = SIZES[settings.size]
     build: Callable[[], nn.Module] = (lambda: GPT(size.gpt)) if name == "gpt" else (lambda: UNet(size.unet))
     plan = gpt_plan(size.gpt) if name == "gpt" else unet_plan(size.unet)
-    grid = ",".join(map(str, astuple(settings.grid)))
+    grid = ",".join(str(settings.grid.size(axis)) for axis in AXES)
     if size.batch[name] % settings.grid.batch:
         raise ConfigError(
             f"--grid {grid}: the batch of {size.batch[name]} does not divide by gz*gdata = {settings.grid.batch}; choose a divisor"

@@ -14,6 +14,7 @@ import torch
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.figures import Picture
 from axonn_recipes.validation.settings import BOUNDS, CONTROL, MODELS, Settings
+from axonn_tp.grid.mesh import AXES
 
 _EQUAL = 1e-17  # where losses without any difference are drawn on the logarithmic axis
 
@@ -136,5 +137,5 @@ def _draw(pairs: list[Pair], settings: Settings, models: list[str], figure: Any)
             apart.axhline(pair.bound, color=color, linestyle=":", label=f"bound, {pair.dtype}")
         curves.legend()
         apart.legend(fontsize="small", ncols=2)
-    grid = ", ".join(f"{axis}={size}" for axis, size in asdict(settings.grid).items())
+    grid = ", ".join(f"g{axis}={settings.grid.size(axis)}" for axis in AXES)
     figure.suptitle(f"{grid}, {settings.layout}")
