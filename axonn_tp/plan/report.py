@@ -79,6 +79,11 @@ class Report:
     rows: tuple[Row, ...]
     note: str
 
+    @property
+    def at_times(self) -> bool:
+        """Whether there are layers that are called for some inputs only."""
+        return any(row.why == AT_TIMES for row in self.rows)
+
     def bytes_sent(self, tokens: int) -> Fraction:
         """Bytes that one rank sends in the forward and backward pass of the table's layers.
 

@@ -168,6 +168,9 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
+        if self._owns and split.report is not None and split.report.at_times:
+            # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
+            self.optimizer.reduces_early = False
         self._tracer = trace(self, self._axonn)
 
     def _settings(self, block: Axonn) -> TensorParallel:

@@ -28,9 +28,14 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         reduces: whether the backward pass under way reduces gradients, or accumulates them only.
         settings: of `samo.Optimizer`.
 
+    Attributes:
+        reduces_early: whether sums may begin while the backward pass runs, and not only behind it.
+
     Raises:
         ConfigError: the optimizer is not element-wise.
     """
+
+    reduces_early = True
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
             raise ConfigError(f"{self.key}: {error}") from None
 
     def _take(self, entry: Any) -> None:
-        self.reducer.active = self._reduces()
+        self.reducer.active = self.reduces_early and self._reduces()
         super()._take(entry)
 
     def step(self, closure: Any = None) -> Any:
