@@ -7,7 +7,6 @@ another does not, they would get parts of each other's weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,7 @@ _SEEDS = (1, 2, 3)
 def called_at_times(shadow: Shadow, name: str, arguments: Arguments, once: set[str]) -> set[str]:
     """Linears in a module that are called in some of several runs, and those like them.
 
-    The runs are one on these arguments, one on their first token or row, and three in training, where layers may be dropped.
+    The runs are one on these arguments, one on their first token or row, and on the same three in training, where layers may be dropped.
 
     Args:
         shadow: of the model.
@@ -32,25 +31,17 @@ def called_at_times(shadow: Shadow, name: str, arguments: Arguments, once: set[s
         once: what was called on these arguments.
     """
     always, ever = set(once), set(once)
-    runs: list[list[Any]] = [[_first_token, _first_row], *([seed] for seed in _SEEDS)]
-    for tries in runs:
-        found = _first_of(shadow, name, arguments, tries)
-        if found is not None:
-            always, ever = always & found, ever | found
-    some = {_numberless(linear) for linear in ever - always}
-    return {linear for linear in shadow.linears if _numberless(linear) in some}
-
-
-def _first_of(shadow: Shadow, name: str, arguments: Arguments, tries: Sequence[Any]) -> set[str] | None:
-    """What is called in the first of these runs that the module can make."""
-    for one in tries:
+    for fewer in (_first_token, _first_row, lambda value: value):
+        small = tree_map(fewer, arguments)
         try:
-            if isinstance(one, int):
-                return shadow.called_in(name, arguments, one)
-            return shadow.called_in(name, tree_map(one, arguments), None)
+            for seed in (None, *_SEEDS):
+                found = shadow.called_in(name, small, seed)
+                always, ever = always & found, ever | found
+            break
         except Exception as error:  # a module need not take fewer rows or tokens
             let_out(error)
-    return None
+    some = {_numberless(linear) for linear in ever - always}
+    return {linear for linear in shadow.linears if _numberless(linear) in some}
 
 
 def _numberless(name: str) -> str:
