@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -31,7 +32,7 @@ def survivors(
     for said, arguments in zip(queues, variants, strict=True):
         port = free_port()
         processes += [
-            fork.Process(target=_rank, args=(said, rank, ranks, port, function, arguments)) for rank in range(ranks)
+            fork.Process(target=_rank, args=(said, rank, ranks, port, timeout, function, arguments)) for rank in range(ranks)
         ]
     for process in processes:
         process.start()
@@ -57,7 +58,10 @@ def _ended(process: Any) -> bool:
     return True
 
 
-def _rank(said: Any, rank: int, ranks: int, port: int, function: Callable[..., str], arguments: tuple) -> None:
+def _rank(
+    said: Any, rank: int, ranks: int, port: int, timeout: float, function: Callable[..., str], arguments: tuple
+) -> None:
+    faulthandler.dump_traceback_later(timeout - 5, file=sys.__stderr__)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
