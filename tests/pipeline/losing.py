@@ -32,7 +32,8 @@ def survivors(
     for said, arguments in zip(queues, variants, strict=True):
         port = free_port()
         processes += [
-            fork.Process(target=_rank, args=(said, rank, ranks, port, timeout, function, arguments)) for rank in range(ranks)
+            fork.Process(target=_rank, args=(said, rank, ranks, port, timeout, function, arguments))
+            for rank in range(ranks)
         ]
     for process in processes:
         process.start()

@@ -7,6 +7,7 @@ posted while the stage before still computes, which on a link that hands over on
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -102,8 +103,32 @@ class Transport:
         Raises:
             StageLost: a stage is gone.
         """
+        if self._polls:
+            self._flush()
+            return
+        # A send to a rank that was killed may never return.
+        flushed: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        threading.Thread(target=lambda: flushed.put(self._flush_or_error()), daemon=True).start()
+        while True:
+            try:
+                error = flushed.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                self._idle()
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def _flush(self) -> None:
         for outgoing in self._outgoing.values():
             outgoing.flush()
+
+    def _flush_or_error(self) -> RuntimeError | None:
+        try:
+            self._flush()
+        except RuntimeError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """End the threads that wait at links."""
