@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from axonn_plugins.pipeline.wires import Pending, Wire
 
 AHEAD = 2
 """Receives that are posted at a time from one neighbour, beside the message that is worked on."""
+IDLE_SECONDS = 1.0
+"""How long a stage waits before it asks whether another rank was lost."""
 _REMEMBERED = 8
 
 
@@ -178,12 +180,51 @@ class Sender:
             started.run()
 
 
+class Waiter:
+    """A thread that waits for sends, where a wire cannot be asked: one to a rank that was killed may never return.
+
+    Args:
+        on_idle: called about every second meanwhile; may raise.
+    """
+
+    def __init__(self, on_idle: Callable[[], None]) -> None:
+        self.jobs: SimpleQueue[Pending | None] = SimpleQueue()
+        self._waited: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        self._on_idle = on_idle
+        threading.Thread(target=self._run, name="axonn-pipeline-waiter", daemon=True).start()
+
+    def wait(self, pending: Pending) -> None:
+        """Return when the message has left."""
+        self.jobs.put(pending)
+        while True:
+            try:
+                error = self._waited.get(timeout=IDLE_SECONDS)
+            except Empty:
+                self._on_idle()
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def _run(self) -> None:
+        while (pending := self.jobs.get()) is not None:
+            try:
+                pending.wait()
+            except RuntimeError as error:
+                self._waited.put(error)
+            else:
+                self._waited.put(None)
+
+
 class Outgoing:
     """Messages to one neighbour, from a ring of buffers: a send is waited for when its buffer's turn comes again."""
 
-    def __init__(self, wire: Wire, is_input: bool, peer: int, clock: Clock, sender: Sender | None) -> None:
+    def __init__(
+        self, wire: Wire, is_input: bool, peer: int, clock: Clock, threads: tuple[Sender, Waiter] | None
+    ) -> None:
         self.wire, self.peer, self.channel, self.clock = wire, peer, 0 if is_input else 2, clock
-        self._start = (lambda start: start()) if sender is None else sender.send
+        self._start = (lambda start: start()) if threads is None else threads[0].send
+        self._waited = (lambda pending: pending.wait()) if threads is None else threads[1].wait
         self.rooms = deque([FIRST_ROOM] * AHEAD)
         self.totals: deque[int] = deque(maxlen=_REMEMBERED)
         self.ring: deque[tuple[Packed, list[Pending], int]] = deque()
@@ -220,7 +261,9 @@ class Outgoing:
     def _wait(self, pending: list[Pending], microbatch: int) -> None:
         try:
             while pending:
-                pending.pop().wait()
+                self._waited(pending.pop())
+        except StageLost:
+            raise
         except RuntimeError as error:
             raise self._lost(microbatch, error) from None
 

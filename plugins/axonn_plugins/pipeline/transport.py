@@ -7,16 +7,13 @@ posted while the stage before still computes, which on a link that hands over on
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from axonn_plugins.pipeline.clock import Clock
-from axonn_plugins.pipeline.links import Arrival, Incoming, Listener, Outgoing, Sender, StageLost
+from axonn_plugins.pipeline.links import IDLE_SECONDS, Arrival, Incoming, Listener, Outgoing, Sender, StageLost, Waiter
 from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.wires import Wire, wait_for
-
-_IDLE_SECONDS = 1.0
 
 
 class Transport:
@@ -26,7 +23,7 @@ class Transport:
         wire: carries bytes.
         stage: this one.
         stages: G_inter.
-        on_idle: called about every second while `receive` waits, with the stages that it waits for; may raise.
+        on_idle: called about every second while a message is waited for, with the stages that any is due from; may raise.
     """
 
     def __init__(self, wire: Wire, stage: int, stages: int, on_idle: Callable[[list[int]], None] | None = None) -> None:
@@ -37,10 +34,11 @@ class Transport:
             for is_input in (True, False)
             if 0 <= (stage - 1 if is_input else stage + 1) < stages
         }
-        sender = None if wire.polls else Sender()
-        self._sender = sender
+        self._threads = None if wire.polls else (Sender(), Waiter(self._idle))
         self._outgoing = {
-            is_input: Outgoing(wire, is_input, peer := stage + 1 if is_input else stage - 1, clocks[peer], sender)
+            is_input: Outgoing(
+                wire, is_input, peer := stage + 1 if is_input else stage - 1, clocks[peer], self._threads
+            )
             for is_input in (True, False)
             if 0 <= (stage + 1 if is_input else stage - 1) < stages
         }
@@ -103,39 +101,15 @@ class Transport:
         Raises:
             StageLost: a stage is gone.
         """
-        if self._polls:
-            self._flush()
-            return
-        # A send to a rank that was killed may never return.
-        flushed: SimpleQueue[RuntimeError | None] = SimpleQueue()
-        threading.Thread(target=lambda: flushed.put(self._flush_or_error()), daemon=True).start()
-        while True:
-            try:
-                error = flushed.get(timeout=_IDLE_SECONDS)
-            except Empty:
-                self._idle()
-                continue
-            if error is not None:
-                raise error
-            return
-
-    def _flush(self) -> None:
         for outgoing in self._outgoing.values():
             outgoing.flush()
-
-    def _flush_or_error(self) -> RuntimeError | None:
-        try:
-            self._flush()
-        except RuntimeError as error:
-            return error
-        return None
 
     def close(self) -> None:
         """End the threads that wait at links."""
         for listener in self._listeners.values():
             listener.jobs.put(None)
-        if self._sender is not None:
-            self._sender.jobs.put(None)
+        for thread in self._threads or ():
+            thread.jobs.put(None)
 
     def _idle(self) -> None:
         if self._on_idle is not None:
@@ -144,7 +118,7 @@ class Transport:
     def _hear(self, wait: bool) -> Arrival | StageLost | None:
         while True:
             try:
-                found = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
+                found = self._inbox.get(timeout=IDLE_SECONDS) if wait else self._inbox.get_nowait()
             except Empty:
                 if not wait:
                     return None

@@ -179,6 +179,7 @@ class StageBatches(PipelineLosses, StagePasses):
             else:
                 self._run(stage, action, arrived, training)
         self._transport.end()
+        self._watch.working()
 
     def _computing_together(self) -> list[list[int]]:
         """Groups of ranks that meet in collectives inside a pass, and so must make their passes in one order."""
