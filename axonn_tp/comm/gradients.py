@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
     """Sum gradients over the ranks that read other tokens; as their layouts say.
 
     Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
-    data, all others over z and data.
+    data, all others over z and data. A parameter that no rank has a gradient of stays without; where some have one, others count as zero.
 
     Args:
         parameters: trained parameters, the same in the same order on every rank.
@@ -44,24 +44,53 @@ def sum_gradients(parameters: Iterable[nn.Parameter], over: Callable[[nn.Paramet
         divisor: what all are divided by.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in trained:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     pending = []
     for (axes, axis), members in buckets(trained, _BUCKET_BYTES, over):
         if axes.size(axis) == 1:
             if divisor > 1:
                 torch._foreach_div_([p.grad for p in members if p.grad is not None], divisor)
             continue
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in members])  # type: ignore[union-attr]
+        present = [parameter.grad is not None for parameter in members]
+        flat = members[0].new_empty(sum(p.numel() for p in members), dtype=gradient_dtype(members[0]))
+        parts = flat.split([parameter.numel() for parameter in members])
         # The gradients live in the bucket from here on, so that nothing is copied back.
-        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+        for parameter, part in zip(members, parts, strict=True):
+            if parameter.grad is not None:
+                part.copy_(parameter.grad.reshape(-1))
             parameter.grad = part.view_as(parameter)
-        pending.append(start_all_reduce_(flat, axes, axis))
-    for under_way in pending:
+        mark_absent(parts, present)
+        pending.append((start_all_reduce_(flat, axes, axis), members, present))
+    for under_way, members, present in pending:
         flat = under_way.wait()
+        drop_absent(members, present)
         if divisor > 1:
             flat.div_(divisor)
+
+
+def mark_absent(gradients: Sequence[Tensor], present: list[bool]) -> None:
+    """Have the gradients that this rank lacks be -0.0, and the first element of others not.
+
+    x + -0.0 is x, and a sum is -0.0 only where every term is: so the sum tells whether any rank had the gradient, and no
+    byte is sent for it.
+    """
+    for gradient, here in zip(gradients, present, strict=True):
+        if not here:
+            gradient.fill_(-0.0)
+    if first := [gradient[:1] for gradient, here in zip(gradients, present, strict=True) if here]:
+        torch._foreach_add_(first, 0.0)
+
+
+def drop_absent(members: list[nn.Parameter], present: list[bool]) -> None:
+    """Leave parameters that no rank has a gradient of without one, as in the serial model: an optimizer passes over them.
+
+    Args:
+        members: with the sums of gradients that `mark_absent` prepared.
+        present: whether this rank had a gradient of each.
+    """
+    for parameter, here in zip(members, present, strict=True):
+        total = parameter.grad
+        if not here and total is not None and bool(((total == 0) & total.signbit()).all()):
+            parameter.grad = None
 
 
 def summed_over(parameter: nn.Parameter, mesh: Mesh) -> tuple[Mesh, str]:

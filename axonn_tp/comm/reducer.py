@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
-from axonn_tp.comm.gradients import Over, buckets, gradient_dtype, summed_over
+from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, summed_over
 from axonn_tp.grid.mesh import Mesh
 
 # Fewer bytes a call waste time on latency; more delay the first call.
@@ -36,6 +36,7 @@ class _Bucket:
         arrived: parameters whose gradient this backward pass has brought.
         started: whether the sum has begun.
         pending: the call, where more than one rank takes part.
+        present: whether this rank has a gradient of each.
     """
 
     over: Over
@@ -45,6 +46,7 @@ class _Bucket:
     arrived: set[nn.Parameter] = field(default_factory=set)
     started: bool = False
     pending: Pending | None = None
+    present: list[bool] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -52,7 +54,7 @@ class GradientReducer:
 
     ``loss.backward(); reducer.finish()`` takes the place of ``loss.backward(); sync_gradients(...)``. Of several backward
     passes that make one step, all but the last run in `no_sync`. A gradient that is there already, as where
-    ``zero_grad`` was not called, is added to. Parameters without a gradient count as zero.
+    ``zero_grad`` was not called, is added to. Parameters without a gradient are treated as there.
 
     Args:
         parameters: trained parameters, the same in the same order on every rank. The first pass sums from the last to the
@@ -100,6 +102,7 @@ class GradientReducer:
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
+            drop_absent(bucket.parameters, bucket.present)
             if self._divisor > 1:
                 bucket.flat.div_(self._divisor)  # type: ignore[union-attr]
             self._summed.update(bucket.parameters)
@@ -172,13 +175,15 @@ class GradientReducer:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.started = True
+        bucket.present = [parameter.grad is not None for parameter in bucket.parameters]
         for parameter in bucket.parameters:
             if parameter not in bucket.arrived:
                 self._unsum(parameter)
                 self._adopt(parameter)
+        assert bucket.flat is not None
+        mark_absent(bucket.flat.split([parameter.numel() for parameter in bucket.parameters]), bucket.present)
         axes, axis = bucket.over
         if axes.size(axis) > 1:
-            assert bucket.flat is not None
             bucket.pending = start_all_reduce_(bucket.flat, axes, axis)
 
     def _adopt(self, parameter: nn.Parameter) -> None:

@@ -20,15 +20,17 @@ OVERLAP = Options(overlap_all_reduce=True, overlap_reduce_scatter=True, overlap_
 
 
 class Model(nn.Module):
-    """A pair of linears, a layer that no pass uses and a scale that belongs to no layer."""
+    """A pair of linears, a layer that no pass uses, a scale that belongs to no layer, and a shift that some ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.unused = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.randn(6))
+        self.scale, self.shift = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.shifts = False
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(rows).tanh()) * self.scale
+        out = self.down(self.up(rows).tanh()) * self.scale
+        return out + self.shift if self.shifts else out
 
 
 def on_grids(grids: list[Grid]) -> None:
@@ -62,9 +64,11 @@ def on_grids(grids: list[Grid]) -> None:
         reference(shares[0]).square().mean().backward()
         axonn_tp.sync_gradients(reference.parameters(), mesh)
         for parameter in reference.parameters():
-            parameter.grad += parameter.first
+            if parameter.grad is not None:
+                parameter.grad += parameter.first
         compare(model, reference, grid)
 
+        reducer_sees_what_some_ranks_use(model, reference, reducer, shares[0], mesh)
         bytes_of_both = []
         for each, last in ((reference, None), (model, reducer.finish)):
             each.zero_grad()
@@ -75,6 +79,21 @@ def on_grids(grids: list[Grid]) -> None:
         assert bytes_of_both[0] == bytes_of_both[1], grid
         if mesh.size("data") > 1:
             assert late_calls(model, reducer, shares[0], mesh) < len(reducer._buckets)
+
+
+def reducer_sees_what_some_ranks_use(
+    model: Model, reference: Model, reducer: GradientReducer, share: torch.Tensor, mesh: Mesh
+) -> None:
+    """A gradient that one rank has is everybody's, also of a bucket whose others are there; one that none has is nobody's."""
+    for each in (model, reference):
+        assert each.shift.grad is None and each.unused.weight.grad is None
+        each.zero_grad()
+        each.shifts = mesh.coordinates["z"] == mesh.coordinates["data"] == 0
+        each(share).square().mean().backward()
+        reducer.finish() if each is model else axonn_tp.sync_gradients(each.parameters(), mesh)
+        each.shifts = False
+        assert each.shift.grad is not None and each.unused.weight.grad is None
+    compare(model, reference, mesh.grid)
 
 
 def late_calls(model: Model, reducer: GradientReducer, share: torch.Tensor, mesh: Mesh) -> int:
@@ -91,7 +110,8 @@ def late_calls(model: Model, reducer: GradientReducer, share: torch.Tensor, mesh
 
 def compare(model: nn.Module, reference: nn.Module, grid: Grid) -> None:
     for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (mine.grad - other.grad).abs().max() < TOLERANCE, (grid, name)
+        assert (mine.grad is None) == (other.grad is None), (grid, name)
+        assert mine.grad is None or (mine.grad - other.grad).abs().max() < TOLERANCE, (grid, name)
 
 
 def test_sums_equal_the_reference_and_are_sent_once() -> None:
