@@ -46,6 +46,23 @@ def test_what_is_checked_is_what_is_planned(asked, capsys):
     assert checked["seconds"] == planned["seconds"] and checked["memory_gb"] == planned["memory_gb"]
 
 
+def test_ranks_that_share_sequences(asked, capsys):
+    asks = "--model llama3-8b --sequence 131072 --machine h100 --gpus 64 --recompute"
+    shared = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **BF16}
+    raw = {**shared, "train_batch_size": 4, "axonn": grid(2, 1, {"batch": 2, "sequence": 8})}
+    code, out, err = asked(raw, asks)
+    assert code == 0 and "gx=2 gy=1 gz=16 gdata=2 sequence=8" in out, err
+    checked = json.loads(asked(raw, f"{asks} --json -")[1])["checked"]
+    sizes = "gx=2,gy=1,gz=16,gdata=2,sequence=8,stages=1,m=1"
+    assert cli.main(f"plan {asks} --batch 4 --fix {sizes} --json -".split()) == 0
+    planned = json.loads(capsys.readouterr().out)["best"]
+    assert checked["seconds"] == planned["seconds"] and checked["memory_gb"] == planned["memory_gb"]
+    better = asked({**shared, "train_batch_size": 4, "axonn": grid(1, 1, {"batch": 1, "sequence": 64})}, asks)[1]
+    assert "gz.sequence 64 to" in better, better
+    code, _, err = asked({**shared, "train_batch_size": 6, "axonn": grid(2, 1, {"batch": 2, "sequence": 8})}, asks)
+    assert code == 2 and "gz.batch*gdata = 2*2 = 4 ranks that read different data" in err
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stock_stages_share_out_what_they_share_out(stage, asked):
     raw = {"train_batch_size": 1024, "zero_optimization": {"stage": stage}, **BF16}

@@ -115,6 +115,7 @@ def test_what_nobody_runs_is_said():
 DEEPSPEED = {
     "grid": ("axonn", {"gx": 2, "gz": 2, "m": 2}, {}),
     "data": ("axonn", {"gy": 2, "gdata": 2}, {}),
+    "sequences": ("axonn", {"gx": 2, "gz": 2, "sequence": 2}, {}),
     "samo": ("axonn", {"gx": 2, "gdata": 2}, {"sparsity": 0.5}),
     "1d": ("1d", {"n1": 4, "bm": 4}, {}),
     "stages of 1d": ("1d", {"n1": 2, "np": 2, "bm": 2}, {"recompute": True}),

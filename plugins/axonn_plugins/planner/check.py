@@ -29,6 +29,7 @@ _KEYS = {
     "gx": "gx",
     "gy": "gy",
     "gz": "gz",
+    "sequence": "gz.sequence",
     "stages": "stages of the pipeline",
     "microbatch": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",

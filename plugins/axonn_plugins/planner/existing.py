@@ -141,7 +141,9 @@ def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, s
         what = "*".join([*found, *(staged if stages > 1 else {})])
         raise ConfigError(f"--gpus = {gpus} is not a multiple of {what} = {product}; change one of them")
     whole = len(found) == 3
-    return {**found, **({"gdata": gpus // product} if whole else {}), **staged}
+    sequence = 1 if given.tensor_parallel is None else given.tensor_parallel.sequence
+    shared = {"sequence": sequence} if sequence > 1 else {}
+    return {**found, **({"gdata": gpus // product} if whole else {}), **shared, **staged}
 
 
 def _batch(raw: Mapping[str, Any], sizes: Mapping[str, int], samples: int | None) -> tuple[int, int | None, list[str]]:
@@ -155,11 +157,12 @@ def _batch(raw: Mapping[str, Any], sizes: Mapping[str, int], samples: int | None
     if total is None and (micro is None or "gdata" not in sizes):
         raise ConfigError("the configuration does not say how many samples a step has; give --batch")
     notes = [f'{key} is "auto": the best value is taken' for key in left[0 if samples is None else 1 :]]
-    gz, gdata = (sizes.get(axis, 1) for axis in ("gz", "gdata"))
-    batch.check({**known, batch.KEYS[0]: total}, gz, gdata)
-    total = total or (micro or 1) * (steps or 1) * gz * gdata
+    gz, gdata, sequence = (sizes.get(axis, 1) for axis in ("gz", "gdata", "sequence"))
+    batch.check({**known, batch.KEYS[0]: total}, gz, gdata, sequence)
+    readers = gz // sequence * gdata
+    total = total or (micro or 1) * (steps or 1) * readers
     if micro and "gdata" in sizes:
-        return total, total // (gz * gdata * micro), []
+        return total, total // (readers * micro), []
     return total, steps or (None if left or "gdata" not in sizes else 1), notes
 
 
