@@ -86,7 +86,9 @@ WRONG = {
         "--moe-token-dispatcher-type flex does not go with .* use allgather or alltoall",
     ),
     "expert-norm": (
-        [*ON, "--axonn-gz", "2", "--num-experts", "8", "--expert-model-parallel-size", "4", "--log-params-norm"],
+        # Megatron warns of experts without a width.
+        [*ON, "--axonn-gz", "2", "--num-experts", "8", "--moe-ffn-hidden-size", "32", "--log-params-norm"]
+        + ["--expert-model-parallel-size", "4"],
         "--log-params-norm does not go with --expert-model-parallel-size 4 beside --axonn-gz 2",
     ),
     "expert-auto": ([*ON, "--axonn-gx", "auto", "--num-experts", "8"], "--num-experts does not go with the size auto"),
@@ -434,7 +436,7 @@ def test_the_real_parser(tmp_path):
     cases = [[*model, *flags] for flags, _ in WRONG.values()]
     cases += [model, [*model, *ON, "--axonn-gx", "2", "--axonn-gy", "2", "--no-gradient-accumulation-fusion"]]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), harness.CHECKOUT)), "WORLD_SIZE": "8"}
+    environment = {**os.environ, "PYTHONPATH": harness.path(harness.CHECKOUT), "WORLD_SIZE": "8"}
     done = subprocess.run(
         [sys.executable, "-c", REAL, str(tmp_path / "cases.json")], env=environment, capture_output=True, text=True
     )
