@@ -200,6 +200,11 @@ WRONG = {
         [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm"],
         "--log-params-norm does not go with .* --untie-embeddings-and-output-weights",
     ),
+    "norm-of-predictions": (
+        [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm", "--mtp-num-layers", "1"]
+        + ["--untie-embeddings-and-output-weights"],
+        "--log-params-norm does not go with .* a copy of the embeddings for --mtp-num-layers 1, .* leave it out",
+    ),
     "no-samples": (
         [*ON, "--axonn-gz", "auto", "--micro-batch-size", "-1"],
         "--micro-batch-size -1 is less than 1; give",
