@@ -202,7 +202,7 @@ WRONG = {
     ),
     "norm-of-predictions": (
         [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm", "--mtp-num-layers", "1"]
-        + ["--untie-embeddings-and-output-weights"],
+        + ["--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"],
         "--log-params-norm does not go with .* a copy of the embeddings for --mtp-num-layers 1, .* leave it out",
     ),
     "no-samples": (
@@ -395,7 +395,7 @@ def test_the_import_of_megatrons_parser_arms_it(tmp_path):
         "import axonn_plugins\naxonn_plugins.activate()\nfrom megatron.training.arguments import parse_args, validate_args\n"
         "import sys\nassert 'axonn_plugins.hosts.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "WORLD_SIZE": "8"}
+    environment = {**os.environ, "PYTHONPATH": harness.path(str(tmp_path)), "WORLD_SIZE": "8"}
     run = lambda *flags: subprocess.run(  # noqa: E731
         [sys.executable, str(script), *MODEL, *flags], env=environment, capture_output=True, text=True
     )
