@@ -62,6 +62,11 @@ def missing() -> str:
     return ""
 
 
+def path(*more: str) -> str:
+    """PYTHONPATH of a new process that imports what this one does, and besides from folders."""
+    return os.pathsep.join([str(ROOT), *more, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run(script: Path, cases: dict[str, tuple[int, list[str]]], timeout: float = 600) -> dict[str, dict]:
     """Run cases in one new process.
 
@@ -76,7 +81,7 @@ def run(script: Path, cases: dict[str, tuple[int, list[str]]], timeout: float = 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cases.json")
         file.write_text(json.dumps(cases))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "AXONN_MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": path(), "AXONN_MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, __file__, str(script), str(file)],
             env=environment,

@@ -47,6 +47,7 @@ _WORDS = {
     "recompute_granularity": None,
     "distributed_backend": "nccl",
     "softmax_type": "vanilla",
+    "position_embedding_type": "learned_absolute",
     "heterogeneous_layers_config_path": None,
     "yaml_cfg": None,
     "te_precision_config_file": None,

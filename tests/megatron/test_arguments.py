@@ -86,7 +86,9 @@ WRONG = {
         "--moe-token-dispatcher-type flex does not go with .* use allgather or alltoall",
     ),
     "expert-norm": (
-        [*ON, "--axonn-gz", "2", "--num-experts", "8", "--expert-model-parallel-size", "4", "--log-params-norm"],
+        # Megatron warns of experts without a width.
+        [*ON, "--axonn-gz", "2", "--num-experts", "8", "--moe-ffn-hidden-size", "32", "--log-params-norm"]
+        + ["--expert-model-parallel-size", "4"],
         "--log-params-norm does not go with --expert-model-parallel-size 4 beside --axonn-gz 2",
     ),
     "expert-auto": ([*ON, "--axonn-gx", "auto", "--num-experts", "8"], "--num-experts does not go with the size auto"),
@@ -197,6 +199,11 @@ WRONG = {
     "tied-norm": (
         [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm"],
         "--log-params-norm does not go with .* --untie-embeddings-and-output-weights",
+    ),
+    "norm-of-predictions": (
+        [*ON, "--axonn-gz", "2", "--pipeline-model-parallel-size", "2", "--log-params-norm", "--mtp-num-layers", "1"]
+        + ["--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"],
+        "--log-params-norm does not go with .* a copy of the embeddings for --mtp-num-layers 1, .* leave it out",
     ),
     "no-samples": (
         [*ON, "--axonn-gz", "auto", "--micro-batch-size", "-1"],
@@ -388,7 +395,7 @@ def test_the_import_of_megatrons_parser_arms_it(tmp_path):
         "import axonn_plugins\naxonn_plugins.activate()\nfrom megatron.training.arguments import parse_args, validate_args\n"
         "import sys\nassert 'axonn_plugins.hosts.megatron.rules' not in sys.modules\nvalidate_args(parse_args(), {})\nprint('went on')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "WORLD_SIZE": "8"}
+    environment = {**os.environ, "PYTHONPATH": harness.path(str(tmp_path)), "WORLD_SIZE": "8"}
     run = lambda *flags: subprocess.run(  # noqa: E731
         [sys.executable, str(script), *MODEL, *flags], env=environment, capture_output=True, text=True
     )
@@ -434,7 +441,7 @@ def test_the_real_parser(tmp_path):
     cases = [[*model, *flags] for flags, _ in WRONG.values()]
     cases += [model, [*model, *ON, "--axonn-gx", "2", "--axonn-gy", "2", "--no-gradient-accumulation-fusion"]]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), harness.CHECKOUT)), "WORLD_SIZE": "8"}
+    environment = {**os.environ, "PYTHONPATH": harness.path(harness.CHECKOUT), "WORLD_SIZE": "8"}
     done = subprocess.run(
         [sys.executable, "-c", REAL, str(tmp_path / "cases.json")], env=environment, capture_output=True, text=True
     )

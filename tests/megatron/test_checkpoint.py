@@ -40,6 +40,10 @@ CASES = {
     # The few parameters that z does not split end before the last data-parallel ranks' shares of the optimizer begin.
     "empty shards": replace(LLAMA, ddp=SHARDED),
     "pipeline": TIED.on(None, pipeline=2, micro_batches=2),
+    # The last stage has a copy of the word embeddings.
+    "predicting pipeline": Case(
+        config={"mtp_num_layers": 1}, model={"position_embedding_type": "rope"}, pipeline=2, micro_batches=2
+    ),
 }
 STAGES = 2
 ROUTES: dict[str, tuple[Settings | None, list[Settings | None | int]]] = {
@@ -49,7 +53,12 @@ ROUTES: dict[str, tuple[Settings | None, list[Settings | None | int]]] = {
     "stock": (None, [Settings(1, 2, 1), Settings(1, 2, 2), STAGES]),
 }
 """From which settings to which; None is stock Megatron of tensor-parallel size 2, `STAGES` gx = 2 on each of two pipeline stages."""
-TAKEN = {"llama": ["2121", "1212", "stock"], "empty shards": ["112"], "pipeline": ["112", "stock"]}
+TAKEN = {
+    "llama": ["2121", "1212", "stock"],
+    "empty shards": ["112"],
+    "pipeline": ["112", "stock"],
+    "predicting pipeline": ["112"],
+}
 """Routes by case; others go from 2121."""
 
 

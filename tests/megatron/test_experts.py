@@ -74,9 +74,9 @@ SOME = {
 }
 
 
-def _micro_batches(settings: Settings) -> int:
+def _micro_batches(settings: Settings, ranks: int = 4) -> int:
     """Of one sample, as on one rank: balance is one of a microbatch."""
-    return training.BATCH * settings.tensor // 4
+    return training.BATCH * settings.tensor // ranks
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,17 @@ def test_losses_and_norms_are_those_of_one_rank(name: str, stock: dict[str, Any]
         assert all(rank[run]["losses"] == ours[0][run]["losses"] for rank in ours), run
         assert _apart(ours[0][run]["losses"], stock[name]["losses"]) < 1e-6, run
         assert _apart(ours[0][run]["norms"], stock[name]["norms"]) < 1e-5, run
+
+
+def test_eight_ranks_have_all_axes_and_experts_over_four(stock: dict[str, Any]) -> None:
+    """Tensor ranks, z and data, where experts lie in blocks of all ranks, twice those of weights over z."""
+    settings, names = Settings(2, 1, 2), ("balanced", "biased")
+    wanted = {
+        name: CASES[name].on(settings, experts=(4, None), micro_batches=_micro_batches(settings, 8)) for name in names
+    }
+    for name, found in run_ranks(training.train_all, 8, wanted)[0].items():
+        assert _apart(found["losses"], stock[name]["losses"]) < 1e-6, name
+        assert _apart(found["norms"], stock[name]["norms"]) < 1e-5, name
 
 
 LAYERS = {

@@ -33,7 +33,7 @@ from axonn_plugins.planner.split import split_of
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid
 from tests.distributed import run_ranks
-from tests.megatron.harness import CHECKOUT, missing, run
+from tests.megatron.harness import CHECKOUT, missing, path, run
 
 TINY = "layers=2,hidden=256,heads=8,vocabulary=64,sequence=8"
 LLAMA = Transformer(
@@ -224,7 +224,12 @@ def test_megatron_parses_what_is_for_gpus():
         flags = runnable(asked, answer(asked, 1).best[0]).megatron
         assert flags is not None
         lines.append((name, gpus, [*shlex.split(flags), "--transformer-impl", "local"]))
-    variables = {**os.environ, "PYTHONPATH": CHECKOUT, "AXONN_MEGATRON_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": path(CHECKOUT),
+        "AXONN_MEGATRON_CPU": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", _PARSE], input=json.dumps(lines), text=True, capture_output=True, env=variables
     )

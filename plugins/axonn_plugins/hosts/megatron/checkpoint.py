@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer import mlp
+from megatron.core.transformer import mlp, multi_token_prediction
 from megatron.core.transformer import utils as transformer_utils
 from torch import Tensor, nn
 
@@ -142,7 +142,8 @@ def install() -> None:
         return
     _originals.wrap(transformer_utils, "make_sharded_tensors_for_checkpoint", _by_layout)
     _originals.wrap(mlp, "apply_swiglu_sharded_factory", _already_in_pieces)
-    _originals.wrap(language_module, "make_tp_sharded_tensor_for_checkpoint", _tied)
+    for copies in (language_module, multi_token_prediction):
+        _originals.wrap(copies, "make_tp_sharded_tensor_for_checkpoint", _tied)
     _originals.wrap(CudaRNGStatesTracker, "set_states", _of_this_grid)
     checkpoint_optimizer.install(_originals)
     on_import("megatron.training.checkpointing", lambda module: checkpoint_training.install(module, _originals))
@@ -188,7 +189,7 @@ def _already_in_pieces(original: Any) -> Any:
 
 
 def _tied(original: Any) -> Any:
-    """The last pipeline stage's copy of the word embeddings."""
+    """The copy of the word embeddings in the pipeline stage of tied logits, or of multi-token prediction."""
 
     @wraps(original)
     def make(tensor: Tensor, key: str, *args: Any, **named: Any) -> Any:

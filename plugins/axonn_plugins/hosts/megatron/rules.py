@@ -267,8 +267,13 @@ def _check_shared(args: Any, settings: Settings) -> None:
             f"--log-params-norm does not go with --expert-model-parallel-size {args.expert_model_parallel_size} beside --axonn-gz "
             f"{settings.gz}, where some parameters have copies that Megatron would count; leave it out, or make the two equal"
         )
-    tied = not args.untie_embeddings_and_output_weights
-    if args.log_params_norm and tied and settings.gz > 1 and args.pipeline_model_parallel_size > 1:
+    several = settings.gz > 1 and args.pipeline_model_parallel_size > 1
+    if args.log_params_norm and several and args.mtp_num_layers:
+        raise ConfigError(
+            f"--log-params-norm does not go with {IMPL} where the last pipeline stage has a copy of the embeddings for --mtp-num-layers "
+            f"{args.mtp_num_layers}, split by --axonn-gz {settings.gz}; leave it out"
+        )
+    if args.log_params_norm and several and not args.untie_embeddings_and_output_weights:
         raise ConfigError(
             f"--log-params-norm does not go with {IMPL} where embeddings are tied over pipeline stages and split by --axonn-gz "
             f"{settings.gz}; leave it out, or give --untie-embeddings-and-output-weights"
