@@ -15,6 +15,8 @@ from axonn_plugins.optim.tiles import settle
 
 MASTER = "master"
 """The name of float32 weights beside the optimizer's own names."""
+WHOLE = "whole"
+"""The name of a dict of the states that are neither numbers nor of the parameter's shape, such as Adafactor's: every rank has all of them."""
 
 
 def load_masters(stores: list[Store], size: int) -> None:
@@ -50,7 +52,7 @@ def read_state(
 
     Returns:
         By entry, copies: "positions" of its kept elements where others are pruned, "master" for 16-bit parameters, and what
-        the optimizer has of it, vectors of kept elements.
+        the optimizer has of it, vectors of kept elements; see `WHOLE`.
     """
     settle(store.device for store in stores if store.host)
     found: dict[Entry, dict[str, Any]] = {}
