@@ -243,6 +243,12 @@ class WholeStep:
             beside = {key: value.to(device, copy=True) for key, value in values.pop(WHOLE, {}).items()}
             matrix.known = Known(along, values | beside)
 
+    def go_on_from(self, other: WholeStep) -> None:
+        """Know what the step of the same parameters knew before they were laid out anew."""
+        known = {matrix.entry: matrix.known for matrix in other._matrices}
+        for matrix in self._matrices:
+            matrix.known = known[matrix.entry]
+
 
 def _of(entry: Entry, segment: Segment) -> Tensor:
     return entry.flat[segment.begin : segment.begin + segment.length]
