@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axonn_plugins.optim.state import WHOLE
 from samo.optimizer import Optimizer
 
 
@@ -32,8 +33,8 @@ def dense_state_dict(optimizer: Optimizer, device: torch.device | None = None) -
             found["state"][number] = {
                 key: entry.dense(value) if isinstance(value, Tensor) and value.dim() == 1 else value
                 for key, value in found["state"][number].items()
-                if key != "positions"
-            }
+                if key not in ("positions", WHOLE)
+            } | found["state"][number].get(WHOLE, {})
     del found["loss_scale"]
     return found
 

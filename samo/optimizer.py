@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.optim.flat import Factory, FlatOptimizer
 from axonn_plugins.optim.index import Index
+from axonn_plugins.optim.move import Layout, move
 from axonn_plugins.optim.store import Entry, Store
 from samo import fused
 from samo.mask_file import masks_within
@@ -95,15 +96,27 @@ class Optimizer(FlatOptimizer):
         """Prune from now on, or further: state of what is kept stays.
 
         Args:
-            masks: see the class. What is kept now but was not before begins with zeros.
+            masks: see the class. What is kept now but was not before begins with zeros. Where ranks share states every rank calls it;
+                elements that another rank holds from now on travel, and no others.
 
         Raises:
             ValueError: see the class.
+            RuntimeError: there are gradients that no step has consumed, of other kept elements.
         """
-        state = self.state_dict()
+        if any(entry.filled or entry.arrived for entry in self.entries):
+            raise RuntimeError(
+                "there are gradients that no step has consumed, of what was kept before; prune behind a step, or call zero_grad first"
+            )
+        inner, whole = self.inner, self._whole
+        before = Layout(self.stores, inner.state)
         self._apply(masks)
-        self._build(self._make_inner())
-        self.load_state_dict(state)
+        before.forget_gradients()
+        inner.state.clear()
+        self._build(inner)
+        move(before, self.stores, inner)
+        self.refresh_masters()
+        if self._whole is not None and whole is not None:
+            self._whole.go_on_from(whole)
 
     # Dense gradients
 

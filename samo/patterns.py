@@ -56,10 +56,6 @@ def n_of_m(
         known |= input_dims(model, shards)
     masks, problem = {}, None
     for name, shard, whole in wholes(parameters, shards):
-        if not bool(whole.isfinite().all()):
-            raise ValueError(
-                f"{name!r} holds NaN or infinity, and NaN has no magnitude; prune a model that has not diverged"
-            )
         dim = -1 if shard is None else known.get(parameters[name], shard.inputs)
         if shard is not None and dim >= 0:
             masks[name] = shard.part_of(_groups(whole, n, m, dim))
@@ -91,10 +87,13 @@ def wholes(parameters: Mapping[str, Tensor], shards: Shards | None) -> Iterator[
 
     Yields:
         The name, this rank's shard, None where it has none, and magnitudes of the whole's shape.
+
+    Raises:
+        ValueError: a weight is NaN or infinite, on any rank.
     """
     if shards is None:
         for name, parameter in parameters.items():
-            yield name, Shard(tuple(parameter.shape)), parameter.abs()
+            yield name, Shard(tuple(parameter.shape)), _finite(name, parameter.abs())
         return
     mine = {name: shards.find(name, parameter) for name, parameter in parameters.items()}
     facts = {name: (shard.shape, parameters[name].dtype) for name, shard in mine.items()}
@@ -109,7 +108,15 @@ def wholes(parameters: Mapping[str, Tensor], shards: Shards | None) -> Iterator[
         # A NaN must not be lost to a maximum.
         whole.masked_fill_(whole.isnan(), torch.inf)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=shards.group)
-        yield name, mine.get(name), whole
+        yield name, mine.get(name), _finite(name, whole)
+
+
+def _finite(name: str, magnitudes: Tensor) -> Tensor:
+    if not bool(magnitudes.isfinite().all()):
+        raise ValueError(
+            f"{name!r} holds NaN or infinity, and NaN has no magnitude; prune a model that has not diverged"
+        )
+    return magnitudes
 
 
 def _groups(magnitudes: Tensor, n: int, m: int, dim: int) -> Tensor:

@@ -30,16 +30,16 @@ def channels(
 
     Args:
         model: see `samo.n_of_m`, as for all but the sparsity.
-        sparsity: which share of the channels is pruned, 0 to 1.
+        sparsity: which share of the channels is pruned, 0 to less than 1.
         include: see there.
         exclude: see there.
         shards: see there.
         inputs: see there; outputs are the other dim.
 
     Raises:
-        ValueError: an argument that is not allowed; several matrices in one parameter, whose outputs nobody knows.
+        ValueError: an argument that is not allowed; a weight is NaN; several matrices in one parameter, whose outputs nobody knows.
     """
-    require_sparsity(sparsity)
+    _require_some(sparsity)
     parameters = chosen(model, include, exclude, shards)
     require_values(parameters)
     known = _known(model, shards, inputs)
@@ -81,7 +81,7 @@ def heads(
 
     Args:
         model: see `samo.n_of_m`.
-        sparsity: which share of the heads is pruned, 0 to 1; at least one stays.
+        sparsity: which share of the heads is pruned, 0 to less than 1; at least one stays.
         count: heads of an attention, one after the other in the features that are named.
         rows: patterns of the layers whose outputs are the heads', such as ``["*.q_proj.weight", "*.v_proj.weight"]``; those of one
             module lose the same heads. Keys and values that several heads share are no heads' own: leave them out.
@@ -90,9 +90,9 @@ def heads(
         inputs: see there.
 
     Raises:
-        ValueError: an argument that is not allowed; features that heads do not divide.
+        ValueError: an argument that is not allowed; a weight is NaN; features that heads do not divide.
     """
-    require_sparsity(sparsity)
+    _require_some(sparsity)
     if count < 1:
         raise ValueError(f"heads = {count} is not a number of heads; use 1 or more")
     parameters = chosen(model, [*rows, *columns], None, shards)
@@ -141,6 +141,12 @@ def of_heads(
         full = kept[:, None] if dim == 0 else kept[None]
         masks[name] = shard.part_of(full.expand(shard.shape).contiguous())
     return masks
+
+
+def _require_some(sparsity: float) -> None:
+    require_sparsity(sparsity)
+    if sparsity == 1:
+        raise ValueError(f"sparsity = {sparsity} keeps nothing of any layer; use a lower sparsity")
 
 
 def _attention(name: str) -> str:

@@ -91,7 +91,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, pieces: Pieces) -> tuple[S
         pieces: where it keeps its states, by parameter group.
 
     Raises:
-        CheckpointError: a state is neither of its holder's shape nor a single number.
+        CheckpointError: a state is neither of its holder's shape nor a single number, nor a dict of what is the same on all ranks.
     """
     shards: Shards = {}
     notes: Notes = {"class": type(optimizer).__name__, "groups": groups_of(optimizer, pieces)}
@@ -105,13 +105,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer, pieces: Pieces) -> tuple[S
                 shards[f"optimizer.{piece.name}.{key}"] = piece.shard(value)
                 tensors.append(key)
             elif _is_number(value):
-                others[key] = value.cpu().clone() if isinstance(value, Tensor) else value
+                others[key] = _kept(value)
+            elif isinstance(value, Mapping):
+                others[key] = {name: _kept(one) for name, one in value.items()}
             else:
                 raise CheckpointError(
                     f"the state {key} of parameter {piece.name} in {notes['class']} is not of the parameter's shape, and "
                     "cannot be split anew; use an element-wise optimizer such as AdamW, or save without the optimizer"
                 )
     return shards, notes
+
+
+def _kept(value: Any) -> Any:
+    return value.cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _is_number(value: Any) -> bool:

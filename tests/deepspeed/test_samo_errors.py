@@ -18,6 +18,7 @@ SAMO = {"sparsity": 0.9}
 # Name: the block, what the sentence must contain.
 BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no sparsity": ({}, ("axonn.samo.sparsity", "missing", "mask file")),
+    "all": ({"sparsity": 1.0}, ("axonn.samo.sparsity", "keeps nothing", "0.9")),
     "more than all": ({"sparsity": 1.5}, ("axonn.samo.sparsity", "1.5", "0 to 1")),
     "string": ({"sparsity": "0.9"}, ("axonn.samo.sparsity", '"0.9"', "0 to 1")),
     "pruner": (SAMO | {"pruner": "magnitud"}, ("axonn.samo.pruner", "magnitud", "early_bird", "mask")),

@@ -133,8 +133,8 @@ def block_of(sizes: dict[str, int]) -> dict[str, Any]:
     return {"tensor_parallel": {**sizes, "plan": PLAN}}
 
 
-def others() -> Iterator[tuple[str, float]]:
-    """Other optimizers and other places of states, each on one grid."""
+def others(folder: str) -> Iterator[tuple[str, float]]:
+    """Other optimizers, each from its fifth step on at another stage and on another grid."""
     lamb: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     makers: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
         "Lamb": ({"type": "Lamb", "params": lamb}, lambda given: Lamb(given, **lamb)),
@@ -147,7 +147,12 @@ def others() -> Iterator[tuple[str, float]]:
     for number, (name, (optimizer, make)) in enumerate(makers.items()):
         wanted = serial(model := serial_model(), by_torch(model, make, 0.5))
         engine = engine_of(block_of(GRIDS[number]), number, 0.5, optimizer, serial_model())
-        train(engine)
+        train(engine, slice(0, 5))
+        engine.save_checkpoint(folder, name)
+        engine.destroy()
+        engine = engine_of(block_of(GRIDS[number - 1]), 2 - number, 0.5, optimizer, serial_model())
+        engine.load_checkpoint(folder, name)
+        train(engine, slice(5, None))
         yield name, apart(engine, wanted)
         engine.destroy()
     matrices_alone(model := serial_model())
@@ -196,7 +201,7 @@ def everything(folder: str) -> dict[str, float]:
         train(engine)
         found[f"Muon {sizes} stage {stage}"] = apart(engine, wanted)
         engine.destroy()
-    return found | dict(others()) | dict(resumed(folder, wanted))
+    return found | dict(others(folder)) | dict(resumed(folder, wanted))
 
 
 def test_weights_are_the_serial_optimizers(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Orthogonal(torch.optim.Optimizer):
-    """A script's own Muon, which iterates in the weights' type, and keeps a vector a matrix beside."""
+    """A script's own Muon, which iterates in the weights' type, and keeps a vector a matrix beside; of vectors it is SGD."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.9, "nesterov": True})
@@ -53,6 +53,9 @@ class Orthogonal(torch.optim.Optimizer):
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
             for parameter in group["params"]:
+                if parameter.dim() == 1:
+                    parameter.sub_(group["lr"] * parameter.grad)
+                    continue
                 state = self.state[parameter]
                 if not state:
                     state |= {

@@ -87,10 +87,10 @@ def sensitive(model, step, masks):
     return least({name: (p * p.grad).abs().detach() for name, p in model.named_parameters() if p.dim() == 2}, 0.7)
 
 
-def rigl(model, step, masks):
+def rigl(model, step, masks, sparsity=0.7):
     """Of n kept 0.5·(1 + cos(π t/8))·n/2 give way after t = 2, 4 and 6 steps, by the gradients of the next one."""
     if step == 0:
-        return least(magnitudes(model), 0.7)
+        return least(magnitudes(model), sparsity)
     if step not in (3, 5, 7):
         return None
     dense = copy.deepcopy(model)
@@ -104,7 +104,7 @@ def rigl(model, step, masks):
         slope = dense.get_parameter(name).grad.abs().reshape(-1).tolist()
         free = sorted((at for at in range(len(flat)) if at not in stay), key=slope.__getitem__)
         grown = set(free[len(free) - count :])
-        assert count and (step > 3 or grown - set(order))
+        assert sparsity > 0.7 or (count and (step > 3 or grown - set(order)))
         found[name] = torch.tensor([at in stay or at in grown for at in range(len(flat))]).view(weight.shape)
     return found
 
@@ -150,6 +150,12 @@ CASES = {
     ),
     "2:3": ({"pruner": {"n_of_m": [2, 3]}, "start_step": 2}, two_of_three, ()),
     "rigl": ({"sparsity": 0.7, "regrow": {"interval": 2, "end_step": 8, "fraction": 0.5}}, rigl, (2, 4, 6)),
+    # Some ranks have nothing of a matrix, and get some.
+    "rigl of few": (
+        {"sparsity": 0.97, "regrow": {"interval": 2, "end_step": 8, "fraction": 0.5}},
+        partial(rigl, sparsity=0.97),
+        (2, 4, 6),
+    ),
     "nonzero": ({"pruner": "nonzero"}, lambda model, step, _: matrices_nonzero(model) if step == 0 else None, ()),
     "channels": ({"sparsity": 0.4, "structure": "channel", "start_step": 1}, least_channels, ()),
     "heads": (

@@ -1,4 +1,5 @@
 import copy
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -8,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 import samo
+from axonn_recipes.allocations import most_allocated
 from tests.distributed import run_ranks
 from tests.samo.reference import Masked
 from tests.samo.test_optimizer import FACTORIES, pair
 
-ADAMW = FACTORIES["adamw"]
+ADAMW, RANKS = FACTORIES["adamw"], 4
 
 
 def loss_of(model, generator):
@@ -181,3 +183,61 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two_and_densely(tmp_path):
     for name, losses in found.items():
         dtype = name.split()[0]
         assert losses == pytest.approx(expected[dtype][4:], rel=1e-5 if "32" in dtype else 2e-2), name
+
+
+def pruned_further(stage):
+    """Of each pruning: bytes that this rank gives to others, and by hand; the most memory it takes, and what all of the state would take."""
+    rank, moved = dist.get_rank(), []
+    original = dist.all_to_all_single
+
+    def counting(into, flat, origin, to, group=None):
+        moved.append((sum(to) - to[rank]) * flat.element_size())
+        return original(into, flat, origin, to, group=group)
+
+    def owners(optimizer):
+        """By entry, which rank holds the state of each of its elements; -1: none, it is pruned."""
+        found = {}
+        for bucket in (bucket for store in optimizer.stores for bucket in store.buckets):
+            length = (bucket.end - bucket.begin) // RANKS
+            for entry in bucket.entries:
+                held = torch.arange(entry.start - bucket.begin, entry.start - bucket.begin + entry.kept) // length + 1
+                found[entry] = entry.dense(held.int()) - 1
+        return found
+
+    generator = torch.Generator().manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 101)).bfloat16()
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator))
+    optimizer = samo.Optimizer(ADAMW, model, group=dist.group.WORLD, stage=stage, host=stage == 2, bucket_bytes=2**15)
+    dist.all_to_all_single, found = counting, []
+    for sparsity in (0.3, 0.6, 0.61):
+        model(torch.randn(4, 300, generator=generator).bfloat16()).square().mean().backward()
+        optimizer.step()
+        before, masks, state = owners(optimizer), samo.magnitude(model, sparsity), optimizer.state_dict()["state"]
+        moved.clear()
+        most = most_allocated(lambda masks=masks: optimizer.prune(masks))
+        gathered = most_allocated(optimizer.state_dict)
+        for (entry, now), was in zip(owners(optimizer).items(), before.values(), strict=True):
+            found.append(int(((was == rank) & (now >= 0) & (now != rank)).sum()) * 3 * 4)
+            number = next(n for n, p in enumerate(model.parameters()) if p is entry.parameter)
+            read, old = optimizer.state_dict()["state"][number], state[number]
+            for key in ("exp_avg", "exp_avg_sq", "master"):
+                full = torch.zeros(entry.parameter.numel())
+                full[old.get("positions", torch.arange(entry.parameter.numel())).long()] = old[key]
+                assert torch.equal(read[key], full[read.get("positions", torch.arange(len(full))).long()]), key
+            assert read["step"] == old["step"]
+        yield sum(moved), sum(found), most, gathered
+        found.clear()
+    dist.all_to_all_single = original
+
+
+def all_pruned_further():
+    return [list(pruned_further(stage)) for stage in (1, 2)]
+
+
+def test_pruning_further_sends_what_others_hold_from_then_on():
+    ranks = run_ranks(all_pruned_further, RANKS)
+    for rank in ranks:
+        for moved, by_hand, most, gathered in itertools.chain(*rank):
+            assert moved == by_hand and most < gathered
+    assert sum(one[0] for rank in ranks for one in rank[0]) > 0

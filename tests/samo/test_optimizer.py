@@ -267,3 +267,23 @@ def test_peak_memory_of_a_whole_step():
     assert one_gradient < most_allocated(step) < one_product + tile + activations
     model(rows).sum().backward()
     assert most_allocated(optimizer.step) < tile
+
+
+def test_what_was_pruned_whole_goes_on_with_the_others_steps():
+    ours, dense, masks = pair(0.5)
+    nothing = {name: torch.zeros_like(mask) for name, mask in masks.items()}
+    optimizer, reference = samo.Optimizer(FACTORIES["adam"], ours, nothing), Masked(FACTORIES["adam"], dense, nothing)
+    assert train(ours, optimizer.step, steps=3) == train(dense, reference.step, steps=3)
+    optimizer.prune(masks)
+    reference.masks |= masks
+    assert train(ours, optimizer.step, steps=3) == train(dense, reference.step, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), dense.parameters(), strict=True))
+
+
+def test_gradients_of_other_kept_elements_are_not_lost():
+    ours, _, masks = pair(0.5)
+    optimizer = samo.Optimizer(FACTORIES["adam"], ours)
+    with pytest.raises(RuntimeError, match="no step has consumed"):
+        train(ours, lambda: optimizer.prune(masks), steps=1)
+    optimizer.zero_grad()
+    optimizer.prune(masks)

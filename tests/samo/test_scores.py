@@ -105,3 +105,18 @@ def test_refusals():
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match="'0.weight' is frozen"):
         samo.grasp(model, loss_of, BATCHES, 0.5)
+
+
+@pytest.mark.parametrize("pruner", ["channels", "heads"])
+def test_what_is_pruned_whole_keeps_some_and_wants_numbers(pruner):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    prune = {
+        "channels": lambda sparsity: samo.channels(model, sparsity),
+        "heads": lambda sparsity: samo.heads(model, sparsity, 3, ["0.weight"], ["1.weight"]),
+    }[pruner]
+    assert all(mask.any() for mask in prune(0.99).values())
+    with pytest.raises(ValueError, match="keeps nothing"):
+        prune(1.0)
+    model[0].weight.data[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="'0.weight' holds NaN"):
+        prune(0.5)

@@ -269,6 +269,8 @@ class Samo(Block):
                     )
         elif self.mask is None and self.sparsity is None:
             raise ConfigError("axonn.samo.sparsity is missing; add it to axonn.samo, or give a mask file as its pruner")
+        if self.sparsity == 1:
+            raise ConfigError("axonn.samo.sparsity = 1 keeps nothing of any layer; use a lower share, such as 0.9")
         for key in ("include", "exclude", "scope"):
             if self.mask is not None and key in self.model_fields_set:
                 raise ConfigError(

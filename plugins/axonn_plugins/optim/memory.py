@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from axonn_plugins.optim.store import Store
 from axonn_plugins.optim.tiles import Slots, slot_bytes
@@ -14,7 +15,7 @@ from axonn_plugins.optim.tiles import Slots, slot_bytes
 
 def state_bytes(stores: Iterable[Store], state: Mapping[Tensor, Mapping[str, Any]]) -> int:
     """Bytes of weights, gradients, indices and states, on the device and in host memory."""
-    held = sum(value.nbytes for values in state.values() for value in values.values() if isinstance(value, Tensor))
+    held = sum(value.nbytes for values in state.values() for value in tree_leaves(values) if isinstance(value, Tensor))
     return held + sum(store.nbytes + sum(entry.parameter.nbytes for entry in store.entries) for store in stores)
 
 

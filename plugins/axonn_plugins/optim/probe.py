@@ -90,12 +90,12 @@ class _Allocations(TorchDispatchMode):
 def examine(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weights: Tensor, state: Mapping[str, Any]
 ) -> StepMemory:
-    """Try the optimizer on a stand-in, and on a part of it.
+    """Try the optimizer on a stand-in, on a part of it, and on one of as many dims as the weights.
 
     Args:
         optimizer: left as it was.
         options: of a parameter group.
-        weights: of that group; the stand-in has its type and device.
+        weights: of that group; the stand-in has its type, device and dims.
         state: the optimizer's state of `weights`, empty before the first step.
 
     Returns:
@@ -112,15 +112,20 @@ def examine(
     kept = {key: value for key, value in state.items() if not along(value, weights)}
     moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
     results: list[Tensor] = []
-    peaks, keys = [0, 0], frozenset[str]()
-    for part in (slice(0, _ELEMENTS), slice(_ELEMENTS // 8, _ELEMENTS // 2)):
-        stand_in = start[part].clone()
+    part = slice(_ELEMENTS // 8, _ELEMENTS // 2)
+
+    def tried(stand_in: Tensor, gradient: Tensor) -> tuple[list[int], frozenset[str]]:
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
         mine |= {key: value.expand(stand_in.shape).clone() for key, value in moments.items()}
-        measured, keys = _two_steps(optimizer, options, stand_in, gradient[part], mine)
-        peaks = peaks if results else measured
-        results.append(stand_in)
-    if not torch.allclose(results[0][part], results[1], rtol=1e-5, atol=0):
+        results.append(stand_in.view(-1))
+        return _two_steps(optimizer, options, stand_in, gradient, mine)
+
+    peaks, keys = tried(start.clone(), gradient)
+    tried(start[part].clone(), gradient[part])
+    if weights.dim() > 1:  # some treat vectors otherwise than matrices, or than convolutions
+        tried(start.clone().view(_full(weights.dim())), gradient.view(_full(weights.dim())))
+    alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=0)
+    if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=0) for whole in results[2:])):
         raise ValueError(
             f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
             "in tiles; use an optimizer such as Adam, AdamW or SGD, or leave tile_size out"
@@ -128,6 +133,12 @@ def examine(
     one = results[0].nbytes
     first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
     return StepMemory(first, later, keys)
+
+
+def _full(dims: int) -> list[int]:
+    """A shape of this many dims for all of the stand-in's elements."""
+    each = 2 ** (int(math.log2(_ELEMENTS)) // dims)
+    return [each] * (dims - 1) + [-1]
 
 
 def _two_steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,12 @@ from axonn_plugins.optim.tiles import settle
 
 MASTER = "master"
 """The name of float32 weights beside the optimizer's own names."""
+WHOLE = "whole"
+"""The name of a dict of the states that are neither numbers nor of the parameter's shape, such as Adafactor's: every rank has all of them."""
+
+
+Kinds = Mapping[str, dict[str, torch.dtype]]
+"""By name of a parameter, the types of its states that are vectors of kept elements."""
 
 
 def load_masters(stores: list[Store], size: int) -> None:
@@ -50,7 +57,7 @@ def read_state(
 
     Returns:
         By entry, copies: "positions" of its kept elements where others are pruned, "master" for 16-bit parameters, and what
-        the optimizer has of it, vectors of kept elements.
+        the optimizer has of it, vectors of kept elements; see `WHOLE`.
     """
     settle(store.device for store in stores if store.host)
     found: dict[Entry, dict[str, Any]] = {}
@@ -59,12 +66,13 @@ def read_state(
         owners = {entry: bucket for bucket in store.buckets for entry in bucket.entries}
         for segment in store.segments:
             mine[owners[segment.entry]].append(segment)
-        for bucket, values, kinds in _agreed(mine, state, store):
-            vectors = {key: _whole(key, kinds[key], bucket, mine[bucket], state, store) for key in sorted(kinds)}
+        for bucket, values, kinds in agreed(store, state):
+            keys = keys_of(bucket, kinds, store)
+            vectors = {key: _whole(key, dtype, bucket, mine[bucket], state, store) for key, dtype in keys.items()}
             for entry in bucket.entries:
                 read: dict[str, Any] = {} if entry.index is None else {"positions": entry.index.positions().int()}
                 for key, vector in vectors.items():
-                    if entry.name in values or key == MASTER:
+                    if key == MASTER or key in kinds.get(entry.name, {}):
                         read[key] = bucket.of(entry, vector).to(device or vector.device, copy=True)
                 found[entry] = read | values.get(entry.name, {})
     return found
@@ -86,14 +94,11 @@ def dense_parts(
     settle(store.device for store in stores if store.host)
     found: dict[Entry, tuple[int, int, dict[str, Any]]] = {}
     for store in stores:
-        mine: dict[Bucket, list[Segment]] = {bucket: [] for bucket in store.buckets}
-        owners = {entry: bucket for bucket in store.buckets for entry in bucket.entries}
         held = {segment.entry: segment for segment in store.segments}
-        for entry, segment in held.items():
-            mine[owners[entry]].append(segment)
-        for bucket, values, kinds in _agreed(mine, state, store):
+        for bucket, values, kinds in agreed(store, state):
             for entry in bucket.entries:
-                found[entry] = _dense_part(entry, held.get(entry), values.get(entry.name), kinds, state)
+                of_entry = kinds.get(entry.name, {}) | ({} if store.master is None else {MASTER: torch.float32})
+                found[entry] = _dense_part(entry, held.get(entry), values.get(entry.name, {}), of_entry, state)
     for entry, (_, length, read) in found.items():
         if not entry.kept:  # no step has made a state of nothing: that of another of its group, with zeros
             others = (other for each, (_, _, other) in found.items() if each.group == entry.group and each.kept)
@@ -106,7 +111,7 @@ def dense_parts(
 def _dense_part(
     entry: Entry,
     segment: Segment | None,
-    values: Mapping[str, Any] | None,
+    values: Mapping[str, Any],
     kinds: Mapping[str, torch.dtype],
     state: Mapping[Tensor, Mapping[str, Any]],
 ) -> tuple[int, int, dict[str, Any]]:
@@ -123,10 +128,8 @@ def _dense_part(
             low = 0 if first == 0 else int(kept[first])
             high = entry.parameter.numel() if end == entry.kept else int(kept[end])
             places = kept[first:end] - low
-    read = dict(values or {})
+    read = dict(values)
     for key, dtype in kinds.items():
-        if values is None and key != MASTER:
-            continue
         read[key] = torch.zeros(high - low, dtype=dtype)
         value = segment and (segment.weights if key == MASTER else state.get(segment.weights, {}).get(key))
         if isinstance(value, Tensor):
@@ -156,7 +159,6 @@ def write_state(
         store.states.clear()
         for segment in store.segments:
             options = optimizer.param_groups[segment.entry.group]
-            beside = store.device if options.get("fused") or options.get("capturable") else None
             mine: dict[str, Any] = {}
             for key, value in read[segment.entry].items():
                 if isinstance(value, Tensor) and value.dim() == 1:
@@ -167,7 +169,7 @@ def write_state(
                     elif store.master is not None:
                         segment.weights.copy_(part)
                 else:
-                    mine[key] = value.to(beside, copy=True) if isinstance(value, Tensor) else value
+                    mine[key] = own_value(value, store, options)
             if mine:
                 optimizer.state[segment.weights] = mine
             if store.master is not None and MASTER not in read[segment.entry]:
@@ -208,32 +210,45 @@ def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _agreed(
-    mine: Mapping[Bucket, list[Segment]], state: Mapping[Tensor, Mapping[str, Any]], store: Store
-) -> list[tuple[Bucket, dict[str, dict[str, Any]], dict[str, torch.dtype]]]:
-    """Of each bucket what is one value a parameter, by name, and the dtypes of vectors, by key; also of other ranks' parts."""
-    by_ranks: dict[dist.ProcessGroup | None, list[Bucket]] = {}
-    for bucket in mine:
-        by_ranks.setdefault(bucket.process_group if bucket.sharded else None, []).append(bucket)
-    found = []
-    for group, buckets in by_ranks.items():
-        values: dict[str, dict[str, Any]] = {}
-        kinds: dict[str, torch.dtype] = {} if store.master is None else {MASTER: torch.float32}
-        for bucket in buckets:
-            for segment in mine[bucket]:
-                for key, value in state.get(segment.weights, {}).items():
-                    known = values.setdefault(segment.entry.name, {})
-                    if isinstance(value, Tensor) and value.shape == (segment.length,):
-                        kinds[key] = value.dtype
-                    else:
-                        known[key] = value
+def agreed(
+    store: Store, state: Mapping[Tensor, Mapping[str, Any]]
+) -> list[tuple[Bucket, dict[str, dict[str, Any]], Kinds]]:
+    """Of each bucket what is one value a parameter, by name, and the types of its vectors; also of other ranks' parts."""
+    owners = {entry: bucket for bucket in store.buckets for entry in bucket.entries}
+    mine: dict[dist.ProcessGroup | None, tuple[dict[str, dict[str, Any]], Kinds]] = {}
+    groups = {bucket: bucket.process_group if bucket.sharded else None for bucket in store.buckets}
+    for group in groups.values():
+        mine.setdefault(group, ({}, {}))
+    for segment in store.segments:
+        values, kinds = mine[groups[owners[segment.entry]]]
+        for key, value in state.get(segment.weights, {}).items():
+            known, vectors = values.setdefault(segment.entry.name, {}), kinds.setdefault(segment.entry.name, {})
+            if isinstance(value, Tensor) and value.shape == (segment.length,):
+                vectors[key] = value.dtype
+            else:
+                known[key] = value
+    for group, (values, kinds) in mine.items():
         if group is not None:
             every: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(every, (values, kinds), group=group)
             for theirs, of_theirs in every:
-                values, kinds = values | theirs, kinds | of_theirs
-        found += [(bucket, values, kinds) for bucket in buckets]
-    return found
+                values |= theirs
+                kinds |= of_theirs
+    return [(bucket, *mine[group]) for bucket, group in groups.items()]
+
+
+def keys_of(bucket: Bucket, kinds: Kinds, store: Store) -> dict[str, torch.dtype]:
+    """The vectors that a bucket's entries have, master weights among them, in one order on all ranks."""
+    found = {MASTER: torch.float32} if store.master is not None else {}
+    for entry in bucket.entries:
+        found |= kinds.get(entry.name, {})
+    return dict(sorted(found.items()))
+
+
+def own_value(value: Any, store: Store, options: Mapping[str, Any]) -> Any:
+    """A copy of what is one value a parameter; fused and capturable optimizers count steps on the device."""
+    beside = store.device if options.get("fused") or options.get("capturable") else None
+    return value.to(beside, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _whole(

@@ -159,6 +159,7 @@ class Composition:
     def forget_masks(self) -> None:
         """Be dense, as a checkpoint that is to be read; every rank calls it."""
         if self.pruning is not None:
+            self.optimizer.zero_grad()
             self.optimizer.prune(self.pruning.forget())
 
     def loaded(self) -> None:
@@ -166,6 +167,7 @@ class Composition:
         pruning = self.pruning
         if pruning is None:
             return
+        self.optimizer.zero_grad()
         if pruning.pruned:
             self.optimizer.watch(pruning.watched(self.host.steps))
         elif pruning.block.search is None:

@@ -56,8 +56,11 @@ def _rule(
     if known is not None and mesh is not None:
         return known
     try:
-        for device, dtype in {(p.device, torch.promote_types(p.dtype, torch.float32)) for p in group["params"]}:
-            examine(inner, options, torch.zeros(0, device=device, dtype=dtype), {})
+        kinds = {
+            (p.device, torch.promote_types(p.dtype, torch.float32), len(layout_of(p).shape)) for p in group["params"]
+        }
+        for device, dtype, dims in kinds:
+            examine(inner, options, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
     except Exception:  # what of an optimizer cannot step a vector is its own affair
         if mesh is None:
             raise

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonn_plugins.optim.state import MASTER
+from axonn_plugins.optim.state import MASTER, WHOLE
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 from axonn_plugins.optim.whole.exchange import Exchange, Wanted
 from axonn_plugins.optim.whole.newton_schulz import Iteration, orthogonalise
@@ -228,7 +228,10 @@ class WholeStep:
                 kept[key] = store.state_of(key, segment, value.dtype).copy_(value)
             else:
                 kept[key] = value
-        kept.update(held.known.values)
+        beside = {key: value for key, value in held.known.values.items() if isinstance(value, Tensor) and value.dim()}
+        kept.update({key: value for key, value in held.known.values.items() if key not in beside})
+        if beside:
+            kept[WHOLE] = beside
 
     def take_up(self, read: Mapping[Entry, Mapping[str, Any]]) -> None:
         """Know what of a state that was read there is, on ranks that hold nothing of it too."""
@@ -236,7 +239,15 @@ class WholeStep:
             vectors = {key: isinstance(value, Tensor) and value.dim() == 1 for key, value in read[matrix.entry].items()}
             along = {key: read[matrix.entry][key].dtype for key, vector in vectors.items() if vector and key != MASTER}
             values = {key: read[matrix.entry][key] for key, vector in vectors.items() if not vector}
-            matrix.known = Known(along, values)
+            device = matrix.entry.parameter.device
+            beside = {key: value.to(device, copy=True) for key, value in values.pop(WHOLE, {}).items()}
+            matrix.known = Known(along, values | beside)
+
+    def go_on_from(self, other: WholeStep) -> None:
+        """Know what the step of the same parameters knew before they were laid out anew."""
+        known = {matrix.entry: matrix.known for matrix in other._matrices}
+        for matrix in self._matrices:
+            matrix.known = known[matrix.entry]
 
 
 def _of(entry: Entry, segment: Segment) -> Tensor:

@@ -120,6 +120,8 @@ class OwnState:
             masks |= own
         else:
             pruning.resume_search(saved["search"], read)
+        # Gradients that no step has consumed are of other weights.
+        self._engine.optimizer.zero_grad()
         self._engine.optimizer.prune(masks)
 
     def make_masters(self, notes: Notes) -> None:
