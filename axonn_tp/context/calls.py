@@ -28,6 +28,15 @@ def main_input(arguments: Mapping[str, Any]) -> Tensor | None:
     return next(iter([*named, *tensors]), None)
 
 
+def padded_in_front(mask: Any) -> int | None:
+    """A place of (samples, tokens) where padding ends and tokens begin; None where padding is behind, or there is none."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    valid = mask.bool()
+    begins = (valid[:, 1:] & ~valid[:, :-1]).any(0).nonzero()
+    return int(begins[0]) + 1 if len(begins) else None
+
+
 @dataclass(eq=False)
 class Call:
     """The tokens of one call.
@@ -80,8 +89,7 @@ class Call:
             if not valid.all():
                 numbers = valid.long() - 1
                 # At the end it is after all that counts.
-                needed = (valid[:, 1:] & ~valid[:, :-1]).any()
-                self.causal_documents = self._padded(numbers) if needed else None
+                self.causal_documents = None if padded_in_front(mask) is None else self._padded(numbers)
         elif positions is not None and positions.dim() == 2:
             numbers = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
             numbers = self.causal_documents = self._padded(numbers) if numbers.any() else None
@@ -126,17 +134,22 @@ class Call:
             return value
         return _Whole.apply(value, self)
 
-    def check_same(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments that are not the same on all ranks that share the sequences; all of them call it.
+    def check_same(self, arguments: Mapping[str, Any]) -> bool:
+        """Refuse arguments that are not the same on all ranks that share the sequences; all ranks of z call it.
+
+        Returns:
+            Whether any rank of z has samples that are padded in front.
 
         Raises:
             ValueError: names the first, on all of them.
         """
         mine = {name: _digest(value) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
-        numbers = all_gather(torch.tensor([number], device=self.mesh.device), self.mesh, AXIS)
-        if (numbers == number).all():
-            return
+        padded = padded_in_front(arguments.get("attention_mask")) is not None
+        found = all_gather(torch.tensor([[number, padded]], device=self.mesh.device), self.mesh, "z")
+        first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)
+        if (found[first : first + self.mesh.size(AXIS), 0] == number).all():
+            return bool(found[:, 1].any())
         everyone: list[Any] = [None] * self.mesh.size(AXIS)
         dist.all_gather_object(everyone, mine, group=self.mesh.group(AXIS))
         names = dict.fromkeys(name for found in everyone for name in found)

@@ -3,7 +3,7 @@
 Its forward takes whole arguments, the same on all ranks that share a sequence, and computes on this rank's tokens. What looks
 across tokens is replaced there: torch's scaled_dot_product_attention and HF's attention by `attend`, positions counted by
 ``torch.arange(tokens)`` by this rank's places, and cross-entropy by that of all ranks' tokens. Whatever else looks across tokens
-is found by running the first batch whole, and refused by its module's name.
+is found by running the first batch whole, and the first that is padded in front, and refused by its module's name.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import plain, split_as
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_ROUTER = "output_router_logits"
 
 
 class SharedSequences:
@@ -38,7 +39,7 @@ class SharedSequences:
         model: the model.
         mesh: the mesh, whose ranks of ``"sequence"`` share sequences.
         how: see `Shared`.
-        verify: run the first batch whole as well.
+        verify: run the first batch whole as well, and the first that is padded in front.
 
     Attributes:
         now: the last call, whose recomputation in backward may be under way.
@@ -46,7 +47,8 @@ class SharedSequences:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, how: str | None, verify: bool) -> None:
-        self.mesh, self.how, self._verified = mesh, how, not verify
+        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[bool]()
+        self._verifying = False
         self.now: Call | None = None
         self.published = huggingface.adopt(model)
         self.defaults = {"use_cache": False} if huggingface.takes(self.published, "use_cache") else {}
@@ -60,11 +62,16 @@ class SharedSequences:
         main = main_input(arguments)
         if main is None or arguments.get("past_key_values") is not None or arguments.get("use_cache"):
             return self.whole(forward, model, inputs, keywords)
-        if not self._verified:
-            self._verified = True
-            verify(self, model, forward, inputs, keywords, self._names)
         call = Call.of(main, self.mesh, self.how)
-        call.check_same(arguments)
+        padded = call.check_same(arguments)
+        # Places that a model takes from its mask go wrong only where padding comes first.
+        if self._verify and not self._verifying and padded not in self._verified:
+            self._verifying = True
+            try:
+                verify(self, model, forward, inputs, keywords, self._names)
+            finally:
+                self._verifying = False
+            self._verified.add(padded)
         inputs, keywords = self._shares(call, arguments, inputs, keywords)
         self.now = call
         with self.active():
@@ -100,6 +107,12 @@ class SharedSequences:
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise ValueError(
                 "attention_mask is to be (samples, tokens) where ranks share sequences; leave it out, and pack by position_ids"
+            )
+        asked = arguments.get(_ROUTER)
+        if any(getattr(config, _ROUTER, False) for config, _ in self.published.configs) if asked is None else asked:
+            raise ValueError(
+                f"{_ROUTER} = True adds a loss of how all tokens spread over the experts, which no share of a sequence knows; set it to False "
+                "where ranks share sequences, or give gz as a number"
             )
         if positions is None and any(name in arguments for name in _FLASH):
             raise ValueError(f"{' and '.join(_FLASH[:2])} need position_ids beside them where ranks share sequences")

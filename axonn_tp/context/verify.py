@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from axonn_tp.context.attention import AXIS
-from axonn_tp.context.calls import Call, main_input
+from axonn_tp.context.calls import Call, main_input, padded_in_front
 from axonn_tp.grid.mesh import Mesh
 
 _MOST = 128
@@ -88,7 +88,8 @@ def verify(
     fewer = min(tokens, max(_MOST, 8 * ranks) - bool(tokens % (2 * ranks)))
     first = 0
     if isinstance(mask, Tensor) and mask.shape == main.shape[:2]:
-        first = tokens - fewer if mask[:, -fewer:].sum() > mask[:, :fewer].sum() else 0
+        front = padded_in_front(mask)
+        first = 0 if front is None else min(max(front - fewer // 2, 0), tokens - fewer)
         mask = mask[:, first : first + fewer].bool()
     whole_call = Call.of(main, runs.mesh, runs.how)
 

@@ -210,8 +210,38 @@ REFUSED = {
 }
 
 
+def refused_later(mesh: Mesh) -> None:
+    """OPT counts places in the mask, which goes wrong once padding is in front; and what was refused is refused again."""
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(vocab_size=64, max_position_embeddings=300, dropout=0.0, attention_dropout=0.0, **sizes)
+    torch.manual_seed(3)
+    model = parallelize(OPTForCausalLM(config), mesh)
+    batch, mask = ids(tokens=200), torch.ones(BATCH, 200, dtype=torch.int64)
+    mask[1, -3:] = 0
+    assert model(batch, attention_mask=mask, labels=batch).loss.isfinite()
+    mask[0, :30] = 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the output of model.decoder.embed_positions .* differs"):
+            model(batch, attention_mask=mask, labels=batch)
+    places = torch.arange(200).expand(BATCH, -1)
+    assert model(batch, attention_mask=mask, position_ids=places, labels=batch).loss.isfinite()
+    mixture = parallelize(hf("Mixtral", num_local_experts=4, output_router_logits=True, sliding_window=None), mesh)
+    with pytest.raises(ValueError, match="output_router_logits = True adds a loss of how all tokens spread"):
+        mixture(input_ids=ids(), labels=ids())
+    assert mixture(input_ids=ids(), labels=ids(), output_router_logits=False).loss.isfinite()
+
+
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
+    refused_later(mesh)
     for how, why in REFUSED.items():
         model = parallelize(seeded(partial(Mixer, how)), mesh)
         with pytest.raises(ValueError, match=f"Mixer cannot share sequences over 2 ranks of z: it .*({why})"):
