@@ -103,11 +103,11 @@ def move(before: Layout, stores: Sequence[Store], optimizer: torch.optim.Optimiz
                     before.state.pop(old[entry].weights, None)
     for entry, kept in before.kept.items():
         if not kept and entry in new and entry.group in known:  # no step has made a state of nothing
-            values, kinds = known[entry.group]
-            store, segment = new[entry]
-            for key, dtype in kinds.items():
-                optimizer.state[segment.weights][key] = _room(key, dtype, store, segment)
-            _put(entry, values, new, optimizer)
+            like, vectors = known[entry.group]
+            to, segment = new[entry]
+            for key, dtype in vectors.items():
+                optimizer.state[segment.weights][key] = _room(key, dtype, to, segment)
+            _put(entry, like, new, optimizer)
 
 
 def _way(entry: Entry, bucket: Bucket, before: Layout, edges: list[int]) -> _Way:

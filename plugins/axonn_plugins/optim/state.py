@@ -20,7 +20,7 @@ WHOLE = "whole"
 """The name of a dict of the states that are neither numbers nor of the parameter's shape, such as Adafactor's: every rank has all of them."""
 
 
-Kinds = Mapping[str, dict[str, torch.dtype]]
+Kinds = dict[str, dict[str, torch.dtype]]
 """By name of a parameter, the types of its states that are vectors of kept elements."""
 
 
