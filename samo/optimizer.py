@@ -113,8 +113,8 @@ class Optimizer(FlatOptimizer):
         before.forget_gradients()
         inner.state.clear()
         self._build(inner)
-        move(before, self.stores, inner)
         self.refresh_masters()
+        move(before, self.stores, inner)
         if self._whole is not None and whole is not None:
             self._whole.go_on_from(whole)
 
