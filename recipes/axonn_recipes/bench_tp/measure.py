@@ -157,16 +157,27 @@ def _fastest_grids(settings: Settings, peers: list[Side]) -> list[Grid]:
 
 
 def take_turns(measured: list[Side], steps: dict[str, sides.Step], rounds: int) -> None:
-    """Time a step of every side in each round."""
-    # The least of three: other processes of the machine send over its loopback, too.
-    nothing = [min(sent) for sent in zip(*(_timed(lambda: None)[1:] for _ in range(3)), strict=True)]
+    """Time a step of every side in each round.
+
+    Bytes are the least of all rounds, less the least that measuring itself sent: other processes of the machine send over its loopback, too.
+    """
+    idle: list[tuple[float, float]] = []
+    sent: dict[str, list[tuple[float, float]]] = {side.name: [] for side in measured}
     for number, side in in_turns(measured, rounds):
         say(f"round {number + 1} of {rounds}: {side.name}")
-        spent, inside, between = _timed(steps[side.name])
+        idle.append(_timed(lambda: None)[1:])
+        spent, *links = _timed(steps[side.name])
         side.seconds.append(spent)
-        if not torch.cuda.is_available():
-            side.inside = (side.inside or 0) + max(0.0, inside - nothing[0]) / rounds
-            side.between = (side.between or 0) + max(0.0, between - nothing[1]) / rounds
+        sent[side.name].append((links[0], links[1]))
+    if not torch.cuda.is_available():
+        nothing = _least(idle)
+        for side in measured:
+            least = _least(sent[side.name])
+            side.inside, side.between = (max(0.0, mine - none) for mine, none in zip(least, nothing, strict=True))
+
+
+def _least(sent: list[tuple[float, float]]) -> tuple[float, float]:
+    return min(inside for inside, _ in sent), min(between for _, between in sent)
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float, float]:
