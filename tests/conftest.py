@@ -6,12 +6,15 @@ A busy machine makes tests slow, but not idle, as ranks are that wait for each o
 Processes are scheduled as batches: gloo's threads turn on messages that nobody has asked for yet, and would take the processor
 from the rank that is about to ask (a quarter of the suite's processor time).
 
+Garbage is collected seldom: what a rank leaves behind lives no longer than its test (a tenth of the processor time).
+
 pccl is not tuned by itself; faults of our own in the search for a plan come out; DeepSpeed's kernels are compiled into a folder of this run:
 
 torch guards a compilation by a file that stays when the process is killed, and whoever comes next then waits for ever:
 in a folder shared with other runs one killed test would hang every run after it.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -50,6 +53,7 @@ WORKING = 0.1
 def pytest_configure(config):
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    gc.set_threshold(50_000, 20, 20)
     folder = tempfile.mkdtemp(prefix="axonn-extensions-")
     os.environ["TORCH_EXTENSIONS_DIR"] = folder
     os.environ["AXONN_PCCL_TUNE"] = "0"

@@ -13,7 +13,7 @@ from tests.compose.training import Case, readers_of, ready, serial_run, start, t
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
-CLOSE, STEPS = 1e-10, 20
+CLOSE, STEPS, MIDDLE = 1e-10, 20, 2
 ALL: dict[str, Any] = {
     "ted": {},
     "samo": {"sparsity": 0.9},
@@ -81,9 +81,14 @@ def test_all_systems_together_and_resumed_on_another_grid(tmp_path: Path) -> Non
     check(run_ranks(together, 8, str(tmp_path))[0])
 
 
+def longer(*cases: Case) -> list[Case]:
+    """As many steps behind the middle as before it."""
+    return [replace(case, steps=2 * MIDDLE) for case in cases]
+
+
 def moves(folder: str) -> dict[str, Any]:
     ready(staged=True)
-    return {name: attempt(go_on, *pair, f"{folder}/{name}", 2) for name, pair in MOVES.items()}
+    return {name: attempt(go_on, *longer(*pair), f"{folder}/{name}", MIDDLE) for name, pair in MOVES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +104,18 @@ def test_moves(moved: dict[str, Any], name: str) -> None:
 def pruned_to_dense(folder: str) -> tuple[list[float], list[float]]:
     """Losses of two steps after a pruned checkpoint was read by a dense run, and by one that goes on pruned."""
     ready(staged=False)
-    pruned = Case({**grid(gx=2), "samo": {"sparsity": 0.7}}, 1)
+    pruned, dense = longer(
+        Case({**grid(gx=2), "samo": {"sparsity": 0.7}}, 1), Case({**grid(gz=2), "offload_optimizer": {}}, 2)
+    )
     engine = start(pruned)
-    train(engine, pruned, range(2))
+    train(engine, pruned, range(MIDDLE))
     engine.save_checkpoint(folder)
     engine.destroy()
     found = []
-    for case in (pruned, Case({**grid(gz=2), "offload_optimizer": {}}, 2)):
+    for case in (pruned, dense):
         engine = start(case)
         engine.load_checkpoint(folder)
-        found.append(train(engine, case, range(2, 4))[0])
+        found.append(train(engine, case, range(MIDDLE, case.steps))[0])
         engine.destroy()
         dist.barrier()
     return found[0], found[1]
@@ -124,15 +131,15 @@ def scaled(folder: str) -> tuple[list[float], list[float]]:
     """Norms of a run in fp16 whose loss scale grows with each step, and of one that goes on from its middle."""
     ready(staged=False)
     growing = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
-    case = Case({**grid(gx=2), "offload_optimizer": {}}, 1, extra={"fp16": growing})
+    (case,) = longer(Case({**grid(gx=2), "offload_optimizer": {}}, 1, extra={"fp16": growing}))
     engine = start(case)
-    train(engine, case, range(2))
+    train(engine, case, range(MIDDLE))
     engine.save_checkpoint(folder)
-    found = [train(engine, case, range(2, 4))[1]]
+    found = [train(engine, case, range(MIDDLE, case.steps))[1]]
     engine.destroy()
     engine = start(case)
     engine.load_checkpoint(folder)
-    found.append(train(engine, case, range(2, 4))[1])
+    found.append(train(engine, case, range(MIDDLE, case.steps))[1])
     engine.destroy()
     return found[0], found[1]
 

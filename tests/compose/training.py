@@ -23,7 +23,7 @@ import samo  # noqa: E402
 from axonn_plugins.goldfish import goldfish_labels  # noqa: E402
 from tests import groups  # noqa: E402
 
-STEPS, ACCUMULATION, WORDS, WIDTH, HEADS, TOKENS, EXPERTS = 4, 2, 24, 16, 4, 6, 4
+STEPS, ACCUMULATION, WORDS, WIDTH, HEADS, TOKENS, EXPERTS = 3, 2, 24, 16, 4, 6, 4
 SAMPLES = 8
 """Of a microbatch, on all ranks together."""
 
@@ -135,10 +135,9 @@ class Case:
     steps: int = STEPS
 
     def specs(self, ep_size: int) -> list[Any]:
-        """The layers; two of experts in a model that has some."""
+        """The layers; one of experts in a model that has some."""
         body = [LayerSpec(Attention), LayerSpec(Feed), LayerSpec(Attention)]
         body.append(LayerSpec(Feed) if self.experts is None else LayerSpec(Mixture, ep_size))
-        body = [*body, *body]
         head = [LayerSpec(nn.LayerNorm, WIDTH)]
         if self.tied:
             words: Any = TiedLayerSpec("words", Words)
