@@ -54,11 +54,12 @@ def pytest_configure(config):
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.set_threshold(50_000, 20, 20)
-    folder = tempfile.mkdtemp(prefix="axonn-extensions-")
-    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    if not hasattr(config, "workerinput"):  # workers share the folder of the process that started them
+        folder = tempfile.mkdtemp(prefix="axonn-extensions-")
+        os.environ["TORCH_EXTENSIONS_DIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["AXONN_PCCL_TUNE"] = "0"
     os.environ["AXONN_DEBUG"] = "1"
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items):

@@ -23,7 +23,7 @@ _STARTER = """
 import os
 codes = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)  # what imports say is no exit code
-import deepspeed, json, runpy, sys, torch
+import deepspeed, json, runpy, sys, torch, torch._dynamo
 for line in sys.stdin:
     folder, variables = json.loads(line)
     child = os.fork()

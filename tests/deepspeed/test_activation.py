@@ -77,8 +77,9 @@ def test_by_hand(before: bool, tmp_path: Path) -> None:
 TRAINING = (
     f"import deepspeed\n{NO_KERNEL}"
     + """
-import json, os, torch
-rank = os.fork() and 1  # ranks share the imports
+import json, os, torch, torch._dynamo
+import deepspeed.compile.backend, deepspeed.module_inject.auto_ep_layer, deepspeed.runtime.zero.muon.muon_optimizer
+rank = os.fork() and 1  # ranks share the imports, also those that an engine makes
 os.environ['RANK'] = os.environ['LOCAL_RANK'] = str(rank)
 os.environ['WORLD_SIZE'] = '2'
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -217,13 +218,13 @@ def test_arming_is_cheap(tmp_path: Path) -> None:
 
 TWO_RANKS = """
 import os
-rank = os.fork() and 1  # ranks share the imports
+rank = int(os.fork() == 0)  # ranks share the imports; rank 0, which waits until the other knows, is the one that ends last
 os.environ['RANK'] = os.environ['LOCAL_RANK'] = str(rank)
 try:
     start(config=config)
 finally:
-    if rank == 1:
-        open('code of rank 0', 'w').write(str(os.waitstatus_to_exitcode(os.wait()[1])))
+    if rank == 0:
+        open('code of rank 1', 'w').write(str(os.waitstatus_to_exitcode(os.wait()[1])))
 """
 THEIRS = "raise SystemExit('theirs ran')"
 # Folders and modules that users have beside their scripts; what a plain start of the block must not mind.
@@ -259,7 +260,7 @@ def test_a_module_that_hides_ours_is_refused_where_it_is_needed(
     _beside(tmp_path, {form.format(name): "value = 1"})
     text = HEAD + f"config['axonn'] = {block!r}" + TWO_RANKS
     run = started(tmp_path, text, WORLD_SIZE="2")
-    assert run.returncode == 1 and (tmp_path / "code of rank 0").read_text() == "1"
+    assert run.returncode == 1 and (tmp_path / "code of rank 1").read_text() == "1"
     everyone = sentences(run.stderr)
     assert len(everyone) == 2
     for said in everyone:
