@@ -133,6 +133,20 @@ def train_on_grids(names: list[str]) -> dict[str, Any]:
 
 # A model of tokens and one of images are in every run.
 EVERY_RUN = ["llama", "vit"]
+PAIRS_EVERY_RUN = {
+    *EVERY_RUN,
+    "gemma3",
+    "phi3",
+    "mixtral",
+    "bert",
+    "convnext",
+    "mamba",
+    "whisper",
+    "t5",
+    "gpt2",
+    "litgpt grouped",
+    "ours",
+}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +192,10 @@ def test_an_hf_model_from_the_meta_device(family: str, weight: str) -> None:
         assert found["std"] == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in PAIRS_EVERY_RUN else pytest.param(name, marks=pytest.mark.families) for name in FAMILIES],
+)
 def test_pairs_of_known_families(family: str) -> None:
     build, expected = FAMILIES[family]
     model = build()

@@ -16,6 +16,7 @@ from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, auto_plan
 from axonn_tp.plan.search.replay import Replay
 from tests.axonn_tp.families import FAMILIES, GROUPED, SIZES, T5, WHISPER, hf, litgpt
+from tests.matrix import names, thorough
 
 FOUR = {"num_hidden_layers": 4}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
@@ -60,7 +61,10 @@ def searched(model: nn.Module, grid: Grid, **arguments: Any) -> tuple[str, Count
     return f"{sorted(plan.items())} {report}", sum((replay.repeated for replay in replays), Counter())
 
 
-@pytest.mark.parametrize("name", MODELS)
+EVERY_RUN = ("llama", "sliding windows", "experts in every second", "one block called often", "t5", "ours")
+
+
+@pytest.mark.parametrize("name", names(MODELS, EVERY_RUN))
 def test_the_same_is_found_as_by_simulating_every_block(name: str) -> None:
     pytest.importorskip("transformers")
     model = MODELS[name]()
@@ -140,14 +144,14 @@ ALIKE = ("nothing", "word", "number", "attribute", "share alone", "shared module
 ALIKE += ("list", "global", "in place", "argument", "buffer", "hook")
 
 
+@pytest.mark.parametrize("grid", [thorough(Grid(2, 1)), Grid(2, 2)], ids=["x", "x and y"])
 @pytest.mark.parametrize("what", ALIKE)
-def test_blocks_that_differ_a_little_are_not_taken_as_alike(what: str) -> None:
+def test_blocks_that_differ_a_little_are_not_taken_as_alike(what: str, grid: Grid) -> None:
     model = Blocks(what)
-    for grid in (Grid(2, 1), Grid(2, 2)):
-        found, repeated = searched(model, grid)
-        slow, _ = searched(model, grid, reuse=False)
-        assert found == slow, what
-        if what in ("state", "random", "list", "in place", "shared module"):
-            assert not repeated, what
+    found, repeated = searched(model, grid)
+    slow, _ = searched(model, grid, reuse=False)
+    assert found == slow, what
+    if what in ("state", "random", "list", "in place", "shared module"):
+        assert not repeated, what
     whole = what in ("word", "number", "attribute", "share alone", "argument", "hook", "list", "global", "tied weights")
     assert ("'blocks.3.up', LayerPlan(kind='normal'" in found) == (not whole), found

@@ -14,6 +14,7 @@ import axonn_tp
 import samo
 from axonn_plugins.hosts.plain import compose
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.samo.reference import Masked
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -212,12 +213,12 @@ def made(name):
     return model
 
 
-def on_grids(name, shard):
+def on_grids(name, shard, half):
     block, masks_of, held = CASES[name]
     whole = made(name)
     samo.absorb(whole)
     expected = serial(whole, masks_of, held)
-    for gx, gy, gz in GRIDS:
+    for gx, gy, gz in GRIDS[half::2]:
         split = {"gx": gx, "gy": gy, "gz": gz, "plan": PLAN}
         run = compose(made(name), ADAMW, {"tensor_parallel": split, "samo": {**block, "shard": shard}}, max_norm=0.05)
         for step, batch in enumerate(batches()):
@@ -231,11 +232,27 @@ def on_grids(name, shard):
     dist.barrier()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_process_on_every_grid_of_four(name):
-    run_ranks(on_grids, 4, name, False)
+HALVES = [
+    (name, half) if (number + half) % 2 else thorough(name, half)
+    for number, name in enumerate(CASES)
+    for half in (0, 1)
+]
+"""Each case on half of the grids in every run, in turn."""
 
 
-@pytest.mark.parametrize("name", ["schedule", "snip", "rigl"])
-def test_equals_one_process_where_states_are_shared_out(name):
-    run_ranks(on_grids, 4, name, True)
+@pytest.mark.parametrize(("name", "half"), HALVES)
+def test_equals_one_process_on_every_grid_of_four(name, half):
+    run_ranks(on_grids, 4, name, False, half)
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        ("schedule", 0),
+        ("snip", 1),
+        ("rigl", 0),
+        *(thorough(*pair) for pair in (("schedule", 1), ("snip", 0), ("rigl", 1))),
+    ],
+)
+def test_equals_one_process_where_states_are_shared_out(name, half):
+    run_ranks(on_grids, 4, name, True, half)
