@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +238,46 @@ def test_a_command_is_run_and_read(tmp_path: Path) -> None:
     with patch.object(measured, "find", lambda words: (lambda rest: 1, words)):
         with pytest.raises(ConfigError, match="axonn bench x --rounds 2 has failed"):
             run(tmp_path / "measured_y")
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["whole", "short"])
+def test_measurements_are_commands_that_there_are(
+    quick: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, one in measured.COMMANDS.items():
+        line = f"{one.line} {one.short if quick else one.whole}"
+        words = [*shlex.split(line), "--dry-run", "--out" if one.option == "--out" else "--runs", str(tmp_path)]
+        assert main(words) == 0, f"{name}: {capsys.readouterr().err}"
+        seconds = EXPERIMENTS[f"measured_{name}"].form(quick).seconds
+        assert seconds == one.seconds[quick] and one.seconds[1] < one.seconds[0]
+
+
+def test_the_short_form_is_run_and_said(tmp_path: Path) -> None:
+    def ran(words: list[str]) -> int:
+        assert words[0] == "--quick"
+        folder = tmp_path / "papers" / "measured_memorization"
+        folder.mkdir()
+        shares = {name: 0.0 for name in ("control", "low", "middle")}
+        (folder / "results.json").write_text(
+            json.dumps({"standard": shares | {"high": 1.0}, "goldfish": shares | {"high": 0.0}})
+        )
+        return 0
+
+    with patch.object(measured, "find", lambda words: (ran, words[2:])):
+        assert main(["train", "papers", "--quick", "--only", "002 fig 10, 002 fig 11", "--runs", str(tmp_path)]) == 0
+    read = (tmp_path / "papers" / "papers.md").read_text()
+    assert read.count("Run: `axonn train memorization --quick`.") == 2
+    assert "002 Fig 11: agrees: 1" in read and "002 Fig 10: agrees: 1" in read
+
+
+def test_what_was_found_is_written_before_the_next(tmp_path: Path) -> None:
+    def broken(folder: Path) -> Found:
+        raise KeyboardInterrupt
+
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(EXPERIMENTS["roofline_1"], run=broken)}):
+        assert main(["train", "papers", "--only", "000 fig 4.3, 004 fig 1", "--runs", str(tmp_path)]) == 130
+    rows = json.loads((tmp_path / "papers" / "results.json").read_text())
+    assert [one["verdict"] for one in rows] == ["agrees: 1", "not run"]
 
 
 def stage(median: float, exposed: float) -> dict:
