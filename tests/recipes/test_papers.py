@@ -16,7 +16,10 @@ import torch.distributed as dist
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
-from axonn_recipes.papers import page
+from axonn_plugins.pccl import published as collectives
+from axonn_plugins.planner import files
+from axonn_recipes.papers import elsewhere, page
+from axonn_recipes.papers import verdict as verdict_of
 from axonn_recipes.papers.data import FILE, WIDEST, Number, Row, Value, load, select
 from axonn_recipes.papers.experiments import EXPERIMENTS, measured
 from axonn_recipes.papers.experiments.ranks import halving
@@ -113,9 +116,10 @@ def test_what_is_not_finite_or_of_another_kind_fails() -> None:
 
 
 def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
-    results: dict[str, Found], tmp_path: Path
+    results: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not computed in a test is taken to have been obtained as it is published, as its verdict is the same code's."""
+    monkeypatch.setattr(verdict_of, "elsewhere", dict)  # with which no other number than the published one agrees
     draw = random.Random(20)
     numbers = {row.name: [one for one in row.numbers if not one.needs] for row in ROWS if row.runs}
     assert [row.name for row in ROWS if row.numbers and not numbers.get(row.name)] == []
@@ -145,6 +149,49 @@ def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
                     agreed += 1
                     assert one.verdict == "differs" and judged.verdict.startswith("differs"), one
     assert seen == 2 * sum(map(len, numbers.values())) > 800 and agreed > 200
+
+
+def test_numbers_that_stand_in_two_files_are_the_same() -> None:
+    numbers = {one.what: one for one in NUMBERS}
+    others = elsewhere.elsewhere()
+    assert len(others) == 79 and set(others) <= set(numbers)
+    assert not [what for what, other in others.items() if other.contradicts(numbers[what].published)]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "row"),
+    [
+        ("corpus/gordon_bell.toml", "petaflops = 571.4", "002 Tab III"),
+        ("corpus/four_frameworks.toml", "percent_of_peak = 57.0", "003 Tab III"),
+        ("corpus/experts.toml", "percent_of_peak = 26.2", "000 Tab 7.1"),
+        ("corpus/pruned.toml", "percent_of_peak = 53.4", "000 Tab 4.2"),
+        ("published.toml", "high = 82.0", "000 Fig 6.7"),
+        ("published.toml", "low = 6.2", "000 Fig 6.9"),
+    ],
+)
+def test_a_number_that_changes_in_another_file_changes_the_verdict(
+    file: str, line: str, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where what was obtained agrees with the number of the rows."""
+    (chosen,) = select(ROWS, row)
+    obtained = dict.fromkeys(chosen.runs, Found({one.what: one.published for one in chosen.numbers}))
+    assert judge(chosen, obtained).verdict.startswith("agrees")
+    key, _, value = line.partition(" = ")
+    changed = f"{key} = {1.25 * float(value):g}"
+    ours = {name: path.read_text() for name, path in files.ours("corpus").items()}
+    for name, text in ours.items():
+        (tmp_path / f"{name}.toml").write_text(text.replace(line, changed, 1) if f"/{name}.toml" in file else text)
+    published = tmp_path / "published"
+    text = Path(collectives.__file__).with_name("published.toml").read_text()
+    published.write_text(text.replace(line, changed, 1) if file == "published.toml" else text)
+    monkeypatch.setattr(elsewhere.files, "ours", lambda _: {name: tmp_path / f"{name}.toml" for name in ours})
+    monkeypatch.setattr(collectives, "_ours", lambda: collectives.read(published))
+    monkeypatch.setattr(verdict_of, "elsewhere", elsewhere.elsewhere.__wrapped__)
+    judged = judge(chosen, obtained)
+    assert judged.verdict.startswith("differs: 1 of ")
+    (one,) = (one for one in judged.compared if one.contradicted)
+    assert one.verdict == "differs" and one.contradicted.partition(" has ")[0].endswith(file)
+    assert f"differs: {one.contradicted}" in page.cells(one)
 
 
 def test_models_agree_and_differ(results: dict[str, Found]) -> None:

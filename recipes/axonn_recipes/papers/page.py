@@ -44,6 +44,7 @@ def cells(one: Compared) -> tuple[str, ...]:
     unit = f" {number.unit}" if number.unit else ""
     off = "-" if one.error is None else f"{one.error:+.1%}"
     verdict = f"needs the machine: {number.needs}" if one.verdict == "needs the machine" else one.verdict
+    verdict += f": {one.contradicted}" if one.contradicted else ""
     obtained = "-" if one.obtained is None else shown(one.obtained) + unit
     return (
         number.what,
