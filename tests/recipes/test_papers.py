@@ -20,8 +20,9 @@ from axonn_plugins.pccl import published as collectives
 from axonn_plugins.planner import files
 from axonn_recipes.papers import elsewhere, page
 from axonn_recipes.papers import verdict as verdict_of
+from axonn_recipes.papers.configured import every
 from axonn_recipes.papers.data import FILE, WIDEST, Number, Row, Value, load, select
-from axonn_recipes.papers.experiments import EXPERIMENTS, measured
+from axonn_recipes.papers.experiments import EXPERIMENTS, measured, stages
 from axonn_recipes.papers.experiments.ranks import halving
 from axonn_recipes.papers.found import Found
 from axonn_recipes.papers.verdict import judge
@@ -198,6 +199,13 @@ def test_models_agree_and_differ(results: dict[str, Found]) -> None:
     whole = {row.name for row in ROWS if judge(row, results).verdict.startswith("agrees")}
     assert {"000 Fig 4.2", "000 Tab 5.1", "000 Tab 4.1", "004 Tab I", "004 Tab A3", "004 Fig 3", "004 Fig 4"} <= whole
     assert judge(select(ROWS, "004 fig 1")[0], results).verdict == "differs: 1 of 2"  # 65.7 GB where the text says 40
+
+
+def test_table_3_1_is_chosen_among_degrees_that_divide_nodes_of_six() -> None:
+    for name in stages.SIZES:
+        found = every(stages.of(name), stages.SIZES[name][3], stages.BATCH, 12)
+        assert {3, 6, 12} <= {tensor for _, tensor, _, _ in found}, name
+        assert set(row[name] for row in stages.TABLE_3_1.values()) <= set(found)
 
 
 def test_rows_by_name() -> None:
