@@ -67,7 +67,7 @@ class Judged:
     def how(self) -> str:
         """The kinds of reproduction of what was run."""
         kinds = [EXPERIMENTS[name].kind for name in self.found]
-        machine = ["needs the machine"] if self.row.needs else []
+        machine = ["needs the machine"] if self.row.lacking else []
         return ", ".join(dict.fromkeys(kinds + machine)) or "-"
 
 
