@@ -274,10 +274,15 @@ def test_what_cannot_run_here_is_left_out(tmp_path: Path, capsys: pytest.Capture
     def broken(folder: Path) -> Found:
         raise ConfigError("there is no such machine here; use another")
 
-    with patch.dict(EXPERIMENTS, {"roofline_1": replace(EXPERIMENTS["roofline_1"], run=broken)}):
-        assert main(["train", "papers", "--only", "004 fig 1", "--runs", str(tmp_path)]) == 0
+    one = EXPERIMENTS["roofline_1"]
+    words = ["train", "papers", "--only", "004 fig 1", "--runs", str(tmp_path)]
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(one, run=broken, kind="measured here")}):
+        assert main(words) == 0
     assert "roofline_1: left out: there is no such machine here" in capsys.readouterr().out
     assert json.loads((tmp_path / "papers" / "results.json").read_text())[0]["verdict"] == "not run"
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(one, run=broken)}):
+        assert main(words) == 2
+    assert capsys.readouterr().err == "axonn: error: there is no such machine here; use another\n"
 
 
 def test_a_command_is_run_and_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from axonn_recipes.options import Run
 from axonn_recipes.papers import page
 from axonn_recipes.papers.data import Row, by_experiment, load, select
 from axonn_recipes.papers.experiments import EXPERIMENTS
-from axonn_recipes.papers.found import Found
+from axonn_recipes.papers.found import MEASURED, Found
 from axonn_recipes.papers.verdict import Judged, as_json, judge
 from axonn_recipes.runs import new_folder
 
@@ -87,8 +87,11 @@ def run(
         quick: whether in their short form.
 
     Yields:
-        Before the first and after each: what those so far found, and their pictures relative to the folder. One that this machine cannot
-        run is said, and left out.
+        Before the first and after each: what those so far found, and their pictures relative to the folder. A measurement that this machine
+        cannot make is said, and left out.
+
+    Raises:
+        ConfigError: a model, a machine or another file that is read is wrong.
     """
     results: dict[str, Found] = {}
     pictures: dict[str, list[Path]] = {}
@@ -102,6 +105,8 @@ def run(
         try:
             results[name] = found = experiment.form(quick).run(folder / name)
         except (ConfigError, RankFailed, TimeoutError) as error:
+            if experiment.kind != MEASURED:  # no machine is at fault
+                raise
             print(f"{name}: left out: {str(error).splitlines()[0]}", flush=True)
             continue
         print(f"{name}: {experiment.kind}, {time.perf_counter() - begun:.1f} s", flush=True)
