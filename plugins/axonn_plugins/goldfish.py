@@ -36,7 +36,7 @@ def goldfish_mask(
 
     Args:
         labels: integers (..., tokens), whole rows: each label is the target at its place. Labels of -100 count in the hashes as any other.
-        k: one of so many is left out; at least 2.
+        k: one of so many is left out; at least 1, which leaves out all that the strategy may.
         h: targets that decide by a hash; at least 1. A row of fewer is kept whole.
         strategy: see above.
         seed: of the table.
@@ -79,7 +79,7 @@ def goldfish_labels(
 
     Args:
         labels: integers (..., tokens), whole rows.
-        k: one of so many is left out; at least 2.
+        k: one of so many is left out; at least 1.
         h: targets that decide by a hash.
         strategy: of `goldfish_mask`.
         seed: of the table.
@@ -104,7 +104,7 @@ def check(k: int, h: int, strategy: str) -> None:
     Raises:
         ValueError: names the argument.
     """
-    for name, value, least in (("k", k, 2), ("h", h, 1)):
+    for name, value, least in (("k", k, 1), ("h", h, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} = {value!r} is not an integer of at least {least}; correct its value")
     if strategy not in get_args(Strategy):

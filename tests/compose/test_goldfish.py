@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.goldfish import Strategy, goldfish_labels
+from axonn_plugins.hosts.common.divisor import Divisor
 from axonn_plugins.hosts.common.goldfish import Weight
 from axonn_plugins.hosts.plain import compose
 from axonn_tp import factorisations
@@ -230,7 +231,58 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 def weighed_forms() -> dict[str, float]:
     kept = torch.tensor((3, 1, 0, 4)[dist.get_rank()])
-    return {name: of(Weight(kept, None).of(make(torch.tensor(1.5)))).item() for name, (make, of) in FORMS.items()}
+    known = Divisor()
+    known.known = True
+    return {
+        name: of(Weight(kept, None, known).of(make(torch.tensor(1.5)))).item() for name, (make, of) in FORMS.items()
+    }
+
+
+def no_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def of_all(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").mean()
+
+
+def over_kept(logits: Tensor, targets: Tensor) -> Tensor:
+    return no_mean(logits, targets) / (targets != -100).sum().clamp(min=1)
+
+
+DIVIDED: dict[str, tuple[Any, int]] = {
+    "sum": (no_mean, 4),
+    "of all targets": (of_all, 1),
+    "of those kept": (over_kept, 1),
+}
+"""Losses of a script's own, and by how much one process's is more than the mean of four readers'."""
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.table, self.head = loss, nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(ids)), labels)
+
+
+def divided(loss: Any, host: str) -> list[float]:
+    """Losses of four readers, the mean of each step, and one process's of the same rows."""
+    block = {"goldfish": {"k": 2, "h": 5}}
+    made: Any
+    if host == "DeepSpeed":
+        raw = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "axonn": block}
+        made = deepspeed.initialize(model=OfItsOwn(loss), config=raw)[0]
+    else:
+        made = compose(OfItsOwn(loss), lambda groups: torch.optim.SGD(groups, lr=0.0), block).model
+    alone, found = OfItsOwn(loss), []
+    for ids in batches():
+        part = ids.chunk(4)[dist.get_rank()]
+        found += [mean(made(part, part)), alone(ids, goldfish_labels(ids, 2, 5)).item()]
+    return found
 
 
 def on_grids() -> dict[str, Any]:
@@ -253,6 +305,9 @@ def on_four() -> dict[str, Any]:
     found["its own loss"] = attempt(by_deepspeed, square, OF_ITSELF), serial(OF_ITSELF)
     found["ZeRO-3"] = attempt(by_deepspeed, None, OF_ITSELF, 3), serial(OF_ITSELF)
     found["forms"] = weighed_forms()
+    for name, (loss, _) in DIVIDED.items():
+        for host in ("DeepSpeed", "plain"):
+            found[f"{name}, {host}"] = attempt(divided, loss, host)
     for name, (function, _) in SAID.items():
         found[name] = refused(function)
     return found
@@ -287,6 +342,17 @@ def test_a_model_of_transformers_is_known_to_shift_its_labels(ranks: list[dict[s
 @pytest.mark.parametrize("name", FORMS)
 def test_the_loss_is_found_in_what_a_model_returns(ranks: list[dict[str, Any]], name: str) -> None:
     assert [rank["forms"][name] for rank in ranks] == [2.25, 0.75, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("host", ["DeepSpeed", "plain"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_is_no_mean_over_kept_targets_is_not_weighed_as_one(
+    ranks: list[dict[str, Any]], name: str, host: str
+) -> None:
+    for rank in ranks:
+        found = rank[f"{name}, {host}"]
+        assert not isinstance(found, str), found
+        assert [DIVIDED[name][1] * one for one in found[::2]] == pytest.approx(found[1::2], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", SAID)

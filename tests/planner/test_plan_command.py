@@ -170,6 +170,7 @@ STAGES = {
     "--fix gx=2,stages=2 --mode roofline": "with gx=2, stages=2: gx must divide",
     "--fix stages=2 --mode roofline": "stages be 1, of which --mode calibrated has more",
     "--fix np=5": "64 GPUs cannot be split with np=5: n1 must divide",
+    "--machine summit --gpus 384 --fix n1=3": "n1·n2 the positions of a microbatch, samples of 2048 each",
 }
 
 

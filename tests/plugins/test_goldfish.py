@@ -7,11 +7,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.config.goldfish import Goldfish
 from axonn_plugins.goldfish import Strategy, goldfish_labels, goldfish_mask
+from axonn_plugins.hosts.common.divisor import Watch
 from axonn_plugins.hosts.common.goldfish import LabelMask
 
 SIZE = 1_000_003
@@ -61,7 +63,7 @@ def test_each_target_is_that_of_the_rule(strategy: Any, k: int, h: int, seed: in
         assert mask.tolist() == [one_at_a_time(row, k, h, strategy, drawn(seed)) for row in labels.tolist()]
 
 
-@pytest.mark.parametrize(("k", "h"), [(2, 13), (4, 4), (32, 13)])
+@pytest.mark.parametrize(("k", "h"), [(2, 13), (4, 4), (32, 13), (1, 1), (1, 50)])
 def test_the_published_hash_bit_for_bit(k: int, h: int) -> None:
     labels = tokens(5, 131)
     labels[0, 20:] = -100
@@ -103,7 +105,7 @@ def test_labels_that_the_model_shifts() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"k": 1}, "k = 1 is not an integer of at least 2"),
+        ({"k": 0}, "k = 0 is not an integer of at least 1"),
         ({"h": 0}, "h = 0 is not an integer of at least 1"),
         ({"strategy": "hsh"}, "strategy = 'hsh' is not known"),
         ({"labels": torch.rand(2, 3)}, "labels are torch.float32 of shape \\(2, 3\\)"),
@@ -180,3 +182,35 @@ def test_labels_of_a_pipelines_loss() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             LabelMask(block).several(given)
+
+
+SHAPE = 3, 7, 11
+WATCHED = {
+    "cross-entropy": (lambda x, y, kept: F.cross_entropy(x, y), True),
+    "a module": (lambda x, y, kept: nn.CrossEntropyLoss()(x, y), True),
+    "likelihood": (lambda x, y, kept: F.nll_loss(x.log_softmax(-1), y), True),
+    "a sum": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum"), False),
+    "a sum of each row": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") / SHAPE[0], False),
+    "all targets": (lambda x, y, kept: F.cross_entropy(x, y, reduction="none").mean(), False),
+    "a count": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") / (y != -100).sum(), True),
+    "a number": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum").div(kept), True),
+    "its inverse": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") * (1 / kept), True),
+    "a mask": (
+        lambda x, y, kept: (F.cross_entropy(x, y, reduction="none") * (y != -100)).sum() / (y != -100).float().sum(),
+        True,
+    ),
+    "those kept": (lambda x, y, kept: F.cross_entropy(x, y, reduction="none")[y != -100].mean(), True),
+    "unseen": (lambda x, y, kept: -x.log_softmax(-1)[y != -100].mean(), True),
+}
+"""Losses, and whether they are divided by the number of kept targets."""
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_what_divides_a_loss_is_seen(name: str) -> None:
+    loss, divides = WATCHED[name]
+    logits, targets = torch.randn(SHAPE), tokens(SHAPE[0], SHAPE[1], SHAPE[2])
+    targets[0, :4] = -100
+    kept = int((targets != -100).sum())
+    with Watch(kept) as watch:
+        loss(logits.flatten(0, 1), targets.flatten(), kept)
+    assert watch.divides == divides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,13 @@ import torch.distributed as dist
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
-from axonn_recipes.papers import page
+from axonn_plugins.pccl import published as collectives
+from axonn_plugins.planner import files
+from axonn_recipes.papers import elsewhere, page
+from axonn_recipes.papers import verdict as verdict_of
+from axonn_recipes.papers.configured import every
 from axonn_recipes.papers.data import FILE, WIDEST, Number, Row, Value, load, select
-from axonn_recipes.papers.experiments import EXPERIMENTS, measured
+from axonn_recipes.papers.experiments import EXPERIMENTS, measured, stages
 from axonn_recipes.papers.experiments.ranks import halving
 from axonn_recipes.papers.found import Found
 from axonn_recipes.papers.verdict import judge
@@ -81,7 +86,11 @@ def test_there_are_a_hundred() -> None:
     used = {name for row in ROWS for name in row.runs}
     assert used == set(EXPERIMENTS)
     assert not [row.name for row in ROWS if row.coverage == "none"]
-    assert all(row.needs for row in ROWS if row.coverage == "partly")
+    partly = {row.name for row in ROWS if row.coverage == "partly"}
+    assert partly == {
+        row.name for row in ROWS if row.runs and (row.needs or any(number.needs for number in row.numbers))
+    }
+    assert all(f"{row.lacking} |" in DOCS.read_text() for row in ROWS if row.name in partly)
     assert all(row.numbers for row in ROWS if row.runs and row.claim != "trace")
     assert all(number.where and (number.needs or 0 < number.tolerance <= WIDEST) for number in NUMBERS)
     assert {number.within for number in NUMBERS if number.published == 0} == {0.05, 0.1}
@@ -112,9 +121,10 @@ def test_what_is_not_finite_or_of_another_kind_fails() -> None:
 
 
 def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
-    results: dict[str, Found], tmp_path: Path
+    results: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not computed in a test is taken to have been obtained as it is published, as its verdict is the same code's."""
+    monkeypatch.setattr(verdict_of, "elsewhere", dict)  # with which no other number than the published one agrees
     draw = random.Random(20)
     numbers = {row.name: [one for one in row.numbers if not one.needs] for row in ROWS if row.runs}
     assert [row.name for row in ROWS if row.numbers and not numbers.get(row.name)] == []
@@ -146,10 +156,60 @@ def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
     assert seen == 2 * sum(map(len, numbers.values())) > 800 and agreed > 200
 
 
+def test_numbers_that_stand_in_two_files_are_the_same() -> None:
+    numbers = {one.what: one for one in NUMBERS}
+    others = elsewhere.elsewhere()
+    assert len(others) == 79 and set(others) <= set(numbers)
+    assert not [what for what, other in others.items() if other.contradicts(numbers[what].published)]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "row"),
+    [
+        ("corpus/gordon_bell.toml", "petaflops = 571.4", "002 Tab III"),
+        ("corpus/four_frameworks.toml", "percent_of_peak = 57.0", "003 Tab III"),
+        ("corpus/experts.toml", "percent_of_peak = 26.2", "000 Tab 7.1"),
+        ("corpus/pruned.toml", "percent_of_peak = 53.4", "000 Tab 4.2"),
+        ("published.toml", "high = 82.0", "000 Fig 6.7"),
+        ("published.toml", "low = 6.2", "000 Fig 6.9"),
+    ],
+)
+def test_a_number_that_changes_in_another_file_changes_the_verdict(
+    file: str, line: str, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where what was obtained agrees with the number of the rows."""
+    (chosen,) = select(ROWS, row)
+    obtained = dict.fromkeys(chosen.runs, Found({one.what: one.published for one in chosen.numbers}))
+    assert judge(chosen, obtained).verdict.startswith("agrees")
+    key, _, value = line.partition(" = ")
+    changed = f"{key} = {1.25 * float(value):g}"
+    ours = {name: path.read_text() for name, path in files.ours("corpus").items()}
+    for name, text in ours.items():
+        (tmp_path / f"{name}.toml").write_text(text.replace(line, changed, 1) if f"/{name}.toml" in file else text)
+    published = tmp_path / "published"
+    text = Path(collectives.__file__).with_name("published.toml").read_text()
+    published.write_text(text.replace(line, changed, 1) if file == "published.toml" else text)
+    monkeypatch.setattr(elsewhere.files, "ours", lambda _: {name: tmp_path / f"{name}.toml" for name in ours})
+    monkeypatch.setattr(collectives, "_ours", lambda: collectives.read(published))
+    monkeypatch.setattr(verdict_of, "elsewhere", elsewhere.elsewhere.__wrapped__)
+    judged = judge(chosen, obtained)
+    assert judged.verdict.startswith("differs: 1 of ")
+    (one,) = (one for one in judged.compared if one.contradicted)
+    assert one.verdict == "differs" and one.contradicted.partition(" has ")[0].endswith(file)
+    assert f"differs: {one.contradicted}" in page.cells(one)
+
+
 def test_models_agree_and_differ(results: dict[str, Found]) -> None:
     whole = {row.name for row in ROWS if judge(row, results).verdict.startswith("agrees")}
     assert {"000 Fig 4.2", "000 Tab 5.1", "000 Tab 4.1", "004 Tab I", "004 Tab A3", "004 Fig 3", "004 Fig 4"} <= whole
     assert judge(select(ROWS, "004 fig 1")[0], results).verdict == "differs: 1 of 2"  # 65.7 GB where the text says 40
+
+
+def test_table_3_1_is_chosen_among_degrees_that_divide_nodes_of_six() -> None:
+    for name in stages.SIZES:
+        found = every(stages.of(name), stages.SIZES[name][3], stages.BATCH, 12)
+        assert {3, 6, 12} <= {tensor for _, tensor, _, _ in found}, name
+        assert set(row[name] for row in stages.TABLE_3_1.values()) <= set(found)
 
 
 def test_rows_by_name() -> None:
@@ -214,10 +274,15 @@ def test_what_cannot_run_here_is_left_out(tmp_path: Path, capsys: pytest.Capture
     def broken(folder: Path) -> Found:
         raise ConfigError("there is no such machine here; use another")
 
-    with patch.dict(EXPERIMENTS, {"roofline_1": replace(EXPERIMENTS["roofline_1"], run=broken)}):
-        assert main(["train", "papers", "--only", "004 fig 1", "--runs", str(tmp_path)]) == 0
+    one = EXPERIMENTS["roofline_1"]
+    words = ["train", "papers", "--only", "004 fig 1", "--runs", str(tmp_path)]
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(one, run=broken, kind="measured here")}):
+        assert main(words) == 0
     assert "roofline_1: left out: there is no such machine here" in capsys.readouterr().out
     assert json.loads((tmp_path / "papers" / "results.json").read_text())[0]["verdict"] == "not run"
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(one, run=broken)}):
+        assert main(words) == 2
+    assert capsys.readouterr().err == "axonn: error: there is no such machine here; use another\n"
 
 
 def test_a_command_is_run_and_read(tmp_path: Path) -> None:
@@ -237,6 +302,46 @@ def test_a_command_is_run_and_read(tmp_path: Path) -> None:
     with patch.object(measured, "find", lambda words: (lambda rest: 1, words)):
         with pytest.raises(ConfigError, match="axonn bench x --rounds 2 has failed"):
             run(tmp_path / "measured_y")
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["whole", "short"])
+def test_measurements_are_commands_that_there_are(
+    quick: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, one in measured.COMMANDS.items():
+        line = f"{one.line} {one.short if quick else one.whole}"
+        words = [*shlex.split(line), "--dry-run", "--out" if one.option == "--out" else "--runs", str(tmp_path)]
+        assert main(words) == 0, f"{name}: {capsys.readouterr().err}"
+        seconds = EXPERIMENTS[f"measured_{name}"].form(quick).seconds
+        assert seconds == one.seconds[quick] and one.seconds[1] < one.seconds[0]
+
+
+def test_the_short_form_is_run_and_said(tmp_path: Path) -> None:
+    def ran(words: list[str]) -> int:
+        assert words[0] == "--quick"
+        folder = tmp_path / "papers" / "measured_memorization"
+        folder.mkdir()
+        shares = {name: 0.0 for name in ("control", "low", "middle")}
+        (folder / "results.json").write_text(
+            json.dumps({"standard": shares | {"high": 1.0}, "goldfish": shares | {"high": 0.0}})
+        )
+        return 0
+
+    with patch.object(measured, "find", lambda words: (ran, words[2:])):
+        assert main(["train", "papers", "--quick", "--only", "002 fig 10, 002 fig 11", "--runs", str(tmp_path)]) == 0
+    read = (tmp_path / "papers" / "papers.md").read_text()
+    assert read.count("Run: `axonn train memorization --quick`.") == 2
+    assert "002 Fig 11: agrees: 1" in read and "002 Fig 10: agrees: 1" in read
+
+
+def test_what_was_found_is_written_before_the_next(tmp_path: Path) -> None:
+    def broken(folder: Path) -> Found:
+        raise KeyboardInterrupt
+
+    with patch.dict(EXPERIMENTS, {"roofline_1": replace(EXPERIMENTS["roofline_1"], run=broken)}):
+        assert main(["train", "papers", "--only", "000 fig 4.3, 004 fig 1", "--runs", str(tmp_path)]) == 130
+    rows = json.loads((tmp_path / "papers" / "results.json").read_text())
+    assert [one["verdict"] for one in rows] == ["agrees: 1", "not run"]
 
 
 def stage(median: float, exposed: float) -> dict:

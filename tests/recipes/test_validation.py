@@ -12,7 +12,7 @@ from axonn_plugins.cli import main
 from axonn_recipes.validation import recipe
 from axonn_recipes.validation.problems import discs
 from axonn_recipes.validation.report import Pair
-from axonn_recipes.validation.settings import BOUNDS, Options, resolve
+from axonn_recipes.validation.settings import BOUNDS, Options, Settings, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,34 @@ def test_a_larger_size_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+def test_steps_fit_into_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A serial step takes 0.1 s here and one on ranks 0.4 s: 0.6 s for a step of the three curves."""
+    clock = [0.0]
+
+    def launched(made: object, dtype: str, settings: Settings, role: str) -> tuple[list[float], list[float]]:
+        each = 0.4 if role == "parallel" else 0.1
+        clock[0] += 1 + settings.steps * each
+        return [1.0 / (step + 1) for step in range(settings.steps)], [each] * settings.steps
+
+    monkeypatch.setattr(recipe, "_launched", launched)
+    monkeypatch.setattr(recipe.time, "perf_counter", lambda: clock[0])
+    words = ["train", "validation", "--dtype", "float32", "--out"]
+    assert main([*words, str(tmp_path / "out"), "--minutes", "2"]) == 0
+    # Of a minute for each model 54 s, less the 4 s of the probe, and 3 s to start all.
+    assert capsys.readouterr().out.count("0.60 s a step of two serial runs and one on 16 ranks: 78 steps") == 2
+    assert clock[0] <= 120
+    pairs = json.loads((tmp_path / "out" / "results.json").read_text())["pairs"]
+    assert [len(pair["serial"]) for pair in pairs] == [78, 78]
+    assert main([*words, str(tmp_path / "more"), "--minutes", "20", "--model", "unet"]) == 0
+    assert "16 ranks: 300 steps" in capsys.readouterr().out
+    assert main([*words, str(tmp_path / "less"), "--minutes", "0.4"]) == 2
+    error = capsys.readouterr().err
+    assert "--minutes 0.4 leave 6 steps, and a curve has 10 at least (GPT in float32: 0.60 s" in error
+    assert error.count("\n") == 1 and "give 0.5 minutes" in error
+
+
 def test_everything_is_on() -> None:
     options = resolve(Options()).options
     assert options.layout == "scattered" and options.cache_gathers and options.tune_matmuls
@@ -88,6 +116,8 @@ def test_a_broken_bound_is_said_and_fails(
     ("options", "words"),
     [
         (["--steps", "0"], "--steps 0 is not at least 1"),
+        (["--minutes", "0"], "--minutes 0 is not positive; give a time such as 30"),
+        (["--minutes", "nan"], "--minutes nan is not positive"),
         (["--grid", "2,2,2"], "--grid 2,2,2 is not four integers; write gx,gy,gz,gdata as in 2,2,2,2"),
         (["--grid", "2,a,2,2"], "--grid 2,a,2,2 is not four integers"),
         (["--grid", "0,1,1,1"], "--grid 0,1,1,1: gx = 0 is not an integer of at least 1"),

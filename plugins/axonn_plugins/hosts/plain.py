@@ -144,15 +144,19 @@ def _mask_labels(model: nn.Module, mask: LabelMask, mesh: Mesh) -> None:
 
     def masked(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs, keywords = mask.arguments(inputs, keywords, model.training)
-        weights.append(mask.weight(inputs, keywords, model.training, mesh.group("batch"), mesh.device))
+        weight = mask.weight(inputs, keywords, model.training, mesh.group("batch"), mesh.device)
+        weights.append(weight and weight.__enter__())
         return inputs, keywords
 
     def weighed(model: nn.Module, inputs: tuple, output: Any) -> Any:
-        weight = weights.pop()
-        return output if weight is None else weight.of(output)
+        weight = weights.pop() if weights else None
+        if weight is None:
+            return output
+        weight.__exit__(None, None, None)
+        return output if output is None else weight.of(output)
 
     model.register_forward_pre_hook(masked, with_kwargs=True)
-    model.register_forward_hook(weighed)
+    model.register_forward_hook(weighed, always_call=True)
 
 
 def _refuse(block: Axonn) -> None:

@@ -70,7 +70,7 @@ class Row:
         runs: experiments that obtain its numbers, by name.
         command: what runs the same by itself.
         note: what a reader must know of the reproduction.
-        needs: what of it only a machine can show; empty where nothing is missing.
+        needs: what of it only a machine can show, besides numbers that say so; empty where nothing is missing.
         numbers: what the text gives.
     """
 
@@ -90,11 +90,16 @@ class Row:
         return f"{self.seed} {self.number}"
 
     @property
+    def lacking(self) -> str:
+        """What of it or of its numbers only a machine can show; empty where nothing is missing."""
+        return "; ".join(dict.fromkeys(filter(None, [self.needs, *(one.needs for one in self.numbers)])))
+
+    @property
     def coverage(self) -> str:
         """How much of it is reproduced: full, partly, none, or n/a where it claims nothing."""
         if self.claim in WITHOUT_CLAIM:
             return "n/a"
-        return "none" if not self.runs else "partly" if self.needs else "full"
+        return "none" if not self.runs else "partly" if self.lacking else "full"
 
 
 @cache

@@ -35,6 +35,14 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Short:
+    """An experiment with fewer rounds, steps or sizes; attributes as there."""
+
+    run: Callable[[Path], Found]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Experiment:
     """Something that obtains numbers.
 
@@ -43,18 +51,24 @@ class Experiment:
         kind: how it obtains them.
         seconds: what it takes, about, on two cores.
         root: whether it emulates a cluster, which needs root.
+        short: its short form, where it has one.
     """
 
     run: Callable[[Path], Found]
     kind: Kind
     seconds: float
     root: bool = False
+    short: Short | None = None
 
     @property
-    def quick(self) -> bool:
+    def unasked(self) -> bool:
         """Whether it is run without being named."""
-        return self.seconds <= QUICK
+        return self.seconds <= UNASKED
+
+    def form(self, quick: bool) -> Short | Experiment:
+        """The form to run: the short one where that is asked for and there is one."""
+        return self.short if quick and self.short is not None else self
 
 
-QUICK = 30.0
-"""Seconds of the longest experiment of the quick set."""
+UNASKED = 30.0
+"""Seconds of the longest experiment that is run without being named."""

@@ -44,6 +44,7 @@ def cells(one: Compared) -> tuple[str, ...]:
     unit = f" {number.unit}" if number.unit else ""
     off = "-" if one.error is None else f"{one.error:+.1%}"
     verdict = f"needs the machine: {number.needs}" if one.verdict == "needs the machine" else one.verdict
+    verdict += f": {one.contradicted}" if one.contradicted else ""
     obtained = "-" if one.obtained is None else shown(one.obtained) + unit
     return (
         number.what,
@@ -105,7 +106,7 @@ def said(one: Judged) -> list[str]:
     row = one.row
     lines = [f"How: {one.how}. By itself: `{row.command}`"] if row.runs else []
     lines += [row.note] if row.note else []
-    lines += [f"Only a machine can show: {row.needs}"] if row.needs else []
+    lines += [f"Only a machine can show: {row.lacking}"] if row.lacking else []
     return lines + [found.note for found in one.found.values() if found.note]
 
 
@@ -134,7 +135,7 @@ def coverage(rows: Sequence[Row]) -> str:
             str(sum(not number.needs for number in row.numbers)) if row.numbers else "-",
             f"`{row.command}`" if row.command else "-",
             row.coverage,
-            row.needs or "-",
+            row.lacking or "-",
         )
         for row in rows
     ]

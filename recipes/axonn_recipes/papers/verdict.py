@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from axonn_recipes.papers.data import Number, Row, Value
+from axonn_recipes.papers.elsewhere import elsewhere
 from axonn_recipes.papers.experiments import EXPERIMENTS
 from axonn_recipes.papers.found import Found
 
@@ -22,13 +23,15 @@ class Compared:
         number: as published.
         obtained: None where nothing was run.
         how: the kind of reproduction.
-        verdict: whether they agree.
+        verdict: whether they agree; never where another file has another number.
+        contradicted: what that file has, in words.
     """
 
     number: Number
     obtained: Value | None
     how: str
     verdict: Verdict
+    contradicted: str = ""
 
     @property
     def error(self) -> float | None:
@@ -64,7 +67,7 @@ class Judged:
     def how(self) -> str:
         """The kinds of reproduction of what was run."""
         kinds = [EXPERIMENTS[name].kind for name in self.found]
-        machine = ["needs the machine"] if self.row.needs else []
+        machine = ["needs the machine"] if self.row.lacking else []
         return ", ".join(dict.fromkeys(kinds + machine)) or "-"
 
 
@@ -80,9 +83,11 @@ def judge(row: Row, results: Mapping[str, Found]) -> Judged:
     for number in row.numbers:
         givers = [name for name, one in found.items() if number.what in one.values]
         if givers:
-            obtained = found[givers[0]].values[number.what]
-            verdict: Verdict = "agrees" if number.agrees(obtained) else "differs"
-            compared.append(Compared(number, obtained, EXPERIMENTS[givers[0]].kind, verdict))
+            obtained, other = found[givers[0]].values[number.what], elsewhere().get(number.what)
+            against = other is not None and other.contradicts(number.published)
+            verdict: Verdict = "agrees" if number.agrees(obtained) and not against else "differs"
+            said = f"{other.file} has {other.value:g}" if other is not None and against else ""
+            compared.append(Compared(number, obtained, EXPERIMENTS[givers[0]].kind, verdict, said))
         elif number.needs:
             compared.append(Compared(number, None, "needs the machine", "needs the machine"))
         else:
@@ -110,6 +115,7 @@ def as_json(judged: Judged) -> dict[str, Any]:
                 "within": one.number.within,
                 "how": one.how,
                 "verdict": one.verdict,
+                "contradicted": one.contradicted,
             }
             for one in judged.compared
         ],

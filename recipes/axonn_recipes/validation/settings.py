@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import torch
 
 from axonn_plugins.cli.options import check_folder
+from axonn_plugins.config import ConfigError
 from axonn_recipes.options import at_least_one, grid_of
 from axonn_tp import Grid
 from axonn_tp import Options as Switches
@@ -31,6 +33,7 @@ class Settings:
     size: str
     steps: int
     seed: int
+    minutes: float | None = None
 
     @property
     def options(self) -> Switches:
@@ -60,8 +63,10 @@ class Options:
         dtype: one alone; by itself both, one after another.
         grid: gx,gy,gz,gdata.
         layout: of activations.
-        size: of models and images; large is what half an hour on two cores allows, both models in float32.
-        steps: optimizer steps.
+        size: of models and images.
+        steps: optimizer steps; the most, with --minutes.
+        minutes: for all curves that are asked for: each model and precision gets an equal part, and as many steps as fit into it by what a
+            few steps take first.
         seed: of weights and batches.
         dry_run: say what would be run, and stop.
         out: folder for results.json and losses.png; what it holds of the same run is completed.
@@ -73,6 +78,7 @@ class Options:
     layout: Literal["scattered", "replicated"] = "scattered"
     size: Literal["small", "large"] = "small"
     steps: int = 300
+    minutes: float | None = None
     seed: int = 1
     dry_run: bool = False
     out: Path = Path("runs/validation")
@@ -85,5 +91,7 @@ def resolve(options: Options) -> Settings:
         ConfigError: the first mistake.
     """
     at_least_one(options, "steps")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise ConfigError(f"--minutes {options.minutes:g} is not positive; give a time such as 30")
     check_folder("--out", options.out)
-    return Settings(grid_of(options.grid), options.layout, options.size, options.steps, options.seed)
+    return Settings(grid_of(options.grid), options.layout, options.size, options.steps, options.seed, options.minutes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from functools import partial
 from typing import Literal
 
@@ -25,8 +26,8 @@ CLIP, WEIGHT_DECAY = 1.0, 0.1
 Role = Literal["serial", "control", "parallel"]
 
 
-def curve(problem: Problem, dtype: torch.dtype, settings: Settings, role: Role) -> list[float]:
-    """The whole batch's loss at every step; each rank calls it in a process of its own.
+def curve(problem: Problem, dtype: torch.dtype, settings: Settings, role: Role) -> tuple[list[float], list[float]]:
+    """The whole batch's loss at every step, and the seconds of each; each rank calls it in a process of its own.
 
     Args:
         problem: what to train.
@@ -49,12 +50,14 @@ def curve(problem: Problem, dtype: torch.dtype, settings: Settings, role: Role) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=WEIGHT_DECAY, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_share_of_lr, settings.steps))
     quiet = True if mesh is not None and dist.get_rank() else None  # None: shown on a terminal only
-    losses = []
+    losses, seconds = [], []
     for step in tqdm(range(1, settings.steps + 1), unit="step", disable=quiet, leave=False, file=sys.stderr):
+        began = time.perf_counter()
         batch = [t.to(settings.device, dtype if t.is_floating_point() else None) for t in problem.batch(step)]
         losses.append(_step(model, batch, optimizer, mesh))
         scheduler.step()
-    return losses
+        seconds.append(time.perf_counter() - began)
+    return losses, seconds
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from axonn_plugins.config import ConfigError
 from axonn_plugins.config.goldfish import Goldfish
 from axonn_plugins.goldfish import IGNORED, goldfish_labels
+from axonn_plugins.hosts.common.divisor import Divisor, Watch
 
 _KEY = "axonn.goldfish.labels"
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -35,6 +36,7 @@ class LabelMask:
         self.block = block
         self._names: list[str] = []
         self._shifts = bool(block.shifts)
+        self._divisor = Divisor()
         if model is None:
             return
         kinds = {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
@@ -114,10 +116,15 @@ class LabelMask:
             None where nothing was masked, or the script itself says how many targets to divide by.
         """
         place = self.place(inputs, keywords) if self.active(training) else None
-        if place is None or dist.get_world_size(readers) == 1 or keywords.get("num_items_in_batch") is not None:
+        if place is None or keywords.get("num_items_in_batch") is not None:
             return None
-        labels = inputs[place] if isinstance(place, int) else keywords[place]
-        return Weight(self.kept(labels).to(device), readers)
+        return self.weight_of(inputs[place] if isinstance(place, int) else keywords[place], readers, device)
+
+    def weight_of(self, labels: Tensor, readers: dist.ProcessGroup | None, device: torch.device) -> Weight | None:
+        """`weight` of masked labels; None where one rank reads all rows."""
+        if dist.get_world_size(readers) == 1:
+            return None
+        return Weight(self.kept(labels).to(device), readers, self._divisor)
 
     def kept(self, labels: Tensor) -> Tensor:
         """How many targets masked labels have."""
@@ -164,20 +171,39 @@ class LabelMask:
 
 
 class Weight:
-    """The share of the kept targets that this rank has, as a factor of its loss.
+    """The share of the kept targets that this rank has, as a factor of a loss that is their mean.
+
+    A loss that is divided by something else, as a sum, stays the reader's: hosts take the mean of the readers'. The loss is computed within
+    ``with weight:``, which finds out in a model's first call.
 
     Args:
         kept: number of targets of this rank's rows.
         readers: ranks that read different rows.
+        divisor: of the model's losses; changed where it is not known.
     """
 
-    def __init__(self, kept: Tensor, readers: dist.ProcessGroup | None) -> None:
+    def __init__(self, kept: Tensor, readers: dist.ProcessGroup | None, divisor: Divisor) -> None:
         self._kept, self._all, self._ranks = kept, kept.clone(), dist.get_world_size(readers)
+        self._readers, self._divisor = readers, divisor
+        self._watch = None if divisor.known else Watch(int(kept))
         self._work: Any = dist.all_reduce(self._all, group=readers, async_op=True)
+
+    def __enter__(self) -> Weight:
+        if self._watch is not None:
+            self._watch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(*error)
 
     def of(self, output: Any) -> Any:
         """What a model returned, with its loss weighed: a scalar, what is named `loss`, or the first scalar of several."""
         self._work.wait()
+        if self._watch is not None:
+            self._divisor.agree(self._watch, self._readers, self._kept.device)
+        if not self._divisor.counts:
+            return output
         if isinstance(output, Tensor):
             return self._weigh(output)
         named = output.get("loss") if isinstance(output, MutableMapping) else getattr(output, "loss", None)

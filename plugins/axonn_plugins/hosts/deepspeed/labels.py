@@ -80,5 +80,8 @@ class MaskedLabels(DeepSpeedEngine):
             return super().forward(*inputs, **keywords)
         inputs, keywords = mask.arguments(inputs, keywords, training)
         weight = mask.weight(inputs, keywords, training, self.data_parallel_group, self.device)
-        output = super().forward(*inputs, **keywords)
-        return output if weight is None else weight.of(output)
+        if weight is None:
+            return super().forward(*inputs, **keywords)
+        with weight:
+            output = super().forward(*inputs, **keywords)
+        return weight.of(output)

@@ -12,18 +12,27 @@ from io import StringIO
 from itertools import product
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pccl import simulate_cli
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.collectives import point_to_point
+from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import best, less
 from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
 from axonn_recipes.planner.outcome import lines
+from axonn_recipes.validation.problems import gpt_plan
+from axonn_tp import Grid
+from axonn_tp import place as placements
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
 OPTIONS = ("--calibrated",)
 """Of the simulator."""
+NODE, _MB = 4, 2e-6
+"""Ranks of x in Figure 6.1, and megabytes of a number in 16 bits."""
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
 Times = dict[tuple[str, str, int, int], float]
@@ -60,7 +69,7 @@ def _span(what: str, found: list[float]) -> dict[str, Value]:
 
 
 def libraries(folder: Path) -> Found:
-    """Figures 6.2 to 6.4: Cray MPICH beside RCCL on Frontier."""
+    """Figures 6.2 to 6.4: Cray MPICH beside RCCL on Frontier; with sums on the GPU MPICH's reduce-scatter takes its messages' time, as its all-gather."""
     at = times("frontier")
     gather = ratios("frontier", "Cray MPICH", GATHER, (32,), (256, 512), "RCCL")
     scatter = ratios("frontier", "Cray MPICH", SCATTER, (32, 64, 128), (256, 512), "RCCL")
@@ -68,6 +77,11 @@ def libraries(folder: Path) -> Found:
     values: dict[str, Value] = {
         "all-gather on 32 GCDs, 256 and 512 MB: MPICH over RCCL": sum(gather) / 2,
         **_span("reduce-scatter: MPICH over RCCL", scatter),
+        "reduce-scatter: twice as fast as MPICH at least with sums on the GPU": min(
+            at["Cray MPICH", SCATTER, count, size] / at["Cray MPICH", GATHER, count, size]
+            for count, size in product((32, 64, 128), (256, 512))
+        )
+        >= 2,
     }
     for library, size in product(("RCCL", "Cray MPICH"), (64, 128)):
         grown = [at[library, GATHER, count, size] for count in counts]
@@ -188,14 +202,23 @@ def _zero_step(cluster: str, where: str, name: str, system: str, gpus: int) -> f
 
 
 def messages(folder: Path) -> Found:
-    """Figure 6.1: bytes of a whole gathered tensor, by framework, of GPTs of 7B to 70B parameters in 16 bits."""
-    models = {"7B": 4096, "13B": 5120, "30B": 7168, "70B": 8192}
+    """Figure 6.1: bytes of a whole gathered tensor, by framework, of a block of GPTs of 7B to 70B parameters in 16 bits, on the meta device."""
+    models = {"7B": (4096, 32), "13B": (5120, 40), "30B": (7168, 56), "70B": (8192, 64)}
     by: dict[str, list[float]] = {"ZeRO-3": [], "FSDP": [], "AxoNN": []}
-    for hidden in models.values():
-        linears = [2 * size * hidden**2 / 1e6 for size in (3, 1, 4, 4)]
-        by["ZeRO-3"] += linears  # each module's weights
-        by["FSDP"].append(sum(linears))  # a block's
-        by["AxoNN"] += [one / 4 for one in linears]  # of each linear, split over a node's gx = 4
+    for hidden, heads in models.values():
+        with torch.device("meta"):
+            network = GPT(GPTConfig(vocabulary=51200, context=2048, layers=1, heads=heads, hidden=hidden))
+        linears = {id(one): one.weight.numel() for one in network.blocks.modules() if isinstance(one, nn.Linear)}
+        by["ZeRO-3"] += [_MB * count for count in linears.values()]  # each matrix
+        by["FSDP"].append(_MB * sum(one.numel() for one in network.blocks.parameters()))  # the block
+        grid = Grid(NODE, 1, 2, 1)
+        by["AxoNN"] += [  # what the ranks of z have of each matrix, with gx = 4
+            _MB * one.elements * one.size
+            for placed in placements(network, grid, gpt_plan(network.config))
+            if id(placed.module) in linears
+            for one in placed.collectives(2048, grid)
+            if one.op == "all_gather" and one.axis == "z"
+        ]
     every = [one for found in by.values() for one in found]
     inside = [16 <= one <= 1100 for one in every]
     values: dict[str, Value] = {

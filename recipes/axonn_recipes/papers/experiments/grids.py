@@ -1,6 +1,7 @@
 """4D grids at the scale of 000's chapter 5, 002 and 003: weak and strong scaling, overlap, ranks, other frameworks, by the planner.
 
-Activations are checkpointed, as in all of the papers' runs. Where the text gives no batch it is said.
+Activations are checkpointed, as in all of the papers' runs, and there are no stages. The model is calibrated on half of the planner's
+corpus, in which are some of these runs (its README). Where the text gives no batch it is said.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from axonn_plugins.planner import axonn, fourd, machine, model
 from axonn_plugins.planner.axonn import Grids, model_flops
 from axonn_plugins.planner.search import Constraints, GridPlan
 from axonn_plugins.planner.setting import Setting
+from axonn_plugins.planner.transformer import Mode
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.found import MODEL, Experiment, Found
 from axonn_recipes.planner.dissertation import TABLE_5_2, time_to_solution
 from axonn_recipes.planner.outcome import lines
 
+MODE: Mode = "calibrated"
+"""Of the planner's model, its default."""
 BATCH = 8192
 """Samples of 2048 positions: 16.8 million tokens (002, Table I)."""
 CHECKPOINTED = Setting(recompute=True)
@@ -49,7 +53,8 @@ def best(
 def _fastest(
     on: machine.Machine, of: model.Model, gpus: int, batch: int, setting: Setting, fixed: Mapping[str, int] | None
 ) -> GridPlan:
-    found = fourd.search(on, of, gpus, batch, "roofline", 1, Constraints(fixed or {}), setting).best
+    stages = {"stages": 1} if isinstance(of, model.Transformer) else {}  # the papers' grids have none
+    found = fourd.search(on, of, gpus, batch, MODE, 1, Constraints({**stages, **(fixed or {})}), setting).best
     if not found:
         raise LookupError(f"no grid of {gpus} {on.name} holds {of.name} with {fixed}")
     assert isinstance(found[0], GridPlan)

@@ -100,7 +100,7 @@ def traces(folder: Path) -> Found:
         times = cluster.launch(_traced, settings.ranks_per_node, settings, folder)[0]
     before, after = (statistics.median(times[stage]) for stage in (STAGES[0][0], STAGES[-1][0]))
     events = {stage: _events(trace_file(folder / _plain(stage), 0)) for stage in times}
-    values = {"here: a rank waits less with overlap": after < before}
+    values = {"here: a step takes less time with overlap": after < before}
     return Found(values, {"steps": Picture(partial(_draw, events), (9, 4))})
 
 

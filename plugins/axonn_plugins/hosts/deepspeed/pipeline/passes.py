@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -118,8 +118,7 @@ class StagePasses(PipelineEngine):
         labels = mask.several(batch[1])
         rows = labels if isinstance(labels, Tensor) else labels[mask.block.labels]
         readers = self.grid.get_data_parallel_group()
-        weight = Weight(mask.kept(rows).to(self.device), readers) if dist.get_world_size(readers) > 1 else None
-        return (batch[0], labels), weight
+        return (batch[0], labels), mask.weight_of(rows, readers, self.device)
 
     def _outputs(self, inputs: Values) -> Any:
         # Not through PipelineEngine, which has no forward.
@@ -202,7 +201,8 @@ class StagePasses(PipelineEngine):
 
     def _loss_of(self, outputs: Any, batch: Any, weight: Weight | None) -> Any:
         if self._compute_loss and self.module.loss_fn is not None:
-            self.loss = self.module.loss_fn(outputs, self._labels(batch[1]))
+            with weight or nullcontext():
+                self.loss = self.module.loss_fn(outputs, self._labels(batch[1]))
         else:
             # Some models return the loss themselves.
             self.loss = outputs
