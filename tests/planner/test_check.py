@@ -147,7 +147,7 @@ WRONG = [
     ({"train_batch_size": 1024}, f"{ASKED} --fix gx=2", "--fix names gx, but --check takes sizes from"),
     ({"train_batch_size": 1024}, ASKED.replace("256", "256,512"), "--check is of one number of GPUs"),
     ({"train_batch_size": 1024}, f"{ASKED} --ted experts=4", "--ted experts=4 is TED's"),
-    ({"train_batch_size": 1024}, f"{ASKED} --strategy 1d --interleave 2", "--interleave = 2 is not modelled"),
+    ({"train_batch_size": 1024}, f"{ASKED} --strategy 1d --interleave 2", "--interleave = 2, but stages of 4D grids"),
     ({"train_batch_size": 1024, "bf16": True}, ASKED, 'bf16 = True is not an object; write one, such as "bf16": {"enabled": true}'),
     ({"train_batch_size": 1024, "fp16": "auto"}, ASKED, "fp16 = 'auto' is not an object"),
     ({"train_batch_size": 1024, "fp16": {"enabled": True}, **BF16}, ASKED, "bf16 and fp16 are both enabled"),
