@@ -162,8 +162,8 @@ def _shared(model: Transformer, at: Grids, batch: int, every: bool) -> Grids:
     """Grids by how many ranks of z share a sample: positions are two chunks for each (zigzag), and samples divide among the readers."""
     chosen, shared, left = [], [], np.ones(len(at), bool)
     for count in divisors(int(np.max(at.gz, initial=1))):
-        if count > 1 and model.sequence % (2 * count):
-            continue
+        if count > 1 and (model.mixes or model.sequence % (2 * count)):
+            continue  # ranks that share samples split attention alone
         fits = left & (at.gz % count == 0) & (batch % np.maximum(at.gz // count * at.gdata, 1) == 0)
         chosen.append(np.flatnonzero(fits))
         shared.append(np.full(int(fits.sum()), count, np.int64))
@@ -293,7 +293,7 @@ def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
-    if not isinstance(model, Transformer) or model.gated or model.experts:
+    if not isinstance(model, Transformer) or model.gated or model.experts or model.kinds:
         products = sum(block.count * block.products for block in model.blocks)
         output = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
         return batch * ((8 if recompute else 6) * products + 6 * output)

@@ -161,7 +161,7 @@ def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | Non
         strategy = strategy or "axonn"
     if batch is None:
         raise ConfigError("one of these arguments is required: --batch or --tokens-per-batch")
-    strategies = _strategies(strategy, mode, fixed, setting)
+    strategies = _known(_strategies(strategy, mode, fixed, setting), trained)
     return [Question(where, trained, gpus, batch, strategies, mode, fixed, setting) for gpus in every], found
 
 
@@ -252,6 +252,18 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
     return tuple(
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
+
+
+def _known(strategies: tuple[AnyStrategy, ...], trained: model.Model) -> tuple[AnyStrategy, ...]:
+    """Those that know the model: mixers' states go from one position to the next, which 2D and SUMMA split."""
+    if not (isinstance(trained, model.Transformer) and trained.mixes):
+        return strategies
+    found = tuple(one for one in strategies if one in ("1d", "axonn"))
+    if not found:
+        raise ConfigError(
+            f"--strategy = {', '.join(strategies)} splits positions, along which the mixers of {trained.name} pass their states on; use 1d or axonn"
+        )
+    return found
 
 
 def _other_schedule(setting: Setting) -> str:

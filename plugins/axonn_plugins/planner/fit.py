@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 
@@ -62,9 +63,7 @@ def spread(half: Sequence[Measurement], best: Calibration, say: Callable[[str], 
     lines = [_line(rows, best) for rows in each]
     for at, rows in enumerate(each):
         others = [line for place, line in enumerate(lines) if place != at]
-        without = (
-            _descend(lambda tried, others=others: _loss([line(tried) for line in others]), best) if others else best
-        )
+        without = _descend(partial(_loss_of_lines, others), best) if others else best
         found.append([abs(error) for error in errors(rows, without)])
         said = f"{statistics.mean(found[-1]):.3f} off on average, {max(found[-1]):.3f} at most"
         say(f"{' on '.join(rows[0].system)} left out: {said}")
@@ -119,6 +118,10 @@ def _bounded(name: str, value: float) -> float:
 
 def _by_system(rows: Sequence[Measurement]) -> list[list[Measurement]]:
     return [[row for row in rows if row.system == system] for system in systems(rows)]
+
+
+def _loss_of_lines(lines: Sequence[Callable[[Calibration], list[float]]], tried: Calibration) -> float:
+    return _loss([line(tried) for line in lines])
 
 
 def _loss(each: Sequence[Sequence[float]]) -> float:

@@ -30,6 +30,8 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
     model = question.model
     if not isinstance(model, Transformer):
         return "pretrain_gpt.py trains texts"
+    if model.mixes:
+        return "pretrain_gpt.py has attention in every layer, and this model has not"
     ours = _ours(question, plan)
     experts = mixture(model, question.setting.experts) is not None
     if experts and question.machine.device == "cpu":

@@ -16,6 +16,7 @@ from axonn_plugins.planner.uncertainty import WHOLE, step_range
 
 PARTS = {"compute": "compute", "memory": "memory", "tensor": "TP", "data": "DP", "pipeline": "PP", "bubble": "bubble"}
 """Parts of a step's time, and their headings."""
+_OF_MIXERS = "assumed: scans run at attention's rate; no published training of such mixers is in the corpus that times and ranges come from"
 GB = 1e9
 DAY = 86400.0
 
@@ -60,6 +61,7 @@ def heading(asked: Answer) -> str:
         f"{model.name}: {model.described}, {_billions(model)}" + (f" ({model.source})" if model.source else ""),
         f"{machine.name}: {machine.memory / GB:g} GB a GPU, domains of {machine.domain} ({machine.source})",
         *([f"assumed: {machine.assumed}"] if machine.assumed else []),
+        *([_OF_MIXERS] if isinstance(model, Transformer) and model.mixes else []),
         f"{question.batch} samples of {model.sample} a step{mode}",
     ]
     return "\n".join(lines)
