@@ -174,7 +174,7 @@ def none_fits(asked: Answer) -> str:
         features, heads = model.divides
         return (
             f"{question.gpus} GPUs cannot be split{given}: gx must divide {heads} heads, gx and gy {' and '.join(map(str, features))} "
-            f"features, gz·gdata a batch of {question.batch}, {_stages(question)}and the product of all be {question.gpus}; ask for another "
+            f"features, {_samples(question)}, {_stages(question)}and the product of all be {question.gpus}; ask for another "
             "number or batch" + (", or fix other sizes" if given else "")
         )
     return (
@@ -183,6 +183,16 @@ def none_fits(asked: Answer) -> str:
         f"and their product with n2 be {question.gpus}; ask for another number or batch"
         + (", or fix other sizes" if given else "")
     )
+
+
+def _samples(question: Question) -> str:
+    """What a batch must be dealt out to."""
+    text, model = f"gz·gdata a batch of {question.batch}", question.model
+    if question.mode != "calibrated" or not isinstance(model, Transformer):
+        return text
+    if model.mixes or model.experts:
+        return f"{text} (ranks share no sample of a model with experts or mixers on a grid)"
+    return f"{text} (or gz·gdata/sequence in one stage, whose ranks share samples of {model.sequence} positions)"
 
 
 def _stages(question: Question) -> str:
