@@ -32,7 +32,7 @@ class Options:
         gpus: how many, all used; several as 512,1024 or 512..16384.
         batch: samples of a step, over all GPUs.
         tokens_per_batch: positions of a step, instead of --batch; 2M is 2·1024·1024.
-        sequence: positions of a sample; else the model's.
+        sequence: positions of a sample, such as 8192 or 128K; else the model's.
         strategy: how layers are split; by default as this suite does, and in the paper mode all.
         mode: calibrated: by published measurements; roofline: 004, corrected; paper: as published, with its defects.
         recompute: activation checkpointing of whole layers.
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
 
 def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | None]:
     """What is asked, of each number of GPUs, and the configuration that is to be checked."""
-    sequence = None if parsed.sequence is None else values.number("sequence", parsed.sequence)
+    sequence = None if parsed.sequence is None else values.positions(parsed.sequence)
     trained = model.load(parsed.model, sequence=sequence)
     strategy = parsed.strategy if isinstance(trained, model.Transformer) else _unets(parsed)
     where = replace(machine.load(parsed.machine), collectives=parsed.collectives)

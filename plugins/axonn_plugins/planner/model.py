@@ -105,6 +105,11 @@ def _unet(where: str, table: dict[str, Any]) -> dict[str, Any]:
 
 def _from_file(path: Path, option: str) -> Model:
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ConfigError(
+            f'{option} = "{path}" is no file; give the path of a TOML or JSON file or of a model\'s folder with its config.json (of a model '
+            "of the Hugging Face hub: hf download NAME config.json --local-dir FOLDER), or a name that axonn plan --help lists"
+        )
     table = files.read(option, path)
     if is_hf(table):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem

@@ -162,7 +162,10 @@ def none_fits(asked: Answer) -> str:
     question, model = asked.question, asked.question.model
     if asked.nearest and not any(one.fitting for one in asked.found.values()):
         plan = asked.nearest[0]
-        return f"nothing fits: the smallest configuration is {configuration(plan)}, which {excess(plan, question.machine.memory)}"
+        options = (("--recompute", question.setting.recompute), ("--offload", question.setting.offload))
+        less = " or ".join(["more GPUs", *(name for name, on in options if not on)])
+        needs = excess(plan, question.machine.memory)
+        return f"nothing fits: the smallest configuration is {configuration(plan)}, which {needs}; with {less} it needs less"
     if any(one.shapes for one in asked.found.values()):
         given = " with the sizes given" if question.fixed else ""
         return (
