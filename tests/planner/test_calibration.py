@@ -124,6 +124,9 @@ def test_backward_is_slower_and_attention_has_a_rate_of_its_own() -> None:
     )
     attention = rates.spent(H100, "attention", flops, 0.0)[0]
     assert attention == pytest.approx(4e-6 + flops / (reached.attention * 133.8e12), rel=1e-12)
+    faster = replace(H100, attention=500e12)
+    assert rates.spent(faster, "attention", flops, 0.0)[0] == pytest.approx(4e-6 + flops / 500e12, rel=1e-12)
+    assert rates.spent(faster, "tensor", flops, 0.0)[0] == forward
     assert rates.spent(H100, "vector", 1e15, 1e9) == (4e-6, reached.passes * 1e9 / 3350e9)
     measured = replace(H100, product_half=1e10)
     assert rates.spent(measured, "tensor", 1e10, 0.0)[0] == pytest.approx(2e10 / (reached.products * 794e12))
