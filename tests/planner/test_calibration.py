@@ -47,6 +47,7 @@ def test_every_measurement_has_a_prediction_within_the_stated_bounds(compared: l
 
 
 def test_published_seconds_lie_in_four_of_five_ranges(compared: list[validate.Compared]) -> None:
+    """Of systems that neither coefficients nor ranges were fitted to."""
     apart = {id(row) for row in fit.held_out(ROWS)}
     inside = [one.inside for one in compared if id(one.row) in apart]
     assert 0.75 <= sum(inside) / len(inside) <= 0.9
@@ -78,6 +79,23 @@ def test_a_fit_finds_what_made_the_numbers() -> None:
     assert found.spread < 0.02
 
 
+@pytest.mark.thorough
+def test_the_spread_is_that_of_fitted_systems_which_are_left_out() -> None:
+    """It is in the file as it comes out, and does not look at the half that is held out."""
+    half = fit.fitted(ROWS)
+    lines: list[str] = []
+    found = fit.spread(half, calibration.ours(), lines.append)
+    assert found == pytest.approx(calibration.ours().spread, rel=1e-3)
+    assert [line.partition(" left out")[0] for line in lines] == [" on ".join(system) for system in fit.systems(half)]
+
+
+def test_one_system_more_weighs_as_much_as_each() -> None:
+    near, far = [[0.1, 0.2], [0.3]], [[0.4], [0.5]]
+    assert fit._four_fifths([*near, *far]) == 0.5
+    assert fit._four_fifths([[0.1 * system] for system in range(1, 10)]) == pytest.approx(0.8)
+    assert fit._four_fifths([[1.0, 0.0, 0.0, 0.0, 0.0], *[[0.1]] * 8]) == 0.1
+
+
 def test_a_calibration_file_is_written_and_read_and_mistakes_are_said(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(calibration.written(calibration.ours()))
@@ -106,6 +124,9 @@ def test_backward_is_slower_and_attention_has_a_rate_of_its_own() -> None:
     )
     attention = rates.spent(H100, "attention", flops, 0.0)[0]
     assert attention == pytest.approx(4e-6 + flops / (reached.attention * 133.8e12), rel=1e-12)
+    faster = replace(H100, attention=500e12)
+    assert rates.spent(faster, "attention", flops, 0.0)[0] == pytest.approx(4e-6 + flops / 500e12, rel=1e-12)
+    assert rates.spent(faster, "tensor", flops, 0.0)[0] == forward
     assert rates.spent(H100, "vector", 1e15, 1e9) == (4e-6, reached.passes * 1e9 / 3350e9)
     measured = replace(H100, product_half=1e10)
     assert rates.spent(measured, "tensor", 1e10, 0.0)[0] == pytest.approx(2e10 / (reached.products * 794e12))

@@ -172,7 +172,7 @@ BAD_MODELS = [
     ),
     ("layers=4,hidden=512,heads=true", "heads = True is not a whole number"),
     ("gpt-81b", 'use "gpt-80b"'),
-    ("no/such/config.json", "cannot be read"),
+    ("no/such/config.json", "is no file"),
 ]
 
 

@@ -130,6 +130,8 @@ WRONG = [
     ("--machine perlmuter", 'use "perlmutter"'),
     ("--machine a10-nvs4", 'use "a100-nvs4"'),
     ("--machine a100-nvs0", "is not a whole number from 1"),
+    ("--model no/model", "is no file; give the path of a TOML or JSON file or of a model's folder"),
+    ("--sequence 17M", "is not a number of positions up to 16,777,216"),
     ("--machine missing.toml", "cannot be read"),
     ("--model gpt3-175", 'use "gpt3-175b"'),
     ("--model unet-1b --strategy 1d", "splits layers of transformers"),

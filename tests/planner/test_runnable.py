@@ -16,6 +16,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from torch import nn
 from torch.distributed.run import parse_args
@@ -32,6 +33,7 @@ from axonn_plugins.planner.runnable import runnable
 from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.split import split_of
 from axonn_recipes.models.gpt import GPT, GPTConfig
+from axonn_recipes.models.moe_gpt import MoEGPT
 from axonn_tp import Grid
 from tests.distributed import run_ranks
 from tests.megatron.harness import CHECKOUT, missing, path, run
@@ -59,14 +61,16 @@ MACHINES = ("perlmutter", "h100", "summit", "cpu", "b200-nvs64")
 SETTINGS = (Setting(), Setting(recompute=True), Setting(sparsity=0.9), Setting(recompute=True, keep_gathered=True))
 
 
-def started(trained, gpus, batch, strategy, fixed, **setting):
+def started(trained, gpus, batch, strategy, fixed, collectives="native", **setting):
     trained = model.load(trained) if isinstance(trained, str) else trained
-    asked = Question(machine.load("cpu"), trained, gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting))
+    on = replace(machine.load("cpu"), collectives=collectives)
+    asked = Question(on, trained, gpus, batch, (strategy,), fixed=fixed, setting=Setting(**setting))
     return runnable(asked, answer(asked, 1).best[0])
 
 
 def test_any_answer_is_a_configuration_that_is_taken(monkeypatch):
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)  # where it is to run
+    for half in ("fp16", "bf16"):  # of the machines asked for, not of this one
+        monkeypatch.setattr(get_accelerator(), f"is_{half}_supported", lambda: True)
     taken = 0
     for (name, where), strategy, (gpus, batch) in itertools.product(
         itertools.product(MODELS, MACHINES), ("axonn", "1d"), ((8, 48), (24, 24), (64, 640))
@@ -98,6 +102,24 @@ def test_any_answer_is_a_configuration_that_is_taken(monkeypatch):
     assert taken > 200
 
 
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"])
+def test_what_shares_samples_is_a_configuration_that_is_taken(name):
+    """Beside stages, experts and TED ranks share none, which the block would refuse."""
+    shared = 0
+    on = replace(machine.load("h100"), memory=1e15)
+    for gpus, batch, setting in ((16, 2, Setting()), (64, 4, Setting(sparsity=0.5, offload=True))):
+        for strategy in ("axonn", "1d"):
+            asked = Question(on, model.load(name, sequence=65536), gpus, batch, (strategy,), setting=setting)
+            for plan in answer(asked, 40).best:
+                split = split_of(plan, batch)
+                raw = json.loads(json.dumps(runnable(asked, plan).ds_config))
+                block = config.parse(raw["axonn"])
+                compose.check(block)
+                check(raw, Grid(split.gx, split.gy, split.gz, split.gdata, split.sequence))
+                shared += split.sequence > 1
+    assert (shared > 0) == (name == "llama3-8b")
+
+
 def test_what_nobody_runs_is_said():
     asked = Question(machine.load("a100"), model.load("gpt3-xl"), 16, 16, ("summa",))
     made = runnable(asked, answer(asked, 1).best[0])
@@ -119,10 +141,15 @@ DEEPSPEED = {
     "data": ("axonn", {"gy": 2, "gdata": 2}, {}),
     "sequences": ("axonn", {"gx": 2, "gz": 2, "sequence": 2}, {}),
     "samo": ("axonn", {"gx": 2, "gdata": 2}, {"sparsity": 0.5}),
+    "samo of sequences, offloaded": ("axonn", {"gz": 4, "sequence": 2}, {"sparsity": 0.5, "offload": True}),
+    "pccl, recomputed": ("axonn", {"gz": 2, "gdata": 2}, {"recompute": True, "keep_gathered": True}),
+    "experts": ("axonn", {"gx": 2, "gdata": 2}, {}),
     "1d": ("1d", {"n1": 4, "bm": 4}, {}),
     "stages of 1d": ("1d", {"n1": 2, "np": 2, "bm": 2}, {"recompute": True}),
     "stages": ("axonn", {"gz": 2, "stages": 2, "m": 2}, {}),
+    "offloaded stages": ("axonn", {"gdata": 2, "stages": 2, "m": 2}, {"offload": True}),
 }
+MIXTURE = f"{TINY},experts=4,experts_per_token=2,expert_feed_forward=1024,sparse_every=2"
 
 
 class _Ids(nn.Module):
@@ -150,10 +177,16 @@ def _steps():
     axonn_plugins.activate()
     found = {}
     for name, (strategy, fixed, setting) in DEEPSPEED.items():
-        raw = started(TINY, 4, 8, strategy, fixed, **setting).ds_config
-        assert raw is not None
+        collectives = "pccl" if name.startswith("pccl") else "native"
+        made = started(MIXTURE if name == "experts" else TINY, 4, 8, strategy, fixed, collectives, **setting)
+        raw = made.ds_config
+        assert raw is not None and name.startswith("pccl") == ("pccl" in raw["axonn"])
         torch.manual_seed(1)
-        gpt = GPT(GPTConfig(vocabulary=64, context=8, layers=2, heads=8, hidden=256))
+        sizes = GPTConfig(vocabulary=64, context=8, layers=2, heads=8, hidden=256)
+        gpt = GPT(sizes)
+        if name == "experts":
+            assert any("num_experts=4, ep_size=2, k=2" in note for note in made.notes)
+            gpt = MoEGPT(sizes, lambda hidden, expert: MoE(hidden, expert, num_experts=4, ep_size=2, k=2))
         staged = "pipeline" in raw["axonn"]
         net = gpt if not staged else PipelineModule([_Ids(gpt), *gpt.blocks, _Head(gpt)], num_stages=2, loss_fn=gpt.mean_loss)  # fmt: skip
         engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=raw)[0]

@@ -88,7 +88,7 @@ def test_the_command(capsys):
         ("--samo 1.0", '--samo = "1.0" is not a share below 1'),
         ("--samo 90%", '--samo = "90%" is not a share below 1'),
         ("--interleave 0", '--interleave = "0" is not a whole number'),
-        ("--interleave 2 --strategy axonn", "--interleave = 2 is not modelled for the stages of 4D grids"),
+        ("--interleave 2 --strategy axonn", "--interleave = 2, but stages of 4D grids run 1F1B in one part each"),
         ("--fix gx=2,np=4", "--fix names gx, np, not all sizes of --strategy all"),
         ("--ted 16", '--ted = "16" does not say how many experts'),
         ("--ted experts=16 --strategy axonn", "--ted experts=16 is TED's"),

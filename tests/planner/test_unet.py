@@ -93,7 +93,7 @@ def test_the_command(more, capsys):
 
 MORE = {
     "--mode paper": "best: axonn gx=",
-    "--interleave 2": "--interleave = 2 is not modelled for the stages of 4D grids",
+    "--interleave 2": "--interleave = 2, but stages of 4D grids run 1F1B",
     "--ted experts=4": "--ted experts=4 is TED's",
     "--whole": "--whole is modelled for 1d",
     "--attention plain": "--attention plain is modelled for 1d",

@@ -143,7 +143,7 @@ def grids(model: Model, gpus: int, batch: int | None = None) -> Grids:
 
 
 def staged(model: Transformer, gpus: int, batch: int, every: bool = False) -> Grids:
-    """Every number of stages that each have a layer, and every grid of the rest of the GPUs, whose ranks of z may share samples.
+    """Every number of stages that each have a layer, and every grid of the rest of the GPUs; with one, ranks of z may share samples.
 
     Args:
         model: what is trained.
@@ -152,16 +152,18 @@ def staged(model: Transformer, gpus: int, batch: int, every: bool = False) -> Gr
         every: with every number of ranks that share a sample; else the least with which samples suffice.
     """
     counts = [count for count in divisors(gpus) if count <= model.layers]
-    each = [_shared(model, grids(model, gpus // count), batch, every) for count in counts]
+    # Ranks share samples of attention, in one stage: pipelines, experts and mixers take whole ones.
+    alone = not (model.mixes or model.experts)
+    each = [_shared(model, grids(model, gpus // count), batch, every, alone and count == 1) for count in counts]
     gx, gy, gz, gdata = (np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True))
     stages = np.repeat(np.array(counts, np.int64), [len(one) for one in each])
     return Grids(gx, gy, gz, gdata, stages, np.concatenate([one.sequence for one in each]))
 
 
-def _shared(model: Transformer, at: Grids, batch: int, every: bool) -> Grids:
+def _shared(model: Transformer, at: Grids, batch: int, every: bool, several: bool) -> Grids:
     """Grids by how many ranks of z share a sample: positions are two chunks for each (zigzag), and samples divide among the readers."""
     chosen, shared, left = [], [], np.ones(len(at), bool)
-    for count in divisors(int(np.max(at.gz, initial=1))):
+    for count in divisors(int(np.max(at.gz, initial=1))) if several else (1,):
         if count > 1 and model.sequence % (2 * count):
             continue
         fits = left & (at.gz % count == 0) & (batch % np.maximum(at.gz // count * at.gdata, 1) == 0)
@@ -293,7 +295,7 @@ def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
-    if not isinstance(model, Transformer) or model.gated or model.experts:
+    if not isinstance(model, Transformer) or model.gated or model.experts or model.kinds:
         products = sum(block.count * block.products for block in model.blocks)
         output = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
         return batch * ((8 if recompute else 6) * products + 6 * output)

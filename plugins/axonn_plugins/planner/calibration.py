@@ -28,7 +28,7 @@ class Calibration:
         slow: of the bandwidth between domains.
         crowding: by which collectives between domains take longer with each doubling of the domains of their group.
         hidden: of collectives that compute may hide.
-        spread: standard deviation of the logarithm of published over predicted seconds, where systems were held out.
+        spread: standard deviation of the logarithm of published over predicted seconds, where systems were left out of the fit.
     """
 
     products: float

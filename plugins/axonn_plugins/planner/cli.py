@@ -16,6 +16,7 @@ from axonn_plugins.planner import existing, files, machine, model, report, valid
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.check import Checked, check
 from axonn_plugins.planner.runnable import runnable
+from axonn_plugins.planner.schedules import SCHEDULES, Schedule
 from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import STRATEGIES, Mode
 
@@ -31,11 +32,12 @@ class Options:
         gpus: how many, all used; several as 512,1024 or 512..16384.
         batch: samples of a step, over all GPUs.
         tokens_per_batch: positions of a step, instead of --batch; 2M is 2·1024·1024.
-        sequence: positions of a sample; else the model's.
+        sequence: positions of a sample, such as 8192 or 128K; else the model's.
         strategy: how layers are split; by default as this suite does, and in the paper mode all.
         mode: calibrated: by published measurements; roofline: 004, corrected; paper: as published, with its defects.
         recompute: activation checkpointing of whole layers.
         interleave: parts of the model on each pipeline stage.
+        schedule: of the pipeline: 1f1b; zb-h1 and zb-v: zero-bubble.
         samo: share that is pruned, with SAMO's state, such as 0.9.
         ted: experts=E, a mixture of E experts in every second layer, split as TED does.
         collectives: native: rings; pccl: recursive between domains.
@@ -80,6 +82,7 @@ class Options:
     ] = None
     recompute: bool = False
     interleave: str = "1"
+    schedule: Schedule = "1f1b"
     samo: str | None = None
     ted: str | None = None
     collectives: Literal["native", "pccl"] = "native"
@@ -128,7 +131,7 @@ def main(arguments: list[str]) -> int:
 
 def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | None]:
     """What is asked, of each number of GPUs, and the configuration that is to be checked."""
-    sequence = None if parsed.sequence is None else values.number("sequence", parsed.sequence)
+    sequence = None if parsed.sequence is None else values.positions(parsed.sequence)
     trained = model.load(parsed.model, sequence=sequence)
     strategy = parsed.strategy if isinstance(trained, model.Transformer) else _unets(parsed)
     where = replace(machine.load(parsed.machine), collectives=parsed.collectives)
@@ -142,6 +145,7 @@ def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | Non
         fused=parsed.attention == "fused",
         offload=parsed.offload,
         fp8=parsed.precision == "fp8",
+        schedule=parsed.schedule,
     )
     if setting.fp8 and mode != "calibrated":
         raise ConfigError(f'--precision = "fp8" is not of --mode {mode}; leave one of the two out')
@@ -157,7 +161,7 @@ def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | Non
         strategy = strategy or "axonn"
     if batch is None:
         raise ConfigError("one of these arguments is required: --batch or --tokens-per-batch")
-    strategies = _strategies(strategy, mode, fixed, setting)
+    strategies = _known(_strategies(strategy, mode, fixed, setting), trained)
     return [Question(where, trained, gpus, batch, strategies, mode, fixed, setting) for gpus in every], found
 
 
@@ -205,7 +209,7 @@ def _executed(mode: Mode, fixed: dict[str, int], setting: Setting) -> str:
     """The strategy where none is named: 4D grids, else 1D, where these know what is asked; all in the paper mode."""
     if mode == "paper":
         return "all"
-    of_grids = setting.interleave == 1 and not setting.experts and not setting.whole and setting.fused
+    of_grids = not (_other_schedule(setting) or setting.experts or setting.whole) and setting.fused
     if of_grids and set(fixed) <= set(values.GRID):
         return "axonn"
     return "1d" if set(fixed) <= set(values.OF_1D) else "all"
@@ -229,9 +233,14 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
         raise ConfigError(
             f"--ted experts={setting.experts} is TED's tensor x expert x data grid, not a 4D one; leave it out, or choose 1d, 2d or summa"
         )
-    if name == "axonn" and setting.interleave > 1:
+    if SCHEDULES[setting.schedule].parts and setting.interleave > 1:
         raise ConfigError(
-            f"--interleave = {setting.interleave} is not modelled for the stages of 4D grids; leave it out, or choose 1d, 2d or summa"
+            f"--interleave = {setting.interleave}, but --schedule {setting.schedule} has {SCHEDULES[setting.schedule].parts} parts on each "
+            "stage; leave --interleave out"
+        )
+    if name == "axonn" and _other_schedule(setting):
+        raise ConfigError(
+            f"{_other_schedule(setting)}, but stages of 4D grids run 1F1B in one part each; leave it out, or choose 1d, 2d or summa"
         )
     more = "--whole" if setting.whole else "" if setting.fused else "--attention plain"
     if more and (name == "axonn" or mode == "paper"):
@@ -239,10 +248,29 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
         raise ConfigError(
             f"{more} is modelled for 1d, 2d and summa in --mode roofline, not with {which}; leave one of the two out"
         )
-    apart = bool(mode == "paper" or setting.interleave > 1 or setting.experts or more)
+    apart = bool(mode == "paper" or _other_schedule(setting) or setting.experts or more)
     return tuple(
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
+
+
+def _known(strategies: tuple[AnyStrategy, ...], trained: model.Model) -> tuple[AnyStrategy, ...]:
+    """Those that know the model: mixers' states go from one position to the next, which 2D and SUMMA split."""
+    if not (isinstance(trained, model.Transformer) and trained.mixes):
+        return strategies
+    found = tuple(one for one in strategies if one in ("1d", "axonn"))
+    if not found:
+        raise ConfigError(
+            f"--strategy = {', '.join(strategies)} splits positions, along which the mixers of {trained.name} pass their states on; use 1d or axonn"
+        )
+    return found
+
+
+def _other_schedule(setting: Setting) -> str:
+    """The option by which stages do not run 1F1B in one part each; empty if they do."""
+    if setting.schedule != "1f1b":
+        return f"--schedule = {setting.schedule}"
+    return f"--interleave = {setting.interleave}" if setting.interleave > 1 else ""
 
 
 def _text(answers: list[Answer], explain: bool, tokens: float | None, checked: Checked | None) -> str:

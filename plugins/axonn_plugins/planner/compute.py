@@ -8,7 +8,7 @@ import numpy as np
 
 from axonn_plugins.planner import work
 from axonn_plugins.planner.axonn import Floats, Grids, expert_ranks
-from axonn_plugins.planner.layers import Attention, Between, Block, Linear, remade
+from axonn_plugins.planner.layers import Attention, Between, Block, Linear, Scan, remade
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.rates import Unit, spent, vector_cost
 
@@ -39,6 +39,7 @@ def layer_times(machine: Machine, block: Block, at: Grids, samples: Floats) -> L
     """
     products = [_product(linear, at, samples) for linear in block.linears]
     attention = [] if block.attention is None else [attended(machine, block.attention, at, samples)]
+    attention += [] if block.scan is None else [_scanned(block.scan, at, samples)]
     reached = machine.calibration is not None
     vector = [one for each in block.between for one in _vector_work(each, samples / (at.gx * at.gy), reached)]
     none = np.zeros(len(at))
@@ -73,8 +74,9 @@ def stored(block: Block, at: Grids, samples: Floats, again: bool) -> Floats:
         of = block.attention
         heads, kv_heads = samples * of.heads, samples * of.kv_heads
         kept = kept + work.attention(heads, kv_heads, of.positions, of.positions, of.width, 1.0, of.value_width).stored
+    scanned = 0.0 if block.scan is None else _scanned(block.scan, at, samples).stored
     inputs = sum(2 * samples * one.takes * one.k / (at.gx if one.transposed else at.gy) for one in linears)
-    return inputs + kept / plane
+    return inputs + kept / plane + scanned
 
 
 def head_ranks(attention: Attention, at: Grids) -> Floats:
@@ -96,6 +98,12 @@ def attended(machine: Machine, attention: Attention, at: Grids, samples: Floats)
         attention.value_width,
         causal=machine.calibration is not None,
     )
+
+
+def _scanned(scan: Scan, at: Grids, samples: Floats) -> work.Work:
+    """One GPU's share of a mixer between its matrices, dealt out by heads as attention is."""
+    ranks = np.where(scan.heads % (at.gx * at.gy) == 0, at.gx * at.gy, at.gx)
+    return work.scan(samples * scan.positions, scan.gives / ranks, scan.takes / ranks, scan.state, scan.chunk)
 
 
 def _vector_work(one: Between, samples: Floats, fused: bool) -> list[work.Work]:

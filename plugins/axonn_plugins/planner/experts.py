@@ -101,7 +101,7 @@ def layers(
     ranks: Integers,
     causal: bool = False,
 ) -> list[tuple[float, list[Operation]]]:
-    """The model's kinds of layers, each with its share of all layers: one kind, or those without and with experts of its own.
+    """The model's kinds of layers, each with its share of all layers.
 
     Args:
         model: what is trained.
@@ -112,13 +112,13 @@ def layers(
         ranks: data-parallel ranks, nd, which share out experts.
         causal: see `work.attention`.
     """
-    plain = operations(model, strategy, mode, size, vector_cost, causal)
-    if not model.sparse_layers:
-        return [(1.0, plain)]
-    sparse = model.sparse_layers / model.layers
-    routed = model.experts / expert_ranks(model.experts, ranks)
-    mixed = operations(model, strategy, mode, size, vector_cost, causal, routed)
-    return [(sparse, mixed)] if sparse == 1 else [(1 - sparse, plain), (sparse, mixed)]
+    routed = model.experts / expert_ranks(model.experts, ranks) if model.experts else None
+    found = []
+    for kind, count in model.counts.items():
+        of_kind = routed if "E" in kind else None
+        several = operations(model, strategy, mode, size, vector_cost, causal, of_kind, kind)
+        found.append((count / model.layers, several))
+    return found
 
 
 def share(

@@ -12,6 +12,7 @@ from typing import Any
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
+from axonn_plugins.planner.hf_mixers import FAMILIES, mixers
 
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -41,7 +42,7 @@ _GATES = ("silu", "swish", "swiglu", "geglu")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _PLAIN_MLP = ("gpt2", "gptj", "gpt_neo", "gpt_bigcode", "opt", "bloom", "bert", "vit", "falcon", "starcoder2", "mpt")
 """Families, by the beginning of model_type, whose MLP has two matrices; those of others with SiLU or gated GELU have three."""
-_GATED = ("chatglm", "modernbert", "bitnet")
+_GATED = ("chatglm", "modernbert", "bitnet", "lfm2", "falcon_h1")
 """Families whose MLP is gated, whatever its activation; those of Gemma, too."""
 _POSITIONS = ("gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta", "biogpt", "openai-gpt", "gpt-sw3")
 """Families with a table of learned positions; gpt_neo is one, too, but gpt_neox is not."""
@@ -49,6 +50,7 @@ _TIED = (*_POSITIONS, "gpt_neo", "bloom", "falcon", "mpt", "gemma", "cohere", "s
 """Families whose tables of tokens are one where their configuration does not say."""
 _OF_ANOTHER_WIDTH = "tables of tokens of another width"
 _NOT_KNOWN = {
+    "experts of fewer features than the model's": ("moe_latent_size",),
     "layers of state-space models": ("ssm_", "mamba_", "state_size", "time_step_rank", "hybrid_override_pattern"),
     "recurrent layers": ("lru_width", "rwkv_", "attention_hidden_size", "mlstm_", "qk_dim_factor"),
     "linear attention": ("linear_num_", "linear_attn_config"),
@@ -109,13 +111,16 @@ def _sizes(where: str, full: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in full[nested].items()
     }
     family = str(table.get("model_type", "")).lower()
+    kinds = _first(table, ("hybrid_override_pattern", "layers_block_type"))
+    if isinstance(kinds, (str, list)):
+        table["num_hidden_layers"] = len(kinds)
     _refuse(where, family, table)
     sizes: dict[str, Any] = {}
     for key, names in _KEYS.items():
         found = next((name for name in names if name in table), None)
         if found is not None:
             sizes[key] = files.whole(f"{where}: {found}", table[found], 0)
-        elif key in ("layers", "hidden", "heads"):
+        elif key in ("layers", "hidden", "heads") and not (key == "heads" and family in FAMILIES):
             raise ConfigError(f'{where} lacks the key "{names[0]}", the {key} of the model; add it')
     if table.get("multi_query") is True and table.get("new_decoder_architecture") is not True:
         sizes["kv_heads"] = 1
@@ -126,7 +131,27 @@ def _sizes(where: str, full: Mapping[str, Any]) -> dict[str, Any]:
         sizes |= {ours: table[name] for ours, name in _LATENT.items() if name in table}
     if (family.startswith(_POSITIONS) or family == "gpt_neo") and "sequence" in sizes:
         sizes["other"] = sizes["sequence"] * sizes["hidden"]
-    return sizes | _mixture(where, table, sizes)
+    return sizes | _mixture(where, table, sizes) | _mixers(where, family, table, sizes)
+
+
+def _mixers(where: str, family: str, table: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of what is no attention, where a model has it, and what each layer has."""
+    routed = _first(table, _EXPERTS) not in (None, 0, 1)
+    try:
+        sparse = _sparse(table, sizes["layers"]) if routed else None
+        found = mixers(family, table, sizes["layers"], sizes["hidden"], sparse)
+    except KeyError as key:
+        raise ConfigError(f"{where} lacks the key {key}, which says what the layers of {family} are; add it") from None
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise ConfigError(f"{where} does not say in numbers what the layers of {family} are; mend it") from None
+    if not found:
+        return {}
+    plain = {"dense_layers": 0, "sparse_every": 1} if routed else {}
+    if "E" not in found["kinds"]:
+        plain = dict.fromkeys(
+            ("experts", "experts_per_token", "expert_feed_forward", "shared_feed_forward", "dense_layers"), 0
+        )
+    return plain | found
 
 
 def _completed(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,7 +185,9 @@ def _first(table: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 def _refuse(where: str, family: str, table: Mapping[str, Any]) -> None:
     """What is not modelled."""
-    use = "which is not modelled; give a decoder of attention and MLPs"
+    if family in FAMILIES and not table.get("moe_latent_size"):
+        return
+    use = "which is not modelled; give a decoder of attention and MLPs, or of a family whose mixers are"
     for what, keys in _NOT_KNOWN.items():
         without = (0, False, *([table.get("hidden_size")] if what == _OF_ANOTHER_WIDTH else []))
         found = next((key for key in table if key.startswith(keys) and table[key] not in without), None)
@@ -183,8 +210,9 @@ def _refuse(where: str, family: str, table: Mapping[str, Any]) -> None:
 def _gated(family: str, table: Mapping[str, Any]) -> bool:
     act = _first(table, _ACTIVATIONS) or ""
     act = str(act.get("name", "") if isinstance(act, Mapping) else act).lower()
-    gates = act in _GATES or family.startswith(_GATED) or "gemma" in family
-    return gates and not family.startswith(_PLAIN_MLP)
+    if family.startswith(_GATED):
+        return True
+    return (act in _GATES or "gemma" in family) and not family.startswith(_PLAIN_MLP)
 
 
 def _mixture(where: str, table: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:

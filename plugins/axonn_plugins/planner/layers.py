@@ -77,6 +77,34 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Scan:
+    """What a mixer does between its first and last matrix, in time that grows with the positions: a state-space model or linear attention.
+
+    In chunks (Dao & Gu 2024, arXiv 2405.21060): each of its features reads and writes a state, and meets the positions of its chunk before it.
+
+    Attributes:
+        positions: of a sample.
+        heads: among which its features are dealt out.
+        gives: features that its first matrices make of a position.
+        takes: features that its last matrix takes.
+        state: numbers that each of these keeps.
+        chunk: positions; 0 where it goes from one to the next.
+    """
+
+    positions: int
+    heads: int
+    gives: int
+    takes: int
+    state: int
+    chunk: int
+
+    @property
+    def products(self) -> int:
+        """Multiplications of a sample."""
+        return self.positions * self.takes * (4 * self.state + self.chunk) // 2
+
+
+@dataclass(frozen=True)
 class Between:
     """An element-wise operation, or a norm, over positions of so many features."""
 
@@ -93,6 +121,7 @@ class Block:
         linears: in the order in which they run.
         between: all else but attention.
         attention: if there is one.
+        scan: likewise.
         count: how many the model has.
     """
 
@@ -100,12 +129,13 @@ class Block:
     between: tuple[Between, ...] = ()
     attention: Attention | None = None
     count: int = 1
+    scan: Scan | None = None
 
     @property
     def products(self) -> int:
         """Multiplications of a sample in one, forward."""
-        attended = 0 if self.attention is None else self.attention.products
-        return attended + sum(linear.products for linear in self.linears)
+        mixed = sum(one.products for one in (self.attention, self.scan) if one is not None)
+        return mixed + sum(linear.products for linear in self.linears)
 
     @property
     def parameters(self) -> int:

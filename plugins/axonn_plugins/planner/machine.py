@@ -39,6 +39,7 @@ class Machine:
         device: what a rank computes on.
         sustained: the peak that a large matrix multiplication reaches, where it was measured.
         product_half: flop of a matrix multiplication that reaches half of `sustained`, where it was measured.
+        attention: operations a second that fused attention reaches in forward, causal ones counted as done, where it was measured; else as fitted.
         fp8: peak of matrix multiplication in 8 bits; None where there is none.
         bf16: whether its 16 bits may be bf16; else fp16, whose losses are scaled.
         host_bandwidth: between a GPU and its host's memory; 25 GB/s of PCIe 4 by default.
@@ -74,6 +75,7 @@ class Machine:
     device: Literal["cuda", "cpu"] = "cuda"
     sustained: float | None = None
     product_half: float | None = None
+    attention: float | None = None
     fp8: float | None = None
     bf16: bool = True
     host_bandwidth: float = 25e9
@@ -104,7 +106,7 @@ _QUANTITIES = {
     "slow_latency": "time",
 }
 _OPTIONAL_QUANTITIES = {
-    **{"sustained": "rate", "fp8": "rate", "host_bandwidth": "bandwidth"},
+    **{"sustained": "rate", "attention": "rate", "fp8": "rate", "host_bandwidth": "bandwidth"},
     **{"flop_latency": "time", "call": "time"},
 }
 _OPTIONAL = (

@@ -8,6 +8,7 @@ import math
 from axonn_plugins.planner.answer import Question
 from axonn_plugins.planner.experts import mixture
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.schedules import SCHEDULES
 from axonn_plugins.planner.search import AnyPlan
 from axonn_plugins.planner.split import Split
 
@@ -29,6 +30,8 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
     model = question.model
     if not isinstance(model, Transformer):
         return "pretrain_gpt.py trains texts"
+    if model.mixes:
+        return "pretrain_gpt.py has attention in every layer, and this model has not"
     ours = _ours(question, plan)
     experts = mixture(model, question.setting.experts) is not None
     if experts and question.machine.device == "cpu":
@@ -45,11 +48,18 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
         return f"its context parallelism of {split.sequence} cuts samples of {model.sequence} into {2 * split.sequence} equal parts"
     if ours and model.latent:
         return "on a grid multi-latent attention makes shares that it does not know; --strategy 1d is Megatron's own"
+    if split.stages > 1 and question.setting.schedule != "1f1b":
+        return f"it has no zero-bubble schedule; {by_torch(question)}"
     if model.kv % split.gx and split.gx % model.kv:
         return f"{model.kv} heads of keys and values are neither a multiple of gx = {split.gx} nor divide it"
     if split.stages > 1 and _ends(model.layers, split.stages) is None:
         return f"{model.layers} layers cannot be dealt out to {split.stages} stages of which only the first and last have fewer"
     return ""
+
+
+def by_torch(question: Question) -> str:
+    """Who runs a zero-bubble schedule."""
+    return f"torch.distributed.pipelining runs it as {SCHEDULES[question.setting.schedule].torch}"
 
 
 def flags(question: Question, plan: AnyPlan, split: Split) -> list[str]:

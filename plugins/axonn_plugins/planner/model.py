@@ -17,9 +17,10 @@ from axonn_plugins.planner.unet import UNet
 
 Model = Transformer | UNet
 _REQUIRED = ("layers", "hidden", "heads")
-_FLAGS = ("untied", "gated")
-_NUMBERS = [field.name for field in fields(Transformer) if field.name not in ("name", "source", *_FLAGS)]
-_OPTIONAL = ("name", "source", *_FLAGS, *(key for key in _NUMBERS if key not in _REQUIRED))
+_FLAGS = ("untied", "gated", "attention_gate")
+_TEXTS = ("name", "source", "kinds")
+_NUMBERS = [field.name for field in fields(Transformer) if field.name not in (*_TEXTS, *_FLAGS)]
+_OPTIONAL = (*_TEXTS, *_FLAGS, *(key for key in _NUMBERS if key not in _REQUIRED))
 _UNET = ("image", "blocks", "heads", "in_channels")
 _UNET_LISTS = {"multipliers": 1, "attention_levels": 0}
 _PAIR = re.compile(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9}|true|false)\s*")
@@ -81,6 +82,8 @@ def parse(where: str, table: dict[str, Any], name: str, source: str = "") -> Mod
     sizes: dict[str, Any] = {
         key: files.whole(f"{where}: {key}", table[key], *limits.get(key, ())) for key in _NUMBERS if key in table
     }
+    if "kinds" in table:
+        sizes["kinds"] = files.text(f"{where}: kinds", table["kinds"])
     for key in _FLAGS:
         if key in table:
             sizes[key] = files.truth(f"{where}: {key}", table[key])
@@ -102,6 +105,11 @@ def _unet(where: str, table: dict[str, Any]) -> dict[str, Any]:
 
 def _from_file(path: Path, option: str) -> Model:
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ConfigError(
+            f'{option} = "{path}" is no file; give the path of a TOML or JSON file or of a model\'s folder with its config.json (of a model '
+            "of the Hugging Face hub: hf download NAME config.json --local-dir FOLDER), or a name that axonn plan --help lists"
+        )
     table = files.read(option, path)
     if is_hf(table):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem

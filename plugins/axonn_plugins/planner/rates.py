@@ -37,7 +37,8 @@ def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool
         return compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)
     if unit == "vector":
         return _LAUNCH, reached.passes * moved / machine.memory_bandwidth
-    rate = reached.products * sustained(machine) if unit == "tensor" else reached.attention * machine.vector
+    attention = machine.attention or reached.attention * machine.vector
+    rate = reached.products * sustained(machine) if unit == "tensor" else attention
     half = machine.product_half if unit == "tensor" else None
     compute = (_LAUNCH if half is None else half / rate) + (reached.backward if back else 1.0) * flops / rate
     return compute, np.maximum(moved / machine.memory_bandwidth - compute, 0)

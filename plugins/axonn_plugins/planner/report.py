@@ -16,6 +16,7 @@ from axonn_plugins.planner.uncertainty import WHOLE, step_range
 
 PARTS = {"compute": "compute", "memory": "memory", "tensor": "TP", "data": "DP", "pipeline": "PP", "bubble": "bubble"}
 """Parts of a step's time, and their headings."""
+_OF_MIXERS = "assumed: scans run at attention's rate; no published training of such mixers is in the corpus that times and ranges come from"
 GB = 1e9
 DAY = 86400.0
 
@@ -60,6 +61,7 @@ def heading(asked: Answer) -> str:
         f"{model.name}: {model.described}, {_billions(model)}" + (f" ({model.source})" if model.source else ""),
         f"{machine.name}: {machine.memory / GB:g} GB a GPU, domains of {machine.domain} ({machine.source})",
         *([f"assumed: {machine.assumed}"] if machine.assumed else []),
+        *([_OF_MIXERS] if isinstance(model, Transformer) and model.mixes else []),
         f"{question.batch} samples of {model.sample} a step{mode}",
     ]
     return "\n".join(lines)
@@ -160,7 +162,10 @@ def none_fits(asked: Answer) -> str:
     question, model = asked.question, asked.question.model
     if asked.nearest and not any(one.fitting for one in asked.found.values()):
         plan = asked.nearest[0]
-        return f"nothing fits: the smallest configuration is {configuration(plan)}, which {excess(plan, question.machine.memory)}"
+        options = (("--recompute", question.setting.recompute), ("--offload", question.setting.offload))
+        less = " or ".join(["more GPUs", *(name for name, on in options if not on)])
+        needs = excess(plan, question.machine.memory)
+        return f"nothing fits: the smallest configuration is {configuration(plan)}, which {needs}; with {less} it needs less"
     if any(one.shapes for one in asked.found.values()):
         given = " with the sizes given" if question.fixed else ""
         return (
@@ -172,7 +177,7 @@ def none_fits(asked: Answer) -> str:
         features, heads = model.divides
         return (
             f"{question.gpus} GPUs cannot be split{given}: gx must divide {heads} heads, gx and gy {' and '.join(map(str, features))} "
-            f"features, gz·gdata a batch of {question.batch}, {_stages(question)}and the product of all be {question.gpus}; ask for another "
+            f"features, {_samples(question)}, {_stages(question)}and the product of all be {question.gpus}; ask for another "
             "number or batch" + (", or fix other sizes" if given else "")
         )
     return (
@@ -181,6 +186,16 @@ def none_fits(asked: Answer) -> str:
         f"and their product with n2 be {question.gpus}; ask for another number or batch"
         + (", or fix other sizes" if given else "")
     )
+
+
+def _samples(question: Question) -> str:
+    """What a batch must be dealt out to."""
+    text, model = f"gz·gdata a batch of {question.batch}", question.model
+    if question.mode != "calibrated" or not isinstance(model, Transformer):
+        return text
+    if model.mixes or model.experts:
+        return f"{text} (ranks share no sample of a model with experts or mixers on a grid)"
+    return f"{text} (or gz·gdata/sequence in one stage, whose ranks share samples of {model.sequence} positions)"
 
 
 def _stages(question: Question) -> str:

@@ -57,8 +57,12 @@ def runnable(question: Question, plan: AnyPlan) -> Runnable:
         return Runnable(None, None, launch, (why,))
     why_not = megatron.refused(question, plan, split)
     flags = None if why_not else shlex.join(megatron.flags(question, plan, split))
-    notes = [*_to_do(question, split), *([f"no flags of Megatron's: {why_not}"] if why_not else [])]
     no_deepspeed = _not_under_deepspeed(question, plan, split)
+    notes = [] if no_deepspeed else _to_do(question, split)
+    if flags or not no_deepspeed:
+        notes.append("the optimizer, its learning rate and the data are yours; those written here let it start")
+    if why_not:
+        notes.append(f"no flags of Megatron's: {why_not}")
     if no_deepspeed:
         notes.append(f"no DeepSpeed configuration: {no_deepspeed}")
     config = None if no_deepspeed else _ds_config(question, split)
@@ -85,6 +89,8 @@ def _not_under_deepspeed(question: Question, plan: AnyPlan, split: Split) -> str
         return "ranks that share samples and repeat the weights are Megatron's; on a grid, ranks of z share samples and split the weights"
     if question.setting.fp8:
         return "it trains in 8 bits with Transformer Engine's layers alone, which are Megatron's"
+    if split.stages > 1 and question.setting.schedule != "1f1b":
+        return f"its pipelines do backward whole; {megatron.by_torch(question)}"
     if question.setting.interleave > 1 and split.stages > 1:
         return "its pipelines do not interleave parts of the model"
     return ""
@@ -128,7 +134,7 @@ def block(question: Question, split: Split) -> dict[str, Any]:
 
 
 def _to_do(question: Question, split: Split) -> list[str]:
-    """What no configuration says."""
+    """What DeepSpeed's configuration does not say."""
     setting, notes = question.setting, []
     if split.stages > 1:
         notes.append(f"DeepSpeed: make the model a PipelineModule(..., num_stages={split.stages})")
@@ -146,7 +152,6 @@ def _to_do(question: Question, split: Split) -> list[str]:
         notes.append(
             'PCCL of CUDA tensors is a backend of torch.distributed: init_process_group("pccl") before deepspeed.initialize'
         )
-    notes.append("the optimizer, its learning rate and the data are yours; those written here let it start")
     return notes
 
 

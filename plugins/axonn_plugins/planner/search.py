@@ -10,6 +10,7 @@ import numpy as np
 
 from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.schedules import SCHEDULES, parts_of
 from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.space import placed, shapes
 from axonn_plugins.planner.step import Candidates, Memory, Times, memory, times
@@ -161,9 +162,7 @@ def search(
     """
     machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(
-        constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven
-    )
+    whole = _scheduled(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting, uneven)
     if not len(whole):
         return Found([], [], 0, 0, 0)
     held = memory(model, strategy, mode, whole, batch, setting)
@@ -193,9 +192,7 @@ def faster_but_too_large(
     """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
     machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
-    whole = _interleaved(
-        constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting.interleave, uneven
-    )
+    whole = _scheduled(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting, uneven)
     if not len(whole):
         return None
     large = whole.take(memory(model, strategy, mode, whole, batch, setting).total > machine.memory)
@@ -215,13 +212,17 @@ def faster_but_too_large(
     )[0]
 
 
-def _interleaved(at: Candidates, model: Transformer, batch: int, parts: int, uneven: bool) -> Candidates:
-    """Those whose layers and microbatches divide as interleaving asks."""
-    if parts == 1:
-        return at
-    short = -model.layers % (at.np * parts)
-    divides = (short < at.np if uneven else short == 0) & (batch // at.nd // at.bm % at.np == 0)
-    return at.take(divides | (at.np == 1))
+def _scheduled(at: Candidates, model: Transformer, batch: int, setting: Setting, uneven: bool) -> Candidates:
+    """Those whose layers and microbatches are as the pipeline's schedule asks."""
+    kind, parts = SCHEDULES[setting.schedule], parts_of(setting.schedule, setting.interleave)
+    microbatches = batch // at.nd // at.bm
+    keep = microbatches >= kind.least(at.np)
+    if parts > 1:
+        short = -model.layers % (at.np * parts)
+        keep &= short < at.np if uneven else short == 0
+    if setting.interleave > 1:
+        keep &= microbatches % at.np == 0
+    return at.take(keep | (at.np == 1))
 
 
 def _smallest(

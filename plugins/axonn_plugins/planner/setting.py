@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from axonn_plugins.planner.schedules import Schedule
+
 OVERLAPS = frozenset({"OAR", "ORS", "OAG"})
 """Of all-reduces with the product of the weight's gradient, of reduce-scatters with the rest of backward, and of all-gathers with the
 layer before (000, section 5.1.4)."""
@@ -29,6 +31,7 @@ class Setting:
         offload: float32 weights and optimizer state are in host memory, and visit the GPU in buckets (000, section 3.3).
         fp8: products are in 8 bits, in the calibrated mode.
         float32: all numbers have 4 bytes; products are as fast as the machine's file says.
+        schedule: of the pipeline (`schedules`).
     """
 
     recompute: bool = False
@@ -44,6 +47,7 @@ class Setting:
     offload: bool = False
     fp8: bool = False
     float32: bool = False
+    schedule: Schedule = "1f1b"
 
     @property
     def kept(self) -> float:

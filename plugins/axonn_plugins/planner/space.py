@@ -102,7 +102,7 @@ def _splits(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Sizes of the four groups that divide what they split."""
     for n1 in divisors(gpus):
-        if any(size % n1 for size in (model.heads, *model.features)):
+        if any(size % n1 for size in (model.split_heads, *model.features)):
             continue
         if strategy == "1d" and (model.heads + 2 * model.kv) * model.q // n1 < _SMALLEST:
             continue

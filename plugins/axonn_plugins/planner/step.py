@@ -18,6 +18,8 @@ from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.rates import in_precision, spent, vector_cost
 from axonn_plugins.planner.rest import offload_seconds, optimizer_seconds, output_seconds, plain_attention, residuals
+from axonn_plugins.planner.schedules import bubble as idle
+from axonn_plugins.planner.schedules import in_flight, parts_of
 from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import Local, Mode, Operation, Strategy, kept, local
 from axonn_plugins.planner.work import Number
@@ -105,15 +107,17 @@ class Times:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer and microbatch: compute, waiting for memory, exposed collectives; forward and backward."""
+    """Seconds of one layer and microbatch: compute, waiting for memory, exposed collectives; forward, backward, and of it weights' gradients."""
 
     forward: tuple[Floats, Floats, Floats]
     backward: tuple[Floats, Floats, Floats]
+    weights: Floats
 
     def longer(self, communicate: Number) -> LayerTimes:
         """With so many more seconds of collectives in each direction."""
         forward, backward = self.forward, self.backward
-        return LayerTimes((*forward[:2], forward[2] + communicate), (*backward[:2], backward[2] + communicate))
+        several = (*forward[:2], forward[2] + communicate), (*backward[:2], backward[2] + communicate)
+        return LayerTimes(*several, self.weights)
 
 
 def memory(
@@ -137,10 +141,8 @@ def memory(
     sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
     kinds = layers_of(model, strategy, mode, size, 1.0, at.nd)
     layer = sum(part * kept(operation, model, mode, at.n1) for part, of_layer in kinds for operation in of_layer)
-    in_flight = np.minimum(at.np, batch / at.nd / at.bm)
-    if setting.interleave > 1:
-        in_flight = in_flight * (1 + (at.np - 1) / (at.np * setting.interleave))
-    activations = layer * layers * in_flight
+    at_once = in_flight(setting.schedule, setting.interleave, at.np, batch / at.nd / at.bm)
+    activations = layer * layers * at_once
     if setting.recompute:
         kept_inputs = _input_bytes(model, strategy, size)
         if setting.stashing:
@@ -149,7 +151,7 @@ def memory(
                 + sum(part * _stashed(of_layer, at) for part, of_layer in kinds)
                 + exchanged_bytes(model, strategy, size, setting.experts, setting.dropping)
             )
-        activations = kept_inputs * layers * in_flight + layer
+        activations = kept_inputs * layers * at_once + layer
     left = setting.kept
     index = 2 * left * weights if setting.sparsity else 0 * weights
     states = left * sharded * (0 if setting.offload else 12)
@@ -186,14 +188,17 @@ def times(
         layer = layer.longer(exchange_seconds(machine, model, strategy, size, lies, setting.dropping))
     if setting.recompute:
         twice = [first + then for first, then in zip(layer.forward, layer.backward, strict=True)]
-        layer = LayerTimes(layer.forward, (twice[0], twice[1], layer.backward[2] if setting.stashing else twice[2]))
+        sums = layer.backward[2] if setting.stashing else twice[2]
+        layer = LayerTimes(layer.forward, (twice[0], twice[1], sums), layer.weights)
     layers, microbatches = np.ceil(model.layers / at.np), batch / at.nd / at.bm
     forward, backward = sum(layer.forward), sum(layer.backward)
 
     message = _input_bytes(model, strategy, size)
     hop = point_to_point(machine, message, at.np, at.vp, mode == "paper")
-    pipeline = 2 * microbatches * setting.interleave * hop
-    bubble = (at.np - 1) * (layers * (forward + backward) + pipeline / microbatches) / setting.interleave
+    sent = parts_of(setting.schedule, setting.interleave) * hop
+    pipeline = 2 * microbatches * sent
+    of_stage = layers * forward + sent, layers * backward + sent, layers * layer.weights
+    bubble = np.asarray(idle(setting.schedule, setting.interleave, at.np, *of_stage))
 
     collective = seconds(machine, Kind.GATHER, 2 * setting.kept * lies.shared, *lies.replicas)
     if lies.mixture:
@@ -220,13 +225,16 @@ def layer_times(
     """Seconds of one layer and microbatch, all candidates one by one."""
     size = _local(model, strategy, mode, at)
     groups = {"n1": (at.n1, at.v1), "n2": (at.n2, at.v2)}
-    forward, backward = np.zeros((3, len(at))), np.zeros((3, len(at)))
+    forward, backward, weights = np.zeros((3, len(at))), np.zeros((3, len(at))), np.zeros(len(at))
     causal = machine.calibration is not None
     for part, of_layer in layers_of(model, strategy, mode, size, vector_cost(machine), at.nd, causal):
         for operation in _trained(of_layer, machine, model, strategy, size, setting):
             forward += part * _direction(machine, operation, groups, False)
-            backward += part * _direction(machine, operation, groups, True)
-    return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]))
+            back = part * _direction(machine, operation, groups, True)
+            backward += back
+            if operation.unit == "tensor" and not operation.name.startswith("attention"):
+                weights += (back[0] + back[1]) / 2
+    return LayerTimes((forward[0], forward[1], forward[2]), (backward[0], backward[1], backward[2]), weights)
 
 
 def _direction(
@@ -274,7 +282,7 @@ def _distinct_layers(
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     few = layer_times(machine, model, strategy, mode, at.take(first), setting)
     spread = lambda three: (three[0][inverse], three[1][inverse], three[2][inverse])  # noqa: E731
-    return LayerTimes(spread(few.forward), spread(few.backward))
+    return LayerTimes(spread(few.forward), spread(few.backward), few.weights[inverse])
 
 
 def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:

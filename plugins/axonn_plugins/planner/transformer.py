@@ -95,6 +95,7 @@ def operations(
     vector_cost: float,
     causal: bool = False,
     routed: Number | None = None,
+    kind: str = "",
 ) -> list[Operation]:
     """The operations of a layer.
 
@@ -106,17 +107,27 @@ def operations(
         vector_cost: the machine's peak of matrix multiplication over that of vector operations.
         causal: see `work.attention`.
         routed: of a layer with experts, how many of them this GPU has; None for one without.
+        kind: what the layer has, a word of `Transformer.kinds`; by default attention, and an MLP or experts.
     """
+    kind = kind or ("*-" if routed is None else "*E")
     elements = size.own_rows * model.hidden if strategy != "summa" else size.rows * model.hidden / size.n1
-    mlp = _mlp(model, strategy, size, elements) if routed is None else _experts(model, strategy, size, elements, routed)
-    attended = _projected(model, strategy, size)
-    attended.insert(-1, _attention(model, mode, size, vector_cost, causal))
-    if not model.gated:
-        attended.append(Operation("proj bias", "vector", _output_bias(strategy, size, model.hidden, "proj")))
-        attended.append(Operation("proj dropout", "vector", work.dropout(elements)))
-    before_attention = _norm(model, strategy, size, gathers=not model.q_rank)
-    before_mlp = _norm(model, strategy, size, gathers=routed is None or bool(model.shared_feed_forward))
-    return [*mlp, before_attention, *attended, before_mlp]
+    found: list[Operation] = []
+    if "E" in kind and routed is not None:
+        found += _experts(model, strategy, size, elements, routed)
+    elif "-" in kind:
+        found += _mlp(model, strategy, size, elements)
+    if "M" in kind:
+        found += [_norm(model, strategy, size, gathers=True), *_mixed(model, strategy, size)]
+    if "*" in kind:
+        attended = _projected(model, strategy, size)
+        attended.insert(-1, _attention(model, mode, size, vector_cost, causal))
+        if not (model.gated or model.kinds):
+            attended.append(Operation("proj bias", "vector", _output_bias(strategy, size, model.hidden, "proj")))
+            attended.append(Operation("proj dropout", "vector", work.dropout(elements)))
+        found += [_norm(model, strategy, size, gathers=not model.q_rank), *attended]
+    if set(kind) & set("-E"):
+        found.append(_norm(model, strategy, size, gathers="E" not in kind or bool(model.shared_feed_forward)))
+    return found
 
 
 def kept(operation: Operation, model: Transformer, mode: Mode, n1: Number) -> Number:
@@ -125,7 +136,7 @@ def kept(operation: Operation, model: Transformer, mode: Mode, n1: Number) -> Nu
     if mode == "calibrated":
         if remade(operation.name, model.gated):
             return 0.0
-        if operation.name.endswith(("fc1", "qkv")):
+        if operation.name.endswith(("fc1", "qkv", "mixer in")):
             return stored / n1
     return stored
 
@@ -133,10 +144,19 @@ def kept(operation: Operation, model: Transformer, mode: Mode, n1: Number) -> Nu
 def parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
     """Parameters of a layer without experts on one GPU: LayerNorms are whole in 1D and 2D, as are the biases that follow a sum over n1."""
     e, n1 = model.hidden, size.n1
-    attention, whole = e * (model.heads + np.maximum(model.kv, n1)) * (model.q + model.v), 0
+    whole: Number = 0
+    attention = e * (model.heads + np.maximum(model.kv, n1)) * (model.q + model.v)
+    if model.attention_gate:
+        attention = attention + e * model.heads * model.v
     if model.kv_rank:
         down, *ups = (k * n for _, k, n in model.attention_linears)
         attention, whole = sum(ups), down
+    if model.kinds:
+        mixer = sum(k * n for _, k, n in model.mixer_linears) + model.mixer_other
+        of_layer = {part: model.having(part) / model.layers for part in "*M-E"}
+        attention, whole = of_layer["*"] * attention + of_layer["M"] * mixer, of_layer["*"] * whole
+        mlps = (of_layer["-"] + of_layer["E"]) * model.matrices * e * model.f
+        return (attention + mlps) / n1 + whole + 2 * size.norm_width
     matrices = (attention + model.matrices * e * model.f) / n1
     norms = (2 if model.gated else 4) * size.norm_width
     inner, outer = (0, 0) if model.gated else (model.f, e)
@@ -150,7 +170,7 @@ def mlp_parameters(model: Transformer, strategy: Strategy, size: Local) -> Numbe
     matrices = model.matrices * model.hidden * model.f / size.n1
     if strategy == "summa":
         matrices = matrices / size.n2
-    if model.gated:
+    if model.gated or model.kinds:
         return matrices
     return (
         matrices + (model.f + model.hidden) / size.n1
@@ -166,8 +186,22 @@ def expert_parameters(model: Transformer, strategy: Strategy, size: Local) -> tu
     return model.expert / split, shared + model.hidden * model.experts
 
 
+def _mixed(model: Transformer, strategy: Strategy, size: Local) -> list[Operation]:
+    """A mixer: its matrices, its gate, and what lies between (`layers.Scan`), whose heads n1 deals out."""
+    product, takes = _of(strategy), model.mixer_takes / size.n1
+    done = work.scan(size.rows, model.mixer_gives / size.n1, takes, model.mixer_state, model.mixer_chunk)
+    within = work.matmul(size.rows, takes, model.mixer_within)
+    return [
+        product("mixer in", size, model.hidden, model.mixer_gives, split_output=True),
+        Operation("scan", "attention", done),
+        *([Operation("mixer within", "tensor", within)] if model.mixer_within else []),
+        Operation("mixer gate", "vector", work.swiglu(size.rows * takes)),
+        product("mixer out", size, model.mixer_takes, model.hidden, split_output=False),
+    ]
+
+
 def _mlp(model: Transformer, strategy: Strategy, size: Local, elements: Number) -> list[Operation]:
-    if model.gated:
+    if model.gated or model.kinds:
         return _gated("", model, strategy, size, model.f)
     e, f, n1 = model.hidden, model.f, size.n1
     product, inner = _of(strategy), size.rows * f / n1
@@ -220,6 +254,7 @@ def _projected(model: Transformer, strategy: Strategy, size: Local) -> list[Oper
     if not model.kv_rank:
         # Keys and values are repeated where n1 has more ranks.
         width = (model.heads + np.maximum(model.kv, size.n1)) * model.q + np.maximum(model.kv, size.n1) * model.v
+        width = width + (model.heads * model.v if model.attention_gate else 0)
         return [product("qkv", size, e, width, split_output=True), proj]
     _, *ups, _ = model.attention_linears
     down = product("latent", size, e, model.latent, split_output=True)

@@ -91,12 +91,12 @@ def step_range(machine: Machine, model: Model, plan: AnyPlan, mode: Mode, batch:
 
 
 def calibrated_range(predicted: float) -> Range:
-    """In which 80 % of the published seconds lay whose systems the calibration was not fitted to."""
+    """In which 80 % of the published seconds lay of systems that were left out of the fit (`fit.spread`)."""
     factor = math.exp(calibration.WITHIN * calibration.ours().spread)
     return Range(
         predicted / factor,
         predicted * factor,
-        "if it is off as it is for 80 % of the published steps of systems that it was not fitted to",
+        "if it is off as for four of five published steps of systems that are left out of the fit",
     )
 
 

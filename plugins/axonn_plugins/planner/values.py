@@ -53,6 +53,18 @@ def samples(text: str, sequence: int) -> int:
     return number("batch", str(positions // sequence))
 
 
+def positions(text: str) -> int:
+    """Of a sample, of ``--sequence``: a number, with K or M for powers of 1024, as in 128K."""
+    found = re.fullmatch(r"([0-9]{1,8})([KM]?)", text.strip())
+    count, most = int(found[1]) * _BINARY[found[2]] if found else 0, _LARGEST["sequence"]
+    if not 1 <= count <= most:
+        raise ConfigError(
+            f'--sequence = "{text}" is not a number of positions up to {most:,}; write a whole number, with K or M for powers of 1024 if '
+            "you like, such as 128K"
+        )
+    return count
+
+
 def gpus(text: str) -> list[int]:
     """``512,1024``, and ``512..4096`` for 512, 1024, 2048, 4096."""
     counts: list[int] = []

@@ -145,3 +145,18 @@ def attention(
         _ELEMENT * (shared * keys + own) + stored,
         stored,
     )
+
+
+def scan(rows: Number, gives: Number, takes: Number, state: int, chunk: int) -> Work:
+    """A mixer between its matrices (`layers.Scan`): a short convolution, then a scan in chunks, whose states are kept; backward makes the rest again.
+
+    Args:
+        rows: positions of all samples of the microbatch.
+        gives: features of a position that come, on this GPU.
+        takes: features that leave.
+        state: numbers of state for each of these.
+        chunk: positions of a chunk; 0 for one after another.
+    """
+    flops = rows * takes * (4 * state + chunk)
+    moved = _ELEMENT * rows * (3 * gives + takes)
+    return Work(flops, moved, 3 * flops, 2 * moved, _ELEMENT * rows * (gives + takes * state / (chunk or rows)))
