@@ -30,7 +30,8 @@ class Feature:
         return self.written or "--" + self.name.replace("_", "-")
 
 
-_WHOLE = "attention here needs whole sequences"
+_CUT = "sequences are shared by as many ranks in every microbatch, and cut in one way"
+_HEADS = "its all-to-alls split attention heads, as --axonn-gx and -gy do"
 _MIXED = "experts are Megatron's own plain ones, each a layer by itself"
 _TOKENS = "tokens travel by TED's dispatch"
 _SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
@@ -41,9 +42,8 @@ _FILES = "a rank's files would hold shares of the grid, which nothing reads"
 _ONE = "leave it at 1"
 
 FEATURES = (
-    Feature("context_parallel_size", _WHOLE, f"{_ONE}, and let --axonn-gx split the heads", (1,)),
-    Feature("hybrid_context_parallel", _WHOLE),
-    Feature("hierarchical_context_parallel_sizes", _WHOLE),
+    Feature("hybrid_context_parallel", _CUT),
+    Feature("hierarchical_context_parallel_sizes", _HEADS, "leave it out", ()),
     Feature("expert_tensor_parallel_num_weight_shards", _MIXED, "leave it out", ()),
     Feature("moe_grouped_gemm", f"{_MIXED}, one after another", "leave it out"),
     Feature("moe_use_legacy_grouped_gemm", f"{_MIXED}, one after another"),
@@ -166,6 +166,21 @@ FEATURES = (
     ),
 )
 """In the order in which they are reported."""
+
+SHARED = (
+    Feature(
+        "cp_comm_type",
+        "keys and values go round by a ring or are gathered, alike in all layers, and a2a splits attention heads, as --axonn-gx and -gy do",
+        "use p2p or all_gather, once",
+        (["p2p"], ["all_gather"]),
+    ),
+    Feature(
+        "sft",
+        "kernels of Transformer Engine cut each of its packed sequences over all ranks, and attention here knows one cut of them all",
+        "leave it out, or leave --context-parallel-size at 1",
+    ),
+)
+"""What does not go with sequences that ranks share."""
 
 MODELS = {
     "BertModel": "BERT",

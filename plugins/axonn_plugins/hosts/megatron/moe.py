@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import transformer_config
@@ -83,7 +83,8 @@ def _with_groups(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def init(self: Any, *args: Any, pg_collection: Any = None, **named: Any) -> None:
-        mesh, alone = process_groups.mesh(), parallel_state.get_context_parallel_group()
+        mesh = process_groups.mesh()
+        alone = mesh.group("alone")
         groups = ProcessGroupCollection()
         groups.tp = groups.cp = groups.tp_cp = alone
         groups.tp_dp_cp = mesh.group("batch")
