@@ -78,6 +78,7 @@ def add_megatron_arguments(parser):
     parser.add_argument("--no-persist-layer-norm", action="store_true")
     parser.add_argument("--apply-layernorm-1p", action="store_true", dest="layernorm_zero_centered_gamma")
     parser.add_argument("--rampup-batch-size", nargs="*")
+    parser.add_argument("--recompute-modules", nargs="*")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--spec", nargs="*")
     return parser

@@ -104,9 +104,9 @@ WRONG = {
         [*ON, "--axonn-gx", "2", "--num-experts", "8", "--moe-ffn-hidden-size", "33"],
         "--moe-ffn-hidden-size 33 does not divide by gx.gy = 2, .* or give --expert-tensor-parallel-size 1",
     ),
-    "grouped-gemm": (
-        [*ON, "--num-experts", "8", "--moe-grouped-gemm"],
-        "--moe-grouped-gemm does not go with .* leave it",
+    "recomputed-act": (
+        [*ON, "--num-experts", "8", "--moe-grouped-gemm", "--recompute-modules", "moe_act"],
+        "--recompute-modules moe_act does not go with .* use moe in its place",
     ),
     "flex": (
         [*ON, "--num-experts", "8", "--moe-token-dispatcher-type", "flex"],

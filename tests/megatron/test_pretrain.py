@@ -109,7 +109,10 @@ def test_experts_latents_and_predictions_of_shared_sequences() -> None:
 def test_shared_sequences_in_stages_and_from_checkpoints(tmp_path: Path) -> None:
     """Goldfish's masks leave more targets out on one rank than on another; documents end where they end on one rank."""
     masked = ["--axonn-goldfish-k", "2", "--axonn-goldfish-h", "5", "--reset-attention-mask", "--eod-mask-loss"]
-    for name, begin in (("whole", stock("plain")), ("shared", flags((1, 1, 2, 1), "plain", "--context-parallel-size", "2"))):
+    for name, begin in (
+        ("whole", stock("plain")),
+        ("shared", flags((1, 1, 2, 1), "plain", "--context-parallel-size", "2")),
+    ):
         load = [*saved(tmp_path / name, begin), *masked]
         cases = {"stock": stock("plain", *load)}
         for grid, shared, stages in (((1, 1, 1, 2), 2, 2), ((2, 1, 2, 1), 2, 1), ((1, 1, 2, 1), 2, 2)):

@@ -45,8 +45,11 @@ FEATURES = (
     Feature("hybrid_context_parallel", _CUT),
     Feature("hierarchical_context_parallel_sizes", _HEADS, "leave it out", ()),
     Feature("expert_tensor_parallel_num_weight_shards", _MIXED, "leave it out", ()),
-    Feature("moe_grouped_gemm", f"{_MIXED}, one after another", "leave it out"),
-    Feature("moe_use_legacy_grouped_gemm", f"{_MIXED}, one after another"),
+    Feature(
+        "moe_use_legacy_grouped_gemm",
+        f"{_MIXED}, not one matrix of all",
+        "leave it out, and use --moe-grouped-gemm",
+    ),
     Feature(
         "moe_token_dispatcher_type",
         f"{_TOKENS}, and kernels of DeepEP are for Megatron's own",

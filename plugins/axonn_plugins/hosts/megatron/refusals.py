@@ -57,11 +57,16 @@ def check_config(config: Any) -> None:
 
 
 def _check_start(args: Any) -> None:
-    """What draws initial weights may read of them, and what must come out the same each time."""
+    """What draws initial weights may read of them, what is recomputed, and what must come out the same each time."""
     if getattr(args, "init_method_xavier_uniform", False) and not args.use_cpu_initialization:
         raise ConfigError(
             f"--init-method-xavier-uniform does not go with {IMPL}: it reads the size of a matrix, and a rank draws a block of one; "
             "add --use-cpu-initialization, where it draws the whole"
+        )
+    if "moe_act" in (getattr(args, "recompute_modules", None) or ()):
+        raise ConfigError(
+            f"--recompute-modules moe_act does not go with {IMPL}: what it recomputes lies within an expert's MLP, which is called as one; "
+            "use moe in its place"
         )
     if getattr(args, "deterministic_mode", False) and args.axonn_tune_matmuls:
         raise ConfigError(
