@@ -373,11 +373,17 @@ def test_the_variable_that_megatron_asks_for(host, capsys, monkeypatch):
     assert os.environ[connections.VARIABLE] == "8"
 
 
-def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "T5Model", object, raising=False)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("T5Model", "T5: attention to the encoder"), ("BertModel", "BERT: heads of words"), ("mamba_builder", "Mamba: its mixers are kernels")],
+)
+def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch, name, words):
+    monkeypatch.setattr(sys.modules["__main__"], name, object, raising=False)
     with pytest.raises(SystemExit):
         host.run(*ON)
-    assert "does not split T5; use pretrain_gpt.py" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"does not split {words}" in said
+    assert said.rstrip().endswith("use pretrain_gpt.py, or leave the flag out")
     host.run()
 
 

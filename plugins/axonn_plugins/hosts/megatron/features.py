@@ -185,20 +185,34 @@ SHARED = (
 )
 """What does not go with sequences that ranks share."""
 
+_BERT = (
+    "BERT",
+    "heads of words and of pairs of sentences are plain layers that are not replaced, and would read shares as whole hidden states",
+)
+_T5 = (
+    "T5",
+    "attention to the encoder's stream and the decoder's head are modules that are not replaced, and would read shares as whole",
+)
+_MAMBA = (
+    "Mamba",
+    "its mixers are kernels of mamba_ssm, on CUDA alone, of weights in which Megatron cuts gates, heads and states each by itself",
+)
+_IMAGES = "patches of images enter the residual stream beside the embedding of words, which alone is split"
+_HYBRID = ("a hybrid of Mamba and attention", _MAMBA[1])
 MODELS = {
-    "BertModel": "BERT",
-    "bert_layer_local_spec": "BERT",
-    "T5Model": "T5",
-    "LLaVAModel": "a vision-language model",
-    "model_provider_llava_vlm": "a multimodal model",
-    "MimoBuildConfig": "a multimodal model",
-    "MambaModel": "Mamba",
-    "mamba_builder": "Mamba",
-    "HybridModel": "a hybrid of Mamba and attention",
-    "hybrid_builder": "a hybrid of Mamba and attention",
-    "biencoder_model_provider": "a bi-encoder",
-    "VitClassificationModel": "a vision transformer",
-    "VitInpaintingModel": "a vision transformer",
-    "DINOPretrainModel": "a vision transformer",
+    "BertModel": _BERT,
+    "bert_layer_local_spec": _BERT,
+    "T5Model": _T5,
+    "LLaVAModel": ("a vision-language model", _IMAGES),
+    "model_provider_llava_vlm": ("a multimodal model", _IMAGES),
+    "MimoBuildConfig": ("a multimodal model", _IMAGES),
+    "MambaModel": _MAMBA,
+    "mamba_builder": _MAMBA,
+    "HybridModel": _HYBRID,
+    "hybrid_builder": _HYBRID,
+    "biencoder_model_provider": ("a bi-encoder", _BERT[1]),
+    "VitClassificationModel": ("a vision transformer", _IMAGES),
+    "VitInpaintingModel": ("a vision transformer", _IMAGES),
+    "DINOPretrainModel": ("a vision transformer", _IMAGES),
 }
-"""Names that the scripts of models which we do not split have in their module."""
+"""Names that the scripts of models which we do not split have in their module: the model, and why."""

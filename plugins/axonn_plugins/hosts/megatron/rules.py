@@ -108,9 +108,9 @@ def check_host() -> None:
 def _check_script() -> None:
     """Refuse scripts of other models, which are known by what they import."""
     main = vars(sys.modules["__main__"])
-    for name, model in MODELS.items():
+    for name, (model, why) in MODELS.items():
         if name in main and "GPTModel" not in main:
-            raise ConfigError(f"{IMPL} does not split {model}; use pretrain_gpt.py, or leave the flag out")
+            raise ConfigError(f"{IMPL} does not split {model}: {why}; use pretrain_gpt.py, or leave the flag out")
 
 
 def _check_engine(args: Any) -> None:
