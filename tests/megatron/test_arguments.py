@@ -375,7 +375,11 @@ def test_the_variable_that_megatron_asks_for(host, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("T5Model", "T5: attention to the encoder"), ("BertModel", "BERT: heads of words"), ("mamba_builder", "Mamba: its mixers are kernels")],
+    [
+        ("T5Model", "T5: attention to the encoder"),
+        ("BertModel", "BERT: heads of words"),
+        ("mamba_builder", "Mamba: its mixers are kernels"),
+    ],
 )
 def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch, name, words):
     monkeypatch.setattr(sys.modules["__main__"], name, object, raising=False)

@@ -251,8 +251,8 @@ def _mean_over_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def calc_loss(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named).arguments
-        loss_of = given["loss_func"]
-        if ranks() == 1 or loss_of is None or given["config"].calculate_per_token_loss:
+        loss_of, other = given["loss_func"], given["collect_non_loss_data"] or given["config"].calculate_per_token_loss
+        if ranks() == 1 or loss_of is None or other:
             return original(*args, **named)
 
         def whole_loss(*outputs: Any, **keywords: Any) -> Any:
