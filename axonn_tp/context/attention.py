@@ -57,13 +57,15 @@ def attend(
     softcap: float = 0.0,
     dropout: float = 0.0,
     sink: Tensor | None = None,
+    seed: int | None = None,
 ) -> Tensor:
     """This rank's queries on the keys and values of all ranks.
 
     Args:
         query: (batch, heads, share, head): this rank's tokens (`Chunks.places`).
-        key: (batch, groups, share, head); groups divides heads, and only the groups travel.
-        value: (batch, groups, share, head of the output).
+        key: (batch, groups, share, head); groups divides heads, and only the groups travel. Or (batch, groups, padded, head): those of
+            all ranks in their order, of which then none travels.
+        value: (batch, groups, share or padded, head of the output).
         shared: the sequence.
         sight: what a query sees by its place; causal when None.
         documents: (batch or 1, padded), whole numbers for the whole padded sequence: a query sees keys of its own number alone.
@@ -72,6 +74,7 @@ def attend(
         softcap: see `Scores`.
         dropout: of probabilities, drawn by every rank for itself.
         sink: (heads,), see `Merged`.
+        seed: of dropout; drawn when None.
 
     Returns:
         (batch, heads, share, head of the output).
@@ -80,14 +83,16 @@ def attend(
         ValueError: a shape is not that of a share.
     """
     share = shared.chunks.share
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.shape[-2] != share:
+    held = key.shape[-2] if key.shape[-2] == shared.chunks.padded else share
+    for name, tensor, tokens in (("query", query, share), ("key", key, held), ("value", value, held)):
+        if tensor.shape[-2] != tokens:
             raise ValueError(
                 f"attention over {shared.chunks.ranks} ranks: the {name} of shape {tuple(tensor.shape)} has {tensor.shape[-2]} tokens, and "
                 f"a rank's share of {shared.chunks.tokens} has {share}; give it this rank's tokens, all of them and no others"
             )
     scores = Scores(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap or 0.0, dropout)
-    seed = int(torch.randint(2**31, ())) if dropout else 0
+    if seed is None:
+        seed = int(torch.randint(2**31, ())) if dropout else 0
     return _Attention.apply(query, key, value, sink, shared, sight or Sight(), documents, scores, seed)
 
 
@@ -95,13 +100,15 @@ class _Work:
     """One layer's blocks on this rank."""
 
     def __init__(
-        self, shared: Shared, sight: Sight, documents: Tensor | None, scores: Scores, seed: int, head: int
+        self, shared: Shared, sight: Sight, documents: Tensor | None, scores: Scores, seed: int, value: Tensor
     ) -> None:
-        self.shared, self.chunks, self.sight, self.head = shared, shared.chunks, sight, head
+        self.shared, self.chunks, self.sight, self.head = shared, shared.chunks, sight, value.shape[-1]
         self._documents, self._scores, self._seed = documents, scores, seed
         self.mine = self.chunks.of(shared.rank)
         self.blocks = blocks(self.chunks, shared.rank, sight, documents is not None)
-        self.how = shared.how or cheaper(self.chunks, sight)
+        here = value.shape[-2] == self.chunks.padded > self.chunks.share
+        self.how = "here" if here else shared.how or cheaper(self.chunks, sight)
+        self.held = tuple(range(2 * self.chunks.ranks)) if here else self.mine
         self._kept: dict[Block, tuple] = {}
 
     def local(self) -> list[Block]:
@@ -173,8 +180,8 @@ class _Work:
 
 
 def _split(keys: Tensor, value: Tensor, work: _Work) -> dict[int, Tensor]:
-    """This rank's keys and values side by side, by chunk."""
-    return dict(zip(work.mine, torch.cat([keys, value], -1).split(work.chunks.size, 2), strict=True))
+    """The keys and values that were given side by side, by chunk."""
+    return dict(zip(work.held, torch.cat([keys, value], -1).split(work.chunks.size, 2), strict=True))
 
 
 class _Exchange:
@@ -243,14 +250,16 @@ class _Attention(torch.autograd.Function):
         scores: Scores,
         seed: int,
     ) -> Tensor:
-        work = _Work(shared, sight, documents, scores, seed, v.shape[-1])
+        work = _Work(shared, sight, documents, scores, seed, v)
         merged, held = Merged(q, v.shape[-1], sink), _split(k, v, work)
 
         def compute(parts: list[Block]) -> None:
             for block in parts:
                 work.forward(q, held, block, merged)
 
-        if work.how == "gather":
+        if work.how == "here":
+            compute(work.of(work.held))
+        elif work.how == "gather":
             exchange = _Exchange(work, held[work.mine[0]])
             pending = exchange.start(held)
             compute(work.local())
@@ -283,7 +292,9 @@ class _Attention(torch.autograd.Function):
             for block in parts:
                 work.backward(given, held, block, dq, grads)
 
-        if work.how == "gather":
+        if work.how == "here":
+            compute(work.of(work.held))
+        elif work.how == "gather":
             exchange = _Exchange(work, held[work.mine[0]])
             pending = exchange.start(held)
             compute(work.local())
@@ -292,7 +303,8 @@ class _Attention(torch.autograd.Function):
             exchange.give_back(grads)
         else:
             _ring_backward(work, held, grads, given, dq)
-        both = torch.cat([grads[chunk] for chunk in work.mine], 2)
+        unseen = torch.zeros_like(held[work.mine[0]])
+        both = torch.cat([grads.get(chunk, unseen) for chunk in work.held], 2)
         d_sink = None if sink is None else sink_gradient(sink, grad, out, lse)
         return dq, both[..., : -work.head], both[..., -work.head :], d_sink, *[None] * 5
 

@@ -153,6 +153,23 @@ def on_ranks(ranks: int) -> None:
             found = sum(entry.collective.sent for entry in ledger.entries[first:last])
             assert found == sent(chunks, mesh.rank("sequence"), sight, how, width, back), where
             assert {entry.collective.axis for entry in ledger.entries[first:last]} <= {"sequence"}
+        if how == "ring":
+            held = [torch.nn.functional.pad(t, (0, 0, 0, chunks.padded - tokens)).requires_grad_() for t in (k, v)]
+            before = len(ledger.entries)
+            with ledger:
+                query = share(q).requires_grad_()
+                of_all = attend(
+                    query, *held, Shared(mesh, chunks), sight, documents, 0.4, more.get("softcap", 0.0), sink=sink
+                )
+                of_all.backward(share(grad))
+            assert len(ledger.entries) == before, where
+            torch.testing.assert_close(
+                of_all[:, :, real], expected[:, :, mine[real]], rtol=1e-10, atol=1e-10, msg=where
+            )
+            torch.testing.assert_close(query.grad, shares[0].grad, rtol=1e-10, atol=1e-10, msg=where)
+            for got, of in zip(held, whole[1:3], strict=True):
+                torch.distributed.all_reduce(got.grad)
+                torch.testing.assert_close(got.grad[:, :, :tokens], of.grad, rtol=1e-10, atol=1e-10, msg=where)
     assert not ledger.unknown
     mesh.destroy()
 

@@ -63,7 +63,7 @@ _SWITCHES = (
     *("attention_output_gate", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
     *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
     *("init_method_xavier_uniform", "use_cpu_initialization"),
-    *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights"),
+    *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights", "sft"),
 )
 
 
@@ -78,6 +78,8 @@ def add_megatron_arguments(parser):
     parser.add_argument("--no-persist-layer-norm", action="store_true")
     parser.add_argument("--apply-layernorm-1p", action="store_true", dest="layernorm_zero_centered_gamma")
     parser.add_argument("--rampup-batch-size", nargs="*")
+    parser.add_argument("--recompute-modules", nargs="*")
+    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--spec", nargs="*")
     return parser
 

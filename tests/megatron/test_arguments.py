@@ -68,7 +68,34 @@ WRONG = {
         [*ON, "--axonn-gz", "8", "--global-batch-size", "8"],
         "--global-batch-size 8 does not divide by .* use a multiple of 16",
     ),
-    "context": ([*ON, "--context-parallel-size", "2"], "--context-parallel-size 2 does not go with .* leave it at 1"),
+    "context": (
+        [*ON, "--axonn-gx", "2", "--context-parallel-size", "3"],
+        "--context-parallel-size 3 does not divide the 4 ranks of a stage that differ in their tokens, 8 by gx.gy = 2 .*; choose a divisor",
+    ),
+    "context-length": (
+        [*ON, "--axonn-gx", "4", "--context-parallel-size", "2", "--seq-length", "36"],
+        "--seq-length by --context-parallel-size 2, 18 does not divide by --axonn-gx 4",
+    ),
+    "context-batch": (
+        [*ON, "--context-parallel-size", "2", "--global-batch-size", "12"],
+        "--global-batch-size 12 .* the 4 data-parallel ranks, of which each is --context-parallel-size 2 ranks; use a multiple of 8",
+    ),
+    "context-heads": (
+        [*ON, "--context-parallel-size", "2", "--cp-comm-type", "a2a"],
+        "--cp-comm-type a2a does not go with --context-parallel-size 2 beside .* as --axonn-gx and -gy do; use p2p or all_gather, once",
+    ),
+    "context-layers": (
+        [*ON, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "all_gather"],
+        "--cp-comm-type p2p all_gather does not go with --context-parallel-size 2",
+    ),
+    "context-packed": (
+        [*ON, "--context-parallel-size", "2", "--sft"],
+        "--sft does not go with --context-parallel-size 2 .* leave --context-parallel-size at 1",
+    ),
+    "context-auto": (
+        [*ON, "--context-parallel-size", "2", "--axonn-gx", "auto"],
+        "--context-parallel-size 2 does not go with the size auto",
+    ),
     "expert-size": (
         [*ON, "--axonn-gx", "2", "--axonn-gz", "2", "--num-experts", "8", "--expert-model-parallel-size", "8"],
         "--expert-model-parallel-size 8 does not divide the 4 ranks that read different tokens .*; choose a divisor of 4",
@@ -77,9 +104,9 @@ WRONG = {
         [*ON, "--axonn-gx", "2", "--num-experts", "8", "--moe-ffn-hidden-size", "33"],
         "--moe-ffn-hidden-size 33 does not divide by gx.gy = 2, .* or give --expert-tensor-parallel-size 1",
     ),
-    "grouped-gemm": (
-        [*ON, "--num-experts", "8", "--moe-grouped-gemm"],
-        "--moe-grouped-gemm does not go with .* leave it",
+    "recomputed-act": (
+        [*ON, "--num-experts", "8", "--moe-grouped-gemm", "--recompute-modules", "moe_act"],
+        "--recompute-modules moe_act does not go with .* use moe in its place",
     ),
     "flex": (
         [*ON, "--num-experts", "8", "--moe-token-dispatcher-type", "flex"],
@@ -346,11 +373,21 @@ def test_the_variable_that_megatron_asks_for(host, capsys, monkeypatch):
     assert os.environ[connections.VARIABLE] == "8"
 
 
-def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "T5Model", object, raising=False)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("T5Model", "T5: attention to the encoder"),
+        ("BertModel", "BERT: heads of words"),
+        ("mamba_builder", "Mamba: its mixers are kernels"),
+    ],
+)
+def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch, name, words):
+    monkeypatch.setattr(sys.modules["__main__"], name, object, raising=False)
     with pytest.raises(SystemExit):
         host.run(*ON)
-    assert "does not split T5; use pretrain_gpt.py" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"does not split {words}" in said
+    assert said.rstrip().endswith("use pretrain_gpt.py, or leave the flag out")
     host.run()
 
 

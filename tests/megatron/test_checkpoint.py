@@ -46,16 +46,19 @@ CASES = {
     ),
 }
 STAGES = 2
-ROUTES: dict[str, tuple[Settings | None, list[Settings | None | int]]] = {
+OVER = [{"settings": settings, "context": 2} for settings in (Settings(1, 1, 2), Settings(2))]
+"""Places where two ranks share every sequence."""
+ROUTES: dict[str, tuple[Any, list[Any]]] = {
     "2121": (Settings(2, 1, 2), [Settings(2, 1, 2), Settings(1, 2, 1), None, STAGES]),
     "112": (Settings(1, 1, 2), [Settings(1, 2, 1), Settings(2, 1, 1)]),
     "1212": (Settings(1, 2, 1), [Settings(2, 1, 2, "replicated")]),
     "stock": (None, [Settings(1, 2, 1), Settings(1, 2, 2), STAGES]),
+    "shared": (OVER[0], [OVER[1], Settings(1, 2, 2), None]),
 }
 """From which settings to which; None is stock Megatron of tensor-parallel size 2, `STAGES` gx = 2 on each of two pipeline stages."""
 TAKEN = {
     "llama": ["2121", "1212", "stock"],
-    "empty shards": ["112"],
+    "empty shards": ["112", "shared"],
     "pipeline": ["112", "stock"],
     "predicting pipeline": ["112"],
 }
@@ -102,7 +105,11 @@ def state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any
     return {**found, "optimizer": optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=metadata)}
 
 
-def on(case: Case, place: Settings | None | int | tuple[Settings | None, tuple[int, int | None]]) -> Case:
+def on(
+    case: Case, place: Settings | None | int | tuple[Settings | None, tuple[int, int | None]] | dict[str, Any]
+) -> Case:
+    if isinstance(place, dict):
+        return case.on(**place)
     if isinstance(place, tuple):  # and where experts are
         return case.on(place[0], experts=place[1])
     return case.on(Settings(2), pipeline=STAGES) if place == STAGES else case.on(place, tensor=2)

@@ -74,6 +74,53 @@ def test_experts_latents_and_predictions() -> None:
     assert differences(cases) == {}
 
 
+CONTEXT = [
+    ((1, 1, 1, 2), 2, []),
+    ((1, 1, 2, 1), 2, ["--cp-comm-type", "all_gather"]),
+    ((2, 1, 1, 2), 2, []),
+    ((1, 2, 1, 2), 2, ["--axonn-layout", "replicated"]),
+    ((1, 1, 4, 1), 4, []),
+    ((1, 1, 2, 2), 2, ["--cp-comm-type", "all_gather"]),
+    ((2, 2, 2, 1), 2, []),
+    ((1, 1, 2, 4), 4, []),
+]
+"""Grids, how many ranks share a sequence, and how."""
+
+
+@needs_script
+@pytest.mark.parametrize("variant", ["plain", "llama"])
+def test_shared_sequences(variant: str) -> None:
+    cases = {"stock": stock(variant)}
+    for grid, shared, more in CONTEXT:
+        cases[f"{grid} over {shared}"] = flags(grid, variant, "--context-parallel-size", str(shared), *more)
+    assert differences(cases) == {}
+
+
+@needs_script
+def test_experts_latents_and_predictions_of_shared_sequences() -> None:
+    cases = {"stock": stock("plain", *MIXED)}
+    for (grid, experts), shared in zip(EXPERTS.items(), (2, 4, 2, 4), strict=True):
+        more = ["--expert-model-parallel-size", experts, "--context-parallel-size", str(shared)]
+        cases[f"{grid}, experts over {experts}, over {shared}"] = flags(grid, "plain", *MIXED, *more)
+    assert differences(cases) == {}
+
+
+@needs_script
+def test_shared_sequences_in_stages_and_from_checkpoints(tmp_path: Path) -> None:
+    """Goldfish's masks leave more targets out on one rank than on another; documents end where they end on one rank."""
+    masked = ["--axonn-goldfish-k", "2", "--axonn-goldfish-h", "5", "--reset-attention-mask", "--eod-mask-loss"]
+    for name, begin in (
+        ("whole", stock("plain")),
+        ("shared", flags((1, 1, 2, 1), "plain", "--context-parallel-size", "2")),
+    ):
+        load = [*saved(tmp_path / name, begin), *masked]
+        cases = {"stock": stock("plain", *load)}
+        for grid, shared, stages in (((1, 1, 1, 2), 2, 2), ((2, 1, 2, 1), 2, 1), ((1, 1, 2, 1), 2, 2)):
+            more = [*load, "--context-parallel-size", str(shared)]
+            cases[f"{grid} over {shared} on {stages} stages"] = flags(grid, "plain", *more, stages=stages)
+        assert differences(cases) == {}, name
+
+
 @needs_script
 def test_prepared_text(tmp_path: Path) -> None:
     from axonn_recipes.data import load

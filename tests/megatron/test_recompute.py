@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from tests.megatron import training
 from tests.megatron.training import Case
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-GRIDS = [Settings(2, 1, 2), Settings(1, 2, 2), Settings(2, 2, 1, "replicated"), Settings(1, 1, 4)]
+GRIDS = [
+    Case(Settings(2, 1, 2)),
+    Case(Settings(1, 2, 2)),
+    Case(Settings(2, 2, 1, "replicated")),
+    Case(Settings(1, 1, 4)),
+    Case(Settings(2), context=2),
+]
 
 
 class Collectives(TorchDispatchMode):
@@ -43,14 +50,14 @@ def all_grids() -> dict[str, list[Any]]:
     """By grid: recomputed without and with a stash, and not recomputed."""
     training.on_cpu()
     found = {}
-    for settings in GRIDS:
-        case = Case(settings, config=FULL, micro_batches=2)
+    for grid in GRIDS:
+        case = replace(grid, config=FULL, micro_batches=2)
         runs = [counted(case)]
         recompute.install(Ted())
         runs.append(counted(case))
         recompute.uninstall()
-        runs.append(counted(Case(settings, micro_batches=2)))
-        found[str(settings)] = [(told["losses"], told["norms"], count) for told, count in runs]
+        runs.append(counted(replace(grid, micro_batches=2)))
+        found[f"{grid.settings} over {grid.context}"] = [(told["losses"], told["norms"], count) for told, count in runs]
     return found
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from axonn_plugins.hosts.megatron import cpu, process_groups, spec
 from axonn_plugins.hosts.megatron.settings import Settings
@@ -51,6 +53,8 @@ class Case:
         expected: weights after the last step, by name, to compare with.
         engine: build the layers as for Transformer Engine, whose attention and norms are Megatron's own here.
         experts: ranks with different experts, and how many split one; as many as split other layers where None.
+        context: ranks that share a sequence.
+        masked: leave targets out of the loss, more in some places than in others.
     """
 
     settings: Settings | None = None
@@ -66,6 +70,8 @@ class Case:
     expected: dict[str, Any] = field(default_factory=dict)
     engine: bool = False
     experts: tuple[int, int | None] = (1, None)
+    context: int = 1
+    masked: bool = False
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
         """The same run on a grid."""
@@ -87,6 +93,7 @@ def grouped(case: Case, gloo: bool = False) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
         tensor,
         case.pipeline,
+        context_parallel_size=case.context,
         expert_model_parallel_size=case.experts[0],
         expert_tensor_parallel_size=case.experts[1],
         create_gloo_process_groups=gloo,
@@ -141,7 +148,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     grids: dict[tuple, list[str]] = defaultdict(list)
     for name, case in cases.items():
         sizes = case.settings and (case.settings.gx, case.settings.gy, case.settings.gz)
-        grids[sizes, case.tensor, case.pipeline, case.experts].append(name)
+        grids[sizes, case.tensor, case.pipeline, case.experts, case.context].append(name)
     found = {}
     for names in grids.values():
         with grouped(cases[names[0]]):
@@ -171,6 +178,7 @@ def configuration(case: Case) -> TransformerConfig:
         "params_dtype": case.dtype,
         "bf16": case.dtype == torch.bfloat16,
         "fp16": case.dtype == torch.float16,
+        "context_parallel_size": case.context,
         "expert_model_parallel_size": case.experts[0],
         "expert_tensor_parallel_size": case.experts[1],
     }
@@ -258,7 +266,11 @@ def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
     first = parallel_state.get_data_parallel_rank() * size * case.micro_batches
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-    mine = iter(tokens[first : first + size * case.micro_batches].split(size))
+    weights = torch.ones(BATCH, SEQUENCE)
+    if case.masked:
+        weights = (torch.rand(BATCH, SEQUENCE, generator=generator) < torch.linspace(0.2, 1, SEQUENCE)).float()
+    here = slice(first, first + size * case.micro_batches)
+    mine = iter(zip(tokens[here].split(size), weights[here].split(size), strict=True))
     results = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=mine,
@@ -268,28 +280,39 @@ def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
         micro_batch_size=size,
         forward_only=False,
     )
-    loss = torch.tensor([sum(float(result["loss"]) for result in results) / case.micro_batches])
-    dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+    both = torch.tensor([float(sum(result[name] for result in results)) for name in ("loss", "tokens")])
+    dist.all_reduce(both, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.broadcast(
-        loss, parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
+        both, parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
     )
-    return float(loss) / ranks
+    return float(both[0] / both[1])
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """What a stage gives for (batch, sequence + 1) tokens: the last one losses (batch, sequence)."""
-    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+def loss_of(model: Any, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """What a stage gives for (batch, sequence + 1) tokens: the last one losses (batch, share of the sequence).
+
+    Args:
+        model: this stage's.
+        tokens: whole sequences.
+        weights: this rank's, of its tokens' losses.
+    """
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1).contiguous()
     mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    whole = {"tokens": tokens[:, :-1].contiguous(), "positions": positions, "attention_mask": mask}
+    here = get_batch_on_this_cp_rank({**whole, "labels": tokens[:, 1:].contiguous()})
+    return model(here["tokens"], here["positions"], here["attention_mask"], labels=here["labels"], loss_mask=weights)
 
 
-def _forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    return loss_of(model, next(batches)), _mean
+def _forward(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens, weights = next(batches)
+    weights = get_batch_on_this_cp_rank({"weights": weights})["weights"]
+    return loss_of(model, tokens, weights), partial(_sum, weights)
 
 
-def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}
+def _sum(weights: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """As pretrain_gpt.py's: a microbatch's loss, and of how many targets."""
+    loss, tokens = (output.float() * weights).sum(), weights.sum().int()
+    return loss, tokens, {"loss": loss.detach().clone(), "tokens": tokens}
 
 
 def _replicas(model: torch.nn.Module) -> dict[str, str]:

@@ -66,6 +66,11 @@ def model_of(args: Any) -> Transformer:
             raise ConfigError(
                 f"--{name.replace('_', '-')} does not go with the size auto, as the planner counts plain layers alone; give numbers"
             )
+    if args.context_parallel_size > 1:
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size} does not go with the size auto, which counts samples that ranks read whole; give "
+            "numbers"
+        )
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name.replace('_', '-')} is missing, without which no size can be auto; give it")

@@ -209,6 +209,8 @@ class _OnCpu(TorchFunctionMode):
             return function(*args).replace("torch.", "torch.cuda.", 1)
         if function is torch.device and type(args[0]) is int:
             return torch.device("cpu")
+        if kwargs.get("pin_memory"):  # which only a GPU copies from
+            kwargs = {**kwargs, "pin_memory": False}
         if "device" in kwargs and (_is_cuda(kwargs["device"]) or type(kwargs["device"]) is int):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if not _NAMES_OF_DEVICES.isdisjoint(map(type, args)) and any(map(_is_cuda, args)):

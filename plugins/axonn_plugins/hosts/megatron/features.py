@@ -30,7 +30,8 @@ class Feature:
         return self.written or "--" + self.name.replace("_", "-")
 
 
-_WHOLE = "attention here needs whole sequences"
+_CUT = "sequences are shared by as many ranks in every microbatch, and cut in one way"
+_HEADS = "its all-to-alls split attention heads, as --axonn-gx and -gy do"
 _MIXED = "experts are Megatron's own plain ones, each a layer by itself"
 _TOKENS = "tokens travel by TED's dispatch"
 _SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
@@ -41,12 +42,14 @@ _FILES = "a rank's files would hold shares of the grid, which nothing reads"
 _ONE = "leave it at 1"
 
 FEATURES = (
-    Feature("context_parallel_size", _WHOLE, f"{_ONE}, and let --axonn-gx split the heads", (1,)),
-    Feature("hybrid_context_parallel", _WHOLE),
-    Feature("hierarchical_context_parallel_sizes", _WHOLE),
+    Feature("hybrid_context_parallel", _CUT),
+    Feature("hierarchical_context_parallel_sizes", _HEADS, "leave it out", ()),
     Feature("expert_tensor_parallel_num_weight_shards", _MIXED, "leave it out", ()),
-    Feature("moe_grouped_gemm", f"{_MIXED}, one after another", "leave it out"),
-    Feature("moe_use_legacy_grouped_gemm", f"{_MIXED}, one after another"),
+    Feature(
+        "moe_use_legacy_grouped_gemm",
+        f"{_MIXED}, not one matrix of all",
+        "leave it out, and use --moe-grouped-gemm",
+    ),
     Feature(
         "moe_token_dispatcher_type",
         f"{_TOKENS}, and kernels of DeepEP are for Megatron's own",
@@ -167,20 +170,49 @@ FEATURES = (
 )
 """In the order in which they are reported."""
 
+SHARED = (
+    Feature(
+        "cp_comm_type",
+        "keys and values go round by a ring or are gathered, alike in all layers, and a2a splits attention heads, as --axonn-gx and -gy do",
+        "use p2p or all_gather, once",
+        (["p2p"], ["all_gather"]),
+    ),
+    Feature(
+        "sft",
+        "kernels of Transformer Engine cut each of its packed sequences over all ranks, and attention here knows one cut of them all",
+        "leave it out, or leave --context-parallel-size at 1",
+    ),
+)
+"""What does not go with sequences that ranks share."""
+
+_BERT = (
+    "BERT",
+    "heads of words and of pairs of sentences are plain layers that are not replaced, and would read shares as whole hidden states",
+)
+_T5 = (
+    "T5",
+    "attention to the encoder's stream and the decoder's head are modules that are not replaced, and would read shares as whole",
+)
+_MAMBA = (
+    "Mamba",
+    "its mixers are kernels of mamba_ssm, on CUDA alone, of weights in which Megatron cuts gates, heads and states each by itself",
+)
+_IMAGES = "patches of images enter the residual stream beside the embedding of words, which alone is split"
+_HYBRID = ("a hybrid of Mamba and attention", _MAMBA[1])
 MODELS = {
-    "BertModel": "BERT",
-    "bert_layer_local_spec": "BERT",
-    "T5Model": "T5",
-    "LLaVAModel": "a vision-language model",
-    "model_provider_llava_vlm": "a multimodal model",
-    "MimoBuildConfig": "a multimodal model",
-    "MambaModel": "Mamba",
-    "mamba_builder": "Mamba",
-    "HybridModel": "a hybrid of Mamba and attention",
-    "hybrid_builder": "a hybrid of Mamba and attention",
-    "biencoder_model_provider": "a bi-encoder",
-    "VitClassificationModel": "a vision transformer",
-    "VitInpaintingModel": "a vision transformer",
-    "DINOPretrainModel": "a vision transformer",
+    "BertModel": _BERT,
+    "bert_layer_local_spec": _BERT,
+    "T5Model": _T5,
+    "LLaVAModel": ("a vision-language model", _IMAGES),
+    "model_provider_llava_vlm": ("a multimodal model", _IMAGES),
+    "MimoBuildConfig": ("a multimodal model", _IMAGES),
+    "MambaModel": _MAMBA,
+    "mamba_builder": _MAMBA,
+    "HybridModel": _HYBRID,
+    "hybrid_builder": _HYBRID,
+    "biencoder_model_provider": ("a bi-encoder", _BERT[1]),
+    "VitClassificationModel": ("a vision transformer", _IMAGES),
+    "VitInpaintingModel": ("a vision transformer", _IMAGES),
+    "DINOPretrainModel": ("a vision transformer", _IMAGES),
 }
-"""Names that the scripts of models which we do not split have in their module."""
+"""Names that the scripts of models which we do not split have in their module: the model, and why."""

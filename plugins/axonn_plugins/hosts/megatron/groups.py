@@ -7,8 +7,11 @@
 | z | expert-parallel, where experts lie no further | ``ep`` |
 | data | expert-data-parallel, likewise | ``ep_dp`` |
 | experts, and their data | expert-parallel and expert-data-parallel, where z lies no further | ``ep``, ``ep_dp`` |
-| batch: z and data | data-parallel | ``dp`` |
-| grid: all of a stage | tensor- and data-parallel | ``tp_dp`` |
+| batch: z and data | data-parallel with context-parallel | ``dp_cp`` |
+| grid: all of a stage | tensor- and data-parallel with context-parallel | ``tp_dp_cp`` |
+| sequence: ranks within batch that share one | context-parallel | ``cp`` |
+| readers: ranks within batch that read different samples | data-parallel | ``dp`` |
+| alone: this rank | one of size 1, where there is one | none |
 | tokens: x, z and data | none | none |
 
 Names of options are those of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups``.
@@ -100,17 +103,37 @@ class MegatronMesh(Mesh):
         """Forget the groups."""
         self._groups.clear()
 
+    def size(self, axis: str) -> int:
+        """Number of ranks of a group."""
+        return self._groups[axis].size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's place in a group."""
+        return self._groups[axis].rank()
+
+    def axis_names(self) -> dict[str, str]:
+        """As a mesh's, and where ranks share sequences the group of these."""
+        shared = {self._groups["sequence"].group_name: "sequence"} if self.size("sequence") > 1 else {}
+        return super().axis_names() | shared
+
+    def _about_samples(self, stages: int) -> dict[str, dist.ProcessGroup]:
+        return {"replicas": self._groups["model"]}
+
     def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
         groups = {
             "model": parallel_state.get_tensor_model_parallel_group(),
-            "batch": parallel_state.get_data_parallel_group(),
-            "grid": parallel_state.get_tensor_and_data_parallel_group(),
+            "batch": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "grid": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         }
+        sequence = parallel_state.get_context_parallel_group()
         theirs = [
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_expert_data_parallel_group(),
-            parallel_state.get_context_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
         ]
+        if sequence.size() == 1:
+            # One of more ranks is attention's, so that what it sends waits for no weight.
+            theirs.append(sequence)
         likes = {"x": "tp", "y": "tp", "z": "ep", "data": "ep_dp"}
         for name, axes in (*((axis, (axis,)) for axis in AXES), ("tokens", SEVERAL["tokens"])):
             lists = list(_lists(self.grid, stages, axes))
@@ -120,6 +143,9 @@ class MegatronMesh(Mesh):
                 ranks for ranks in _lists(self.grid, stages, axes) if dist.get_rank() in ranks
             ), name
         self._deal_experts(groups, theirs, stages)
+        alone = [[rank] for rank in range(dist.get_world_size())]
+        groups["alone"] = self._group("alone", alone, "", [*theirs, *groups.values()])
+        groups |= {"sequence": sequence, "readers": parallel_state.get_data_parallel_group()}
         return groups
 
     def _deal_experts(self, groups: dict[str, dist.ProcessGroup], theirs: list[dist.ProcessGroup], stages: int) -> None:

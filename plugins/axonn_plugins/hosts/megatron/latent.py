@@ -1,6 +1,7 @@
 """Multi-latent attention on a grid: the projections down give every rank of x and y whole latents, those up take each rank's share of them.
 
-Heads are split as in plain attention. Norms of latents see whole ones, the same on all these ranks, and so do their gradients.
+Heads are split as in plain attention. Norms of latents see whole ones, the same on all these ranks, and so do their gradients. Where ranks
+share sequences, latents travel between them, and each rank makes the keys and values of its own heads for all tokens of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron import context, process_groups
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.sharing import heads_over
@@ -25,6 +26,7 @@ def install(originals: Originals) -> None:
     # Megatron asks which class a projection down is of.
     originals.replace(multi_latent_attention, "ColumnParallelLinear", ColumnParallelLinear)
     originals.wrap(multi_latent_attention.MLASelfAttention, "__init__", _with_latents)
+    originals.wrap(multi_latent_attention.MLASelfAttention, "get_query_key_value_tensors", _of_all_tokens)
 
 
 def _with_latents(original: Callable[..., None]) -> Callable[..., None]:
@@ -36,8 +38,55 @@ def _with_latents(original: Callable[..., None]) -> Callable[..., None]:
                 # Megatron would sum some of them over all ranks of x and y, which have the same.
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[union-attr]
         self.linear_kv_down_proj.register_forward_hook(_for_all_heads(self.config.kv_lora_rank))
+        if (
+            context.ranks() > 1
+            and not self.recompute_up_proj
+            and travels(self.config, self.num_attention_heads_per_partition)
+        ):
+            self.linear_kv_up_proj.register_forward_pre_hook(_gather)
+            self.linear_kv_up_proj.register_forward_hook(_set_aside)
 
     return init
+
+
+def travels(config: Any, heads: int) -> bool:
+    """Whether a rank sends less of latents, which are gathered once and their gradients summed, than of keys and values and theirs.
+
+    Args:
+        config: Megatron's.
+        heads: of a rank.
+    """
+    latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    made = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim)
+    # Keys and values are fetched again in backward.
+    return 2 * latent < 3 * made
+
+
+def _gather(module: Any, given: tuple[Tensor]) -> tuple[Tensor]:
+    return (context.of_all(given[0]),)
+
+
+def _set_aside(module: Any, given: object, result: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    """Megatron goes on with this rank's tokens, which have the same positions as its queries."""
+    module.axonn_made = result[0]
+    whole = context.shared(len(result[0]) // context.ranks())
+    return result[0].index_select(0, whole.places(result[0].device)), None
+
+
+def _of_all_tokens(original: Callable[..., tuple]) -> Callable[..., tuple]:
+    @wraps(original)
+    def tensors(self: Any, *args: Any, **named: Any) -> tuple:
+        query, key, value, *rest = original(self, *args, **named)
+        made = vars(self.linear_kv_up_proj).pop("axonn_made", None)
+        if made is None:
+            return (query, key, value, *rest)
+        heads, width = key.shape[-2], self.config.qk_head_dim
+        keys, values = made.unflatten(-1, (heads, -1)).split([width, self.config.v_head_dim], -1)
+        # Turned by its position, which is the same for all heads.
+        positions = context.of_all(key[..., :1, width:])
+        return (query, torch.cat([keys, positions.expand(*keys.shape[:-1], -1)], -1), values, *rest)
+
+    return tensors
 
 
 def _for_all_heads(rank: int) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import transformer_config
@@ -83,7 +83,8 @@ def _with_groups(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def init(self: Any, *args: Any, pg_collection: Any = None, **named: Any) -> None:
-        mesh, alone = process_groups.mesh(), parallel_state.get_context_parallel_group()
+        mesh = process_groups.mesh()
+        alone = mesh.group("alone")
         groups = ProcessGroupCollection()
         groups.tp = groups.cp = groups.tp_cp = alone
         groups.tp_dp_cp = mesh.group("batch")
@@ -128,6 +129,15 @@ def _gated(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
+class _ExpertColumn(layers.ColumnParallelLinear):
+    """An expert's first layer."""
+
+    @property
+    def bias_here(self) -> Tensor | None:
+        """What this rank adds to its share of the output."""
+        return self.bias
+
+
 class _ExpertRow(layers.RowParallelLinear):
     """An expert's last layer: its bias is added by one of the ranks whose shares are summed, which the dispatch does."""
 
@@ -135,9 +145,14 @@ class _ExpertRow(layers.RowParallelLinear):
         super().__init__(*args, **named)
         self.explicit_expert_comm = True
 
+    @property
+    def bias_here(self) -> Tensor | None:
+        """What this rank adds to its part of the sum."""
+        return None if self.bias is None else once(self.bias, self.tp_group.rank() == 0)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_)
-        return output, None if bias is None else once(bias, self.tp_group.rank() == 0)
+        output, _ = super().forward(input_)
+        return output, self.bias_here
 
 
 def _with_own_experts(original: Callable[..., None]) -> Callable[..., None]:
@@ -146,7 +161,7 @@ def _with_own_experts(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def init(self: Any, num_local_experts: int, config: Any, submodules: Any, *args: Any, **named: Any) -> None:
         mesh, everywhere = process_groups.mesh(), config.use_cpu_initialization and config.perform_initialization
-        submodules = replace(submodules, linear_fc1=layers.ColumnParallelLinear, linear_fc2=_ExpertRow)
+        submodules = replace(submodules, linear_fc1=_ExpertColumn, linear_fc2=_ExpertRow)
         made = config.num_moe_experts if everywhere else num_local_experts
         original(self, made, config, submodules, *args, **named)
         if made > num_local_experts:

@@ -125,18 +125,25 @@ def _grid(arguments: dict[str, Any], settings: Settings, world: int) -> tuple[Gr
             f"tensor_model_parallel_size = {size} is not gx*gy = {settings.gx}*{settings.gy} = {settings.tensor}; "
             "give initialize_model_parallel that product"
         )
-    for name in ("context_parallel_size", "gtp_remat_size", "expert_gtp_remat_size"):
+    shared = arguments.get("context_parallel_size") or 1
+    for name in ("gtp_remat_size", "expert_gtp_remat_size"):
         if arguments.get(name, 1) not in (None, 1):
             raise ValueError(f"{name} = {arguments[name]} cannot be combined with axonn3d; set it to 1")
     order = arguments["order"]
-    if not order.startswith("tp-") or (stages > 1 and not order.endswith("-pp")):
+    first = "tp-cp-" if shared > 1 else "tp-"
+    if not order.startswith(first) or (stages > 1 and not order.endswith("-pp")):
         raise ValueError(
-            f"order = {order!r}: axonn3d needs tensor parallelism innermost and pipeline parallelism outermost; "
+            f"order = {order!r}: axonn3d needs tensor parallelism innermost, context parallelism next and pipeline parallelism outermost; "
             'use "tp-cp-ep-dp-pp"'
         )
     if world % (settings.tensor * settings.gz * stages):
         raise ValueError(
             f"gx*gy*gz*stages = {settings.gx}*{settings.gy}*{settings.gz}*{stages} does not divide the {world} ranks of this "
+            "run; choose sizes whose product does"
+        )
+    if world % (settings.tensor * shared * stages):
+        raise ValueError(
+            f"gx*gy*context_parallel_size*stages = {settings.gx}*{settings.gy}*{shared}*{stages} does not divide the {world} ranks of this "
             "run; choose sizes whose product does"
         )
     return Grid.for_world(world // stages, settings.gx, settings.gy, settings.gz), stages

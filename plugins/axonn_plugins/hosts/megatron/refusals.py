@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.hosts.megatron.features import FEATURES, Feature
+from axonn_plugins.hosts.megatron.features import FEATURES, SHARED, Feature
 from axonn_plugins.hosts.megatron.known import KNOWN
 from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
 
@@ -27,13 +27,20 @@ def check_arguments(args: Any) -> None:
     Raises:
         ConfigError: says which, why and what to do.
     """
-    for feature in FEATURES:
+    _check_table(args, FEATURES, IMPL)
+    ranks = getattr(args, "context_parallel_size", 1)
+    if ranks > 1:
+        _check_table(args, SHARED, f"--context-parallel-size {ranks} beside {IMPL}")
+    _check_start(args)
+
+
+def _check_table(args: Any, features: Iterable[Feature], beside: str) -> None:
+    for feature in features:
         value = getattr(args, feature.name, None)
         if refused(feature, value):
             words = " ".join(map(str, value)) if isinstance(value, list) else getattr(value, "name", value)
             shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {words}"
-            raise ConfigError(f"{shown} does not go with {IMPL}: {feature.why}; {feature.remedy}")
-    _check_start(args)
+            raise ConfigError(f"{shown} does not go with {beside}: {feature.why}; {feature.remedy}")
 
 
 def check_config(config: Any) -> None:
@@ -50,11 +57,16 @@ def check_config(config: Any) -> None:
 
 
 def _check_start(args: Any) -> None:
-    """What draws initial weights may read of them, and what must come out the same each time."""
+    """What draws initial weights may read of them, what is recomputed, and what must come out the same each time."""
     if getattr(args, "init_method_xavier_uniform", False) and not args.use_cpu_initialization:
         raise ConfigError(
             f"--init-method-xavier-uniform does not go with {IMPL}: it reads the size of a matrix, and a rank draws a block of one; "
             "add --use-cpu-initialization, where it draws the whole"
+        )
+    if "moe_act" in (getattr(args, "recompute_modules", None) or ()):
+        raise ConfigError(
+            f"--recompute-modules moe_act does not go with {IMPL}: what it recomputes lies within an expert's MLP, which is called as one; "
+            "use moe in its place"
         )
     if getattr(args, "deterministic_mode", False) and args.axonn_tune_matmuls:
         raise ConfigError(

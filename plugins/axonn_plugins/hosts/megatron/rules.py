@@ -26,7 +26,7 @@ AXES = ("gx", "gy", "gz")
 _SIZES = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
     *("seq_length", "micro_batch_size", "make_vocab_size_divisible_by", "pipeline_model_parallel_size"),
-    "num_virtual_stages_per_pipeline_rank",
+    *("num_virtual_stages_per_pipeline_rank", "context_parallel_size"),
 )
 
 
@@ -108,9 +108,9 @@ def check_host() -> None:
 def _check_script() -> None:
     """Refuse scripts of other models, which are known by what they import."""
     main = vars(sys.modules["__main__"])
-    for name, model in MODELS.items():
+    for name, (model, why) in MODELS.items():
         if name in main and "GPTModel" not in main:
-            raise ConfigError(f"{IMPL} does not split {model}; use pretrain_gpt.py, or leave the flag out")
+            raise ConfigError(f"{IMPL} does not split {model}: {why}; use pretrain_gpt.py, or leave the flag out")
 
 
 def _check_engine(args: Any) -> None:
@@ -196,6 +196,11 @@ def _check_world(args: Any, settings: Settings) -> None:
             f"{_grid(settings)}{also} take {ranks} ranks, of which the {args.world_size} of this run are no multiple; "
             f"choose sizes whose product divides {args.world_size}, or use another number of ranks"
         )
+    if args.world_size // stages // settings.tensor % args.context_parallel_size:
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size} does not divide the {args.world_size // stages // settings.tensor} ranks of a "
+            f"stage that differ in their tokens, {args.world_size} by gx*gy = {settings.tensor} and {stages} stages; choose a divisor"
+        )
 
 
 def _blocks(args: Any, settings: Settings) -> Blocks:
@@ -280,6 +285,13 @@ def _check_shared(args: Any, settings: Settings) -> None:
         )
 
 
+def _of_z(args: Any, settings: Settings) -> str:
+    ranks = args.context_parallel_size
+    if ranks == 1:
+        return f"which include --axonn-gz {settings.gz}"
+    return f"of which each is --context-parallel-size {ranks} ranks"
+
+
 def _check_batch(args: Any, settings: Settings) -> None:
     """The same that Megatron asserts later, in our words: of its data-parallel ranks, some are our z."""
     at_once = args.micro_batch_size * args.data_parallel_size
@@ -291,5 +303,5 @@ def _check_batch(args: Any, settings: Settings) -> None:
         if size % at_once:
             raise ConfigError(
                 f"{flag} {size} does not divide by --micro-batch-size {args.micro_batch_size} times the {args.data_parallel_size} "
-                f"data-parallel ranks, which include --axonn-gz {settings.gz}; use a multiple of {at_once}"
+                f"data-parallel ranks, {_of_z(args, settings)}; use a multiple of {at_once}"
             )

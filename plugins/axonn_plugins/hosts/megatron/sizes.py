@@ -43,7 +43,9 @@ def indivisible(args: Any, settings: Settings) -> str | None:
                 "or give --expert-tensor-parallel-size 1"
             )
     if settings.layout == "scattered":
-        sizes.append(("--seq-length", args.seq_length, "gx", gx))
+        ranks = getattr(args, "context_parallel_size", 1)
+        name = "--seq-length" if ranks == 1 else f"--seq-length by --context-parallel-size {ranks},"
+        sizes.append((name, args.seq_length // ranks, "gx", gx))
     for flag, size, axis, by in sizes:
         if size % by:
             return f"{flag} {size} does not divide by --axonn-{axis} {by}, which splits it; change one of the two"

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, transformer_block, transformer_layer
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.megatron import latent, moe, mtp, process_groups
+from axonn_plugins.hosts.megatron import context, grouped, latent, moe, mtp, process_groups
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.forward import watch_forward
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
@@ -70,6 +70,8 @@ def install(settings: Settings) -> None:
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
     for part in (moe, latent, mtp):
         part.install(_originals)
+    for part in (context, grouped):
+        part.install(_originals, _providers())
     seed = seeded(megatron_random.model_parallel_cuda_manual_seed)
     for module in (megatron_random, tensor_parallel):
         _originals.replace(module, "model_parallel_cuda_manual_seed", seed)
