@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
+from axonn_tp.context.sums import Tokens, current, of_all, sharing
 from axonn_tp.grid.mesh import Axes, Mesh
 from axonn_tp.layers.boundary import share_again, whole_activation
 from ted_moe.agreement import Agreement, same_seed, watch_outputs
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
-from ted_moe.gating import Gate, Routes, number_of, same_on_replicas
+from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
 from ted_moe.grouped import run, run_each
 from ted_moe.topology import Groups
 
@@ -143,25 +146,34 @@ class MoE(nn.Module):
             used_token: one number a token; zero: it goes nowhere. With k = 1.
 
         Returns:
-            The output, of the input's shape; l_aux, a scalar; exp_counts, how many of this rank's tokens asked for each expert.
+            The output, of the input's shape; l_aux, a scalar; exp_counts, how many of this rank's tokens asked for each expert, or
+            where ranks share sequences, found room in it.
             The last two are in `deepspeed_moe.l_aux` and `deepspeed_moe.exp_counts` until the next forward, too.
 
         Raises:
             ValueError: tensor ranks were not given the same tokens; on all ranks that they would exchange them with.
         """
-        if self.mesh is None:
-            return self._mix(hidden_states, used_token)
-        whole = whole_activation(hidden_states, self.mesh, self.gate.in_features)
-        output, l_aux, exp_counts = self._mix(whole, used_token)
-        return share_again(output, hidden_states, self.mesh), l_aux, exp_counts
+        shared = current()
+        with sharing(None):
+            if self.mesh is None:
+                return self._mix(hidden_states, used_token, shared)
+            whole = whole_activation(hidden_states, self.mesh, self.gate.in_features)
+            output, l_aux, exp_counts = self._mix(whole, used_token, shared)
+            return share_again(output, hidden_states, self.mesh), l_aux, exp_counts
 
-    def _mix(self, hidden_states: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _mix(
+        self, hidden_states: Tensor, used_token: Tensor | None, shared: Tokens | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         draw = partial(same_on_replicas, seed=self._seed)
         logits = F.linear(self.routing.jitter(tokens, self.training, draw), self.gate.weight.float())
         drawn = number_of(logits) if self.routing.random(self.training) and self.groups.size("tensor") > 1 else 0
-        room = self._start_agreeing(tokens, drawn)
-        routes = self.routing(logits, self.training, used_token, partial(self._largest, tokens, drawn), draw)
+        largest = partial(self._largest, tokens, drawn)
+        if shared is not None and len(logits) == shared.rows:
+            room, routes = None, self._routed_together(logits, used_token, shared, largest, draw)
+        else:
+            room = self._start_agreeing(tokens, drawn)
+            routes = self.routing(logits, self.training, used_token, largest, draw)
         layer: Any = self.deepspeed_moe
         layer.l_aux, layer.exp_counts = routes.l_aux, routes.exp_counts
         output = self._through_experts(tokens, routes, room).reshape(hidden_states.shape)
@@ -171,6 +183,24 @@ class MoE(nn.Module):
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * share[..., 0:1] + dense * share[..., 1:]
         return output, routes.l_aux, routes.exp_counts
+
+    def _routed_together(
+        self,
+        logits: Tensor,
+        used_token: Tensor | None,
+        shared: Tokens,
+        largest: Callable[[Tensor], int],
+        draw: Callable[[Tensor], torch.Generator],
+    ) -> Routes:
+        """This rank's routes where ranks share sequences: their tokens are routed as those of one rank, by logits of all of them."""
+        used = None if used_token is None else shared.all_rows(used_token.reshape(-1, 1)).flatten()
+        whole = self.routing(shared.all_rows(logits), self.training, used, int, draw)
+        own, padding = shared.own_rows(logits.device)
+        experts = whole.experts[:, own].masked_fill(padding, -1)
+        weights = whole.weights[:, own].masked_fill(padding, 0)
+        routes = routes_to(experts.t(), weights.t(), self.num_experts)
+        capacity = routes.capacity if self.routing.dropless else max(largest(routes.exp_counts.max()), 1)
+        return replace(routes, capacity=capacity, l_aux=of_all(whole.l_aux, shared))
 
     @property
     def gate(self) -> nn.Linear:

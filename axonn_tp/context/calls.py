@@ -24,7 +24,8 @@ _MAIN = ("input_ids", "inputs_embeds")
 def main_input(arguments: Mapping[str, Any]) -> Tensor | None:
     """The argument whose dims 0 and 1 are samples and tokens; None where there is none."""
     named = [arguments[name] for name in _MAIN if isinstance(arguments.get(name), Tensor)]
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1]
+    leaves = tree_leaves(list(arguments.values()))
+    tensors = [value for value in leaves if isinstance(value, Tensor) and value.dim() > 1]
     return next(iter([*named, *tensors]), None)
 
 
@@ -64,12 +65,17 @@ class Call:
     counted: int = 0
 
     @classmethod
-    def of(cls, main: Tensor, mesh: Mesh, how: str | None) -> Call:
-        """The call of a model on samples and tokens of `main`."""
-        batch, tokens = main.shape[:2]
-        shared = Shared(mesh, Chunks(tokens, mesh.size(AXIS)), how)
+    def of(cls, main: Tensor, mesh: Mesh, how: str | None, tokens: int | None = None) -> Call:
+        """The call of a model on samples and tokens of `main`; where it is a share itself, of sequences of so many `tokens`."""
+        batch, given = main.shape[:2]
+        shared = Shared(mesh, Chunks(tokens or given, mesh.size(AXIS)), how)
+        if tokens is not None and given != shared.chunks.share:
+            raise ValueError(
+                f"what the layers before gave, of shape {tuple(main.shape)}, is to have samples and this rank's {shared.chunks.share} of "
+                f"{tokens} tokens in its first dims where ranks share sequences; have layers pass (samples, tokens, ...)"
+            )
         places = shared.places(main.device)
-        return cls(mesh, shared, batch, places.clamp(max=tokens - 1))
+        return cls(mesh, shared, batch, places.clamp(max=(tokens or given) - 1))
 
     @property
     def tokens(self) -> int:
@@ -110,10 +116,14 @@ class Call:
             return 1
         return -1 if len(shape) and shape[-1] == tokens else None
 
-    def cut(self, value: Any) -> Any:
-        """This rank's tokens of a tensor that has tokens."""
-        dim = self.token_dim(value.shape, self.tokens) if isinstance(value, Tensor) else None
-        return value if dim is None else value.index_select(dim, self.places.to(value.device))
+    def cut(self, values: Any) -> Any:
+        """This rank's tokens of a tensor that has tokens, or of all among `values`."""
+
+        def one(value: Any) -> Any:
+            dim = self.token_dim(value.shape, self.tokens) if isinstance(value, Tensor) else None
+            return value if dim is None else value.index_select(dim, self.places.to(value.device))
+
+        return tree_map(one, values)
 
     def without_padding(self, targets: Tensor, ignored: int) -> Tensor:
         """Targets of which those of padding are `ignored`."""
@@ -127,12 +137,40 @@ class Call:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
             return output
-        return tree_map(self._whole, output)
+        return self.whole(output)
 
-    def _whole(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape[:2] != (self.batch, self.share):
-            return value
-        return _Whole.apply(value, self)
+    def whole(self, values: Any) -> Any:
+        """With all tokens where `values` have this rank's; every rank that shares the sequences goes on with the same."""
+
+        def one(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape[:2] != (self.batch, self.share):
+                return value
+            return _Whole.apply(value, self, self.mesh.size(AXIS))
+
+        return tree_map(one, values)
+
+    # Tokens of all samples in one dim, as routers see them
+
+    @property
+    def rows(self) -> int:
+        """This rank's tokens of all samples, padding included."""
+        return self.batch * self.share
+
+    def all_rows(self, rows: Tensor, times: int = 1) -> Tensor:
+        """The rows (tokens, …) of all ranks' tokens of all samples, in the order of one process, without padding.
+
+        Args:
+            rows: (`rows`, …): this rank's.
+            times: by what the gradient of this rank's rows is multiplied: 1 where each rank goes on with its own, the ranks that share
+                a sequence where all of them compute the same of all.
+        """
+        return _Whole.apply(rows.unflatten(0, (self.batch, self.share)), self, times).flatten(0, 1)
+
+    def own_rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where this rank's rows are among `all_rows`, and whether they are padding, which is at the last token."""
+        first = self.tokens * torch.arange(self.batch, device=device)
+        padding = (self.shared.places(device) >= self.tokens).repeat(self.batch)
+        return (first[:, None] + self.places.to(device)).flatten(), padding
 
     def check_same(self, arguments: Mapping[str, Any]) -> bool:
         """Refuse arguments that are not the same on all ranks that share the sequences; all ranks of z call it.
@@ -143,7 +181,7 @@ class Call:
         Raises:
             ValueError: names the first, on all of them.
         """
-        mine = {name: _digest(value) for name, value in arguments.items()}
+        mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
         padded = padded_in_front(arguments.get("attention_mask")) is not None
         found = all_gather(torch.tensor([[number, padded]], device=self.mesh.device), self.mesh, "z")
@@ -171,16 +209,16 @@ def _digest(value: Any) -> tuple:
 
 
 class _Whole(torch.autograd.Function):
-    # Every rank goes on with the same, and its gradient is one of as many that are averaged.
+    # Where every rank goes on with the same, its gradient is one of as many that are averaged.
     @staticmethod
-    def forward(ctx: Any, share: Tensor, call: Call) -> Tensor:
-        ctx.call = call
+    def forward(ctx: Any, share: Tensor, call: Call, times: int) -> Tensor:
+        ctx.call, ctx.times = call, times
         laid = all_gather(share, call.mesh, AXIS, 1)
         order = torch.tensor(call.shared.chunks.order()[: call.tokens], device=share.device)
         return laid.index_select(1, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         call: Call = ctx.call
         padding = (call.shared.places(grad.device) >= call.tokens).view(1, -1, *[1] * (grad.dim() - 2))
-        return grad.index_select(1, call.places).masked_fill(padding, 0) * call.mesh.size(AXIS), None
+        return grad.index_select(1, call.places).masked_fill(padding, 0) * ctx.times, None, None

@@ -55,9 +55,45 @@ def adopt(model: nn.Module) -> Published | None:
     return Published(models, configs)
 
 
-def takes(published: Published | None, name: str) -> bool:
-    """Whether the outermost model has this argument."""
-    return published is not None and name in inspect.signature(published.models[0].forward).parameters
+def takes(published: Published | None, model: nn.Module, name: str) -> bool:
+    """Whether a model has this argument of HF's, or hands it on."""
+    if published is None or name not in inspect.signature(published.models[0].forward).parameters:
+        return False
+    own = inspect.signature(model.forward).parameters
+    return name in own or any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+
+
+def join_routers(published: Published, model: nn.Module) -> None:
+    """Have models inside `model` say what their routers said of all tokens, as losses of how these spread over the experts need it.
+
+    The mask that such a loss reads, too, is whole, and is kept from the models inside, whose attention knows of it.
+    """
+
+    def without_mask(inner: Any, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        call = inner.axonn_sequences.now
+        if call is not None and "attention_mask" in keywords:
+            keywords = keywords | {"attention_mask": None}
+        return inputs, keywords
+
+    def joined(inner: Any, inputs: tuple, output: Any) -> Any:
+        return with_routers(inner.axonn_sequences.now, output)
+
+    for one in published.models:
+        if one is not model:
+            one.register_forward_pre_hook(without_mask, with_kwargs=True)
+            one.register_forward_hook(joined)
+
+
+def with_routers(call: Any, output: Any) -> Any:
+    """A model's output, whose router logits are of all tokens; every rank goes on with the same."""
+    found = getattr(output, "router_logits", None)
+    if call is not None and isinstance(found, (tuple, list)):
+        times = call.mesh.size("sequence")
+        output.router_logits = tuple(
+            call.all_rows(one, times) if isinstance(one, Tensor) and one.shape[:1] == (call.rows,) else one
+            for one in found
+        )
+    return output
 
 
 @contextmanager

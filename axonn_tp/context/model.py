@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -23,13 +24,26 @@ from axonn_tp.context import huggingface
 from axonn_tp.context.attention import AXIS, attend
 from axonn_tp.context.calls import Call, main_input
 from axonn_tp.context.chunks import Sight
-from axonn_tp.context.sums import over_sequence, real_targets, sharing
+from axonn_tp.context.sums import current, over_sequence, real_targets, sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import plain, split_as
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ROUTER = "output_router_logits"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers a model has: all, or as a pipeline's stage those between others.
+
+    Attributes:
+        tokens: of a sequence, where what the layers are given are this rank's shares; None: it is whole.
+        last: what they give is made whole; else it stays shares.
+    """
+
+    tokens: int | None = None
+    last: bool = True
 
 
 class SharedSequences:
@@ -43,6 +57,8 @@ class SharedSequences:
 
     Attributes:
         now: the last call, whose recomputation in backward may be under way.
+        part: which layers the model has.
+        aside: a context in which the model is compared with itself, without what no rounding may change, such as routing.
         defaults: arguments that go with shares: none of HF's caches, beside which its models do not see that sequences are packed.
     """
 
@@ -50,8 +66,13 @@ class SharedSequences:
         self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[bool]()
         self._verifying = False
         self.now: Call | None = None
+        self.part = Part()
+        self.aside: Callable[[], AbstractContextManager] = nullcontext
         self.published = huggingface.adopt(model)
-        self.defaults = {"use_cache": False} if huggingface.takes(self.published, "use_cache") else {}
+        self.defaults = {"use_cache": False} if huggingface.takes(self.published, model, "use_cache") else {}
+        self._places = huggingface.takes(self.published, model, "position_ids")
+        if self.published is not None:
+            huggingface.join_routers(self.published, model)
         self._names = [name for name in inspect.signature(model.forward).parameters]
         self._entered: list[TorchFunctionMode | None] = []
         self._counted: int | None = None
@@ -62,20 +83,27 @@ class SharedSequences:
         main = main_input(arguments)
         if main is None or arguments.get("past_key_values") is not None or arguments.get("use_cache"):
             return self.whole(forward, model, inputs, keywords)
-        call = Call.of(main, self.mesh, self.how)
-        padded = call.check_same(arguments)
+        part = self.part
+        call = Call.of(main, self.mesh, self.how, part.tokens)
+        padded = part.tokens is None and call.check_same(arguments)
         # Places that a model takes from its mask go wrong only where padding comes first.
         if self._verify and not self._verifying and padded not in self._verified:
-            self._verifying = True
+            self._verifying, self.part = True, Part()
             try:
-                verify(self, model, forward, inputs, keywords, self._names)
+                with torch.no_grad():
+                    first = inputs if part.tokens is None else call.whole(inputs)
+                verify(self, model, forward, first, keywords, self._names)
             finally:
-                self._verifying = False
+                self._verifying, self.part = False, part
             self._verified.add(padded)
-        inputs, keywords = self._shares(call, arguments, inputs, keywords)
+        if part.tokens is None:
+            inputs, keywords = self._shares(call, arguments, inputs, keywords)
+        else:
+            call.pack(None, None)
         self.now = call
         with self.active():
-            output = call.joined(forward(model, *inputs, **keywords))
+            output = forward(model, *inputs, **keywords)
+            output = call.joined(huggingface.with_routers(call, output)) if part.last else output
         if self._counted is not None and call.counted != self._counted:
             raise ValueError(
                 f"{type(model).__name__} asks for the places of its tokens by torch.arange({call.share}) {call.counted} times, and asked "
@@ -102,26 +130,24 @@ class SharedSequences:
     ) -> tuple[tuple, dict[str, Any]]:
         if not self.published:
             call.pack(None, None)
-            return tuple(call.cut(value) for value in inputs), {name: call.cut(v) for name, v in keywords.items()}
+            return call.cut(inputs), call.cut(keywords)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise ValueError(
                 "attention_mask is to be (samples, tokens) where ranks share sequences; leave it out, and pack by position_ids"
             )
         asked = arguments.get(_ROUTER)
-        if any(getattr(config, _ROUTER, False) for config, _ in self.published.configs) if asked is None else asked:
-            raise ValueError(
-                f"{_ROUTER} = True adds a loss of how all tokens spread over the experts, which no share of a sequence knows; set it to False "
-                "where ranks share sequences, or give gz as a number"
-            )
+        asked = any(getattr(config, _ROUTER, False) for config, _ in self.published.configs) if asked is None else asked
         if positions is None and any(name in arguments for name in _FLASH):
             raise ValueError(f"{' and '.join(_FLASH[:2])} need position_ids beside them where ranks share sequences")
         call.pack(mask, positions)
         call.labels = arguments.get("labels")
         cut = {name: call.cut(value) for name, value in arguments.items() if name not in _FLASH}
-        cut |= {name: None for name in ("attention_mask",) if name in arguments}
+        # A loss of how tokens spread over the experts reads it beside `huggingface.with_routers`.
+        read = asked and len(self.published.models) > 1
+        cut |= {name: mask if read else None for name in ("attention_mask",) if name in arguments}
         call.label_share = cut.get("labels")
-        if positions is None and huggingface.takes(self.published, "position_ids"):
+        if positions is None and self._places:
             cut["position_ids"] = call.places[None]
         cut |= self.defaults
         given = [name for name, _ in zip(self._names, inputs, strict=False)]
@@ -165,7 +191,7 @@ class _Replaced(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         replaced = _REPLACED.get(function)
-        if replaced is None:
+        if replaced is None or current() is not self.call:
             return function(*args, **(kwargs or {}))
         return replaced(self.call, *args, **(kwargs or {}))
 

@@ -20,8 +20,18 @@ class Tokens(Protocol):
     def mesh(self) -> Axes:
         """Has the axis ``"sequence"``."""
 
+    @property
+    def rows(self) -> int:
+        """This rank's tokens of all samples."""
+
     def without_padding(self, targets: Tensor, ignored: int) -> Tensor:
         """Targets of which those of padding are `ignored`."""
+
+    def all_rows(self, rows: Tensor, times: int = 1) -> Tensor:
+        """Rows of all ranks' tokens."""
+
+    def own_rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where this rank's are among them, and which are padding."""
 
 
 _now: list[Tokens | None] = []
@@ -29,7 +39,7 @@ _now: list[Tokens | None] = []
 
 @contextmanager
 def sharing(tokens: Tokens | None) -> Iterator[None]:
-    """Inside, losses are over these tokens; over each rank's own where None."""
+    """Inside, losses are over these tokens; where None, each rank's numbers are its own, and nothing is replaced."""
     _now.append(tokens)
     try:
         yield
@@ -52,6 +62,22 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.ranks, None
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.ranks, None
+
+
+def of_all(value: Tensor, tokens: Tokens) -> Tensor:
+    """A loss that every rank has computed of all tokens, through `Tokens.all_rows`: its gradient is one of as many that are averaged."""
+    return _Alike.apply(value, tokens.mesh.size("sequence"))
 
 
 def over_sequence(part: Tensor) -> Tensor:

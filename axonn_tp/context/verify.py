@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from axonn_tp.context.attention import AXIS
 from axonn_tp.context.calls import Call, main_input, padded_in_front
@@ -27,6 +27,7 @@ class Runs(Protocol):
     how: str | None
     now: Call | None
     defaults: dict[str, Any]
+    aside: Callable[[], AbstractContextManager]
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
         """On shares."""
@@ -97,8 +98,8 @@ def verify(
         dim = whole_call.token_dim(value.shape, tokens) if isinstance(value, Tensor) else None
         return value if dim is None else value.narrow(dim, first, fewer)
 
-    inputs, keywords = tuple(map(shorter, inputs)), {name: shorter(value) for name, value in keywords.items()}
-    with _evaluating(model):
+    inputs, keywords = tree_map(shorter, (inputs, keywords))
+    with _evaluating(model), runs.aside():
         problem = None
         try:
             shares, given = _outputs(model, lambda: runs.run(model, forward, inputs, keywords))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import copy_to, reduce_from
+from axonn_tp.context.sums import sharing
 from axonn_tp.grid.distribute import broadcast
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Grid, Mesh
@@ -141,7 +142,8 @@ class SpreadExperts(_Part):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         if len(tokens):
             indices, weights = indices.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
-        return dealt.mix(self, tokens, routes_to(indices, weights, dealt.found.count)).reshape(hidden.shape)
+        with sharing(None):  # no number of experts or rows is one of places in a sequence
+            return dealt.mix(self, tokens, routes_to(indices, weights, dealt.found.count)).reshape(hidden.shape)
 
 
 class _Once(torch.autograd.Function):

@@ -254,10 +254,20 @@ def config(case: Case, readers: int) -> dict[str, Any]:
 def readers_of(case: Case, engine: Any = None) -> int:
     """Ranks that read different data, which only the engine knows where sizes are "auto"."""
     if engine is not None and hasattr(engine, "mesh"):
-        return engine.mesh.grid.batch
+        return engine.mesh.grid.readers
+    return dist.get_world_size() // plane_of(case) // sequence_of(case) // max(case.stages, 1)
+
+
+def plane_of(case: Case) -> int:
+    """Ranks that split layers."""
     tensor = {axis: size for axis, size in case.block.get("tensor_parallel", {}).items() if size != "auto"}
-    plane = tensor.get("gx", 1) * tensor.get("gy", 1) * case.block.get("ted", {}).get("tensor", 1)
-    return dist.get_world_size() // plane // max(case.stages, 1)
+    return tensor.get("gx", 1) * tensor.get("gy", 1) * case.block.get("ted", {}).get("tensor", 1)
+
+
+def sequence_of(case: Case) -> int:
+    """Ranks that share sequences."""
+    gz = case.block.get("tensor_parallel", {}).get("gz", 1)
+    return gz["sequence"] if isinstance(gz, dict) else 1
 
 
 def start(case: Case) -> Any:
@@ -272,8 +282,7 @@ def start(case: Case) -> Any:
     else:
         model = Whole(case.specs(ep_size))
     model = model.double()
-    plane = dist.get_world_size() // readers // max(case.stages, 1)
-    share = dist.get_rank() % (dist.get_world_size() // max(case.stages, 1)) // plane % ep_size
+    share = dist.get_rank() % (dist.get_world_size() // max(case.stages, 1)) // plane_of(case) % ep_size
     state = {}
     for name in model.state_dict():
         serial = name.replace("tied_modules.", "tied.") if case.stages else name
@@ -293,7 +302,7 @@ def train(engine: Any, case: Case, steps: range | None = None) -> tuple[list[flo
     readers = readers_of(case, engine)
     mesh = getattr(engine, "mesh", None)
     reader = (
-        mesh.rank("batch")
+        mesh.rank("readers")
         if mesh is not None
         else engine.grid.get_data_parallel_id()
         if case.stages

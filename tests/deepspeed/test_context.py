@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.config import ConfigError, compose, parse
+from axonn_plugins.config import ConfigError, parse
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from tests.deepspeed.training import Case, difference, run_cases, serial
 from tests.distributed import run_ranks, same_on_all
@@ -86,9 +86,3 @@ def test_mistakes_are_one_sentence(block: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse({"tensor_parallel": block})
     assert said in str(raised.value) and "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("other", ["pipeline", "ted"])
-def test_who_calls_no_whole_model_is_refused(other: str) -> None:
-    with pytest.raises(ConfigError, match=r"axonn.tensor_parallel.gz.sequence does not go with axonn\." + other):
-        compose.check(parse({"tensor_parallel": {"gz": {"sequence": 2}}, other: {}}))

@@ -47,6 +47,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "whole experts": ({"gx": 2}, {"expert_tensor_parallel": False}),
     "z": ({"gz": 2}, {"expert": 2}),
     "y and z": ({"gy": 2, "gz": 2}, {}),
+    "shares of sequences": ({"gz": 4, "sequence": 4}, {}),
+    "tensor and shares": ({"gx": 2, "gz": 2, "sequence": 2}, {}),
 }
 
 
@@ -84,13 +86,13 @@ def difference(name: str, sizes: dict[str, int], ted: dict[str, Any]) -> tuple[f
     mesh = Mesh(Grid.for_world(dist.get_world_size(), **sizes))
     grid, model = mesh.grid, mixture(name)
     plan: Any = {"*": LayerPlan("replicated")} if grid.gx * grid.gy * grid.gz == 1 else "auto"
-    ids = tokens(mesh.rank("batch"))
+    ids = tokens(mesh.rank("readers"))
     with in_float64():
         split_with_experts(model, mesh, Ted.model_validate(ted), plan)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
     sync_gradients(model.parameters(), mesh)
-    total, expected = serial(name, grid.batch)
+    total, expected = serial(name, grid.readers)
     worst = 0.0
     for each, parameter in model.named_parameters():
         if each in expected:

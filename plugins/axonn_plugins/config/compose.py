@@ -50,18 +50,6 @@ CONFLICTS = (
         lambda block: "axonn.tensor_parallel.trace_steps",
         "a pipeline's engine records its own events, by record_events(); leave it out",
     ),
-    Conflict(
-        ("tensor_parallel", "pipeline"),
-        lambda block: block.tensor_parallel is not None and block.tensor_parallel.sequence > 1,
-        lambda block: "axonn.tensor_parallel.gz.sequence",
-        "a pipeline calls its stages, and sequences are cut where a whole model is called; give gz as a number",
-    ),
-    Conflict(
-        ("tensor_parallel", "ted"),
-        lambda block: block.tensor_parallel is not None and block.tensor_parallel.sequence > 1,
-        lambda block: "axonn.tensor_parallel.gz.sequence",
-        "experts take samples of their own from every rank of z and data; give gz as a number",
-    ),
 )
 """All of them."""
 

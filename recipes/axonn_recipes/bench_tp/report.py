@@ -87,16 +87,22 @@ def text(numbers: dict[str, Any]) -> str:
         },
         numbers["sides"],
     )
-    lines = ["", "each peer against our fastest grid that needs at most its memory a rank (above 1: ours is faster)"]
-    for pair in numbers["comparisons"]:
-        verdict = "no grid of ours needs as little memory"
+    lines = compared_lines(numbers["comparisons"])
+    lines += [f"{peer} left out: {reason}" for peer, reason in numbers["left_out"].items()]
+    return "\n".join([shown, *lines])
+
+
+def compared_lines(pairs: list[dict[str, Any]]) -> list[str]:
+    """`comparisons` in words."""
+    lines = ["", "each peer against our fastest side that needs at most its memory a rank (above 1: ours is faster)"]
+    for pair in pairs:
+        verdict = "no side of ours needs as little memory"
         if pair["ours"] is not None:
             verdict = (
                 f"{pair['ratio']:.2f} times ours, {pair['ours']} (quartiles {pair['low']:.2f} to {pair['high']:.2f})"
             )
         lines.append(f"{pair['peer']}: {verdict}")
-    lines += [f"{peer} left out: {reason}" for peer, reason in numbers["left_out"].items()]
-    return "\n".join([shown, *lines])
+    return lines
 
 
 def pictures(numbers: dict[str, Any]) -> dict[str, Picture]:

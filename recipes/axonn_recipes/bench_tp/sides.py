@@ -64,7 +64,7 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Me
     mesh = mesh or Mesh(grid, device().type)
     axonn_tp.parallelize(model, mesh, settings.trained.plan(settings), axonn_tp.Options(**options))  # type: ignore[arg-type]
     share = [mesh.shard_batch(tensor) for tensor in batch]
-    return _step(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
+    return step_of(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
 
 
 def _model(settings: Settings) -> Any:
@@ -77,7 +77,8 @@ def _batch(settings: Settings, part: int = 0, parts: int = 1) -> list[Tensor]:
     return [tensor.to(device()).chunk(parts)[part] for tensor in settings.trained.batch(settings, generator)]
 
 
-def _step(model: nn.Module, batch: list[Tensor], after_backward: Callable[[], None] = lambda: None) -> Step:
+def step_of(model: nn.Module, batch: list[Tensor], after_backward: Callable[[], None] = lambda: None) -> Step:
+    """A step of AdamW on a batch; its loss."""
     # Fused lists of tensors must be of one kind and mesh, so each has its own group.
     alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
@@ -110,7 +111,7 @@ def _ddp(settings: Settings) -> Step:
     model: nn.Module = _model(settings)
     if dist.get_backend() != "fake":  # torch's stand-in for communication cannot serve DDP's reducer
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _step(model, _batch(settings, dist.get_rank(), settings.ranks))
+    return step_of(model, _batch(settings, dist.get_rank(), settings.ranks))
 
 
 def _sharded(settings: Settings, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> nn.Module:
@@ -121,18 +122,20 @@ def _sharded(settings: Settings, model: nn.Module, mesh: DeviceMesh, reshard: bo
 
 
 def _fsdp(settings: Settings, mesh: DeviceMesh, reshard: bool) -> Step:
-    return _step(_sharded(settings, _model(settings), mesh, reshard), _batch(settings, dist.get_rank(), settings.ranks))
+    return step_of(
+        _sharded(settings, _model(settings), mesh, reshard), _batch(settings, dist.get_rank(), settings.ranks)
+    )
 
 
 def _fsdp_with_tensor(settings: Settings) -> Step:
     mesh = _nodes(settings)
     model = _split(_model(settings), mesh["within"])
     across = mesh["across"]
-    return _step(_sharded(settings, model, across, True), _batch(settings, across.get_local_rank(), settings.nodes))
+    return step_of(_sharded(settings, model, across, True), _batch(settings, across.get_local_rank(), settings.nodes))
 
 
 def _tensor(settings: Settings) -> Step:
-    return _step(_split(_model(settings), _ranks(settings)), _batch(settings))
+    return step_of(_split(_model(settings), _ranks(settings)), _batch(settings))
 
 
 def _split(model: GPT, mesh: DeviceMesh) -> GPT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,17 +35,21 @@ class SeededLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, **kwargs)
 
 
-def build(settings: Settings) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+def build(
+    settings: Settings, config: TransformerConfig | None = None, fill: Callable[[torch.nn.Module], None] | None = None
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """This rank's share of the model and its optimizer; process groups must be there.
 
     Args:
         settings: the run.
+        config: of the layers; by default `transformer(settings)`.
+        fill: changes first weights in place.
 
     Returns:
         The model, whose configuration knows how gradients are scaled and summed, and the optimizer.
     """
-    config = transformer(settings)
-    layers = get_gpt_layer_local_spec(normalization=config.normalization)
+    config = config or transformer(settings)
+    layers = get_gpt_layer_local_spec(config.num_moe_experts, normalization=config.normalization)
     SeededLayer.seed = settings.seed
     layers.module = SeededLayer
     torch.manual_seed(settings.seed)
@@ -58,6 +63,8 @@ def build(settings: Settings) -> tuple[DistributedDataParallel, MegatronOptimize
         share_embeddings_and_output_weights=not settings.untied,
         position_embedding_type="rope" if settings.rope else "learned_absolute",
     )
+    if fill is not None:
+        fill(model)
     model = model.to(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
     if settings.precision == "bf16":
         model = Float16Module(config, model)

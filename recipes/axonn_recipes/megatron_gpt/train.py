@@ -87,8 +87,13 @@ def train(
     return outcome
 
 
-def start(settings: Settings) -> None:
-    """Make process groups, with our layers in Megatron where the settings ask for them."""
+def start(settings: Settings, **sizes: int) -> None:
+    """Make process groups, with our layers in Megatron where the settings ask for them.
+
+    Args:
+        settings: the run.
+        sizes: others of Megatron's `initialize_model_parallel`.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -98,7 +103,7 @@ def start(settings: Settings) -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if settings.grid is not None:
         patch.install(settings.grid)
-    parallel_state.initialize_model_parallel(settings.tensor, settings.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(settings.tensor, settings.pipeline_model_parallel_size, **sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed, force_reset_rng=True)
 
 

@@ -41,28 +41,28 @@ def broadcast_inputs(inputs: tuple, keywords: dict[str, Any], mesh: Mesh) -> tup
     """The arguments of forward as the first replica has them.
 
     Raises:
-        ConfigError: on all ranks of the x-y plane, when their arguments differ in structure.
+        ConfigError: on all ranks that read the same samples, when their arguments differ in structure.
     """
     leaves, tree = tree_flatten((inputs, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     shapes = [tuple(t.shape) for t in tensors]
     structure = (str(tree), [(t.dtype, t.requires_grad) for t in tensors])
-    everyone: list[Any] = [None] * mesh.size("model")
-    dist.all_gather_object(everyone, (structure, shapes), group=mesh.group("model"))
+    group = mesh.group("replicas")
+    everyone: list[Any] = [None] * mesh.size("replicas")
+    dist.all_gather_object(everyone, (structure, shapes), group=group)
     if any(other != structure for other, _ in everyone):
         raise ConfigError(
-            "ranks of one x-y plane call the model with differently built arguments; feed them the same batch, "
+            "ranks that read the same samples call the model with differently built arguments; feed them the same batch, "
             "for example from a sampler over engine.mpu.get_data_parallel_rank()"
         )
-    group = mesh.group("model")
     received = []
     for tensor, shape in zip(tensors, everyone[0][1], strict=True):
         first = tensor.detach()
-        if mesh.rank("model"):
+        if mesh.rank("replicas"):
             first = torch.empty(shape, dtype=tensor.dtype, device=mesh.device)
         first = first.to(mesh.device).contiguous()
         dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
-        if mesh.rank("model") == 0:
+        if mesh.rank("replicas") == 0:
             first = tensor
         elif tensor.requires_grad and tensor.shape == first.shape:
             first = _Replace.apply(tensor, first)

@@ -1,7 +1,7 @@
 """Whether ranks that compute the same have the same, all run long: inputs, random state, outputs, gradients, parameters.
 
-Every call of the model compares its arguments and the random state between ranks of an x-y plane before it computes;
-digests of a few bytes travel. Every `check_every` steps also outputs, the gradients that come back for them, and all
+Every call of the model compares its arguments between ranks that read the same samples, and the random state between those of
+an x-y plane, before it computes; digests of a few bytes travel. Every `check_every` steps also outputs, the gradients that come back for them, and all
 parameters along every axis over which they are replicated. What differs ends the run on every rank, except for random
 state, which is made the same again before anything was drawn from it.
 """
@@ -70,14 +70,15 @@ class ReplicaWatch:
         found = [leaf for name, value in (*given, *keywords.items()) for leaf in digests.leaves(name, value)]
         callers = self._callers()
         cards = self._exchange(self._card([] if self.broadcast else found), callers).tolist()
-        size, mine = self.mesh.size("model"), self._ranks(callers).index(dist.get_rank())
-        planes = [cards[first : first + size] for first in range(0, len(cards), size)]
+        mine = self._ranks(callers).index(dist.get_rank()) - self.mesh.rank("model")
         self._check_order([card[2] for card in cards], callers)
-        self._repair([card[3:] for card in planes[mine // size]])
+        self._repair([card[3:] for card in cards[mine : mine + self.mesh.size("model")]])
         if self.broadcast:
             return replicas.broadcast_inputs(inputs, keywords, self.mesh)
-        if any(card[:2] != plane[0][:2] for plane in planes for card in plane):
-            self._refuse(found, callers, digests.rounding, "the model's argument {}", _SAME_BATCH)
+        size = self.mesh.size("replicas")
+        alike = [list(range(first, first + size)) for first in range(0, len(cards), size)]
+        if any(cards[place][:2] != cards[places[0]][:2] for places in alike for place in places):
+            self._refuse(found, callers, digests.rounding, "the model's argument {}", _SAME_BATCH, alike)
         return inputs, keywords
 
     def _callers(self) -> tuple[str, ...]:

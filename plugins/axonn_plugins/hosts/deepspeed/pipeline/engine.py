@@ -37,8 +37,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
 from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.states_config import take_over, take_over_whole
-from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
-from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts, without_experts
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_plugins.hosts.deepspeed.whole_parameters import mark
 from axonn_tp import Grid, Mesh, first_difference, parallelize, sync_gradients
@@ -136,7 +135,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
     def _agreed_batch(self) -> Any:
         """A batch on which ranks of one x-y plane agree."""
         batch = self._next_batch()
-        if self._split is None or self.mesh.size("model") == 1:
+        if self._split is None or self.mesh.size("replicas") == 1:
             return batch
         return self._replicas.call(("batch",), (batch,), {})[0][0]
 
@@ -164,8 +163,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             # Layers may change their input in place.
             return self.module(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs))
 
-        # Routing is not continuous: rounding in a dense layer may send a token elsewhere.
-        with passing_by(self.module):
+        with without_experts(self.module):
             found = first_difference(self.module, run, self.mesh, 0.1 if half else 1e-3)
         if found is not None:
             raise ConfigError(

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.deepspeed.optim.wrapped import EngineOptimizer
 from axonn_plugins.pipeline.packing import Message
+from axonn_tp.context.model import Part
 
 Values = Tensor | tuple[Tensor, ...]
 
@@ -30,12 +31,14 @@ class Kept:
         wanted: by input: whether that stage asks for it.
         outputs: that want a gradient from the stage after.
         loss: on the last stage.
+        call: of the stage on its shares, where ranks share sequences.
     """
 
     inputs: tuple[Tensor, ...]
     wanted: tuple[bool, ...]
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
+    call: Any = None
 
 
 class _SameMemory(torch.autograd.Function):
@@ -48,6 +51,31 @@ class _SameMemory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient
+
+
+def with_length(message: Message, call: Any) -> Message:
+    """A message of shares, which also says how many tokens a sequence has.
+
+    Args:
+        message: a stage's outputs.
+        call: that made them; None where nothing of it was on shares, as where no input has samples and tokens.
+
+    Raises:
+        ValueError: nothing was.
+    """
+    if call is None:
+        raise ValueError(
+            "no input of the pipeline has (samples, tokens, ...) in its first dims, which ranks could share"
+        )
+    length = torch.tensor([call.tokens], device=call.places.device)
+    return message._replace(tensors=(*message.tensors, length), differentiable=(*message.differentiable, False))
+
+
+def without_length(message: Message) -> tuple[Message, int]:
+    """The message that `with_length` was given, and the tokens."""
+    *tensors, length = message.tensors
+    assert length is not None
+    return message._replace(tensors=tuple(tensors), differentiable=message.differentiable[:-1]), int(length)
 
 
 def checkpoint_layers(function: Any, *inputs: Tensor) -> Any:
@@ -85,11 +113,19 @@ class StagePasses(PipelineEngine):
         batch: Any = self._agreed_batch() if self.is_first_stage() or self.is_last_stage() else None
         leaves: tuple[Tensor, ...] = ()
         wanted: tuple[bool, ...] = ()
+        sequences = getattr(self.module, "axonn_sequences", None)
+        tokens: int | None = None
+        if message is not None and sequences is not None:
+            message, tokens = without_length(message)
         if message is None:
             inputs = self._loaded(batch[0])
         else:
             leaves, wanted, inputs = self._received(message, training)
-        outputs = self._outputs(inputs)
+        if sequences is not None:
+            sequences.part = Part(tokens, self.is_last_stage())
+        outputs, call = self._outputs(inputs), None
+        if sequences is not None:  # what comes behind is of whole outputs
+            call, sequences.now = sequences.now, None
         if not self.module.training:
             checkpointing.reset()
         sent: Message | None = None
@@ -101,9 +137,10 @@ class StagePasses(PipelineEngine):
             tensors = _as_tuple(outputs, "the output")
             flags = tuple(tensor.requires_grad for tensor in tensors)
             sent = Message(microbatch, tensors, isinstance(outputs, Tensor), flags)
+            sent = sent if sequences is None else with_length(sent, call)
             differentiable = tuple(tensor for tensor in tensors if tensor.requires_grad)
         if training:
-            self._kept[microbatch] = Kept(leaves, wanted, differentiable, loss)
+            self._kept[microbatch] = Kept(leaves, wanted, differentiable, loss, call)
             self.most_alive = max(self.most_alive, len(self._kept))
         return sent
 
@@ -135,6 +172,8 @@ class StagePasses(PipelineEngine):
             What goes to the stage before; None on the first.
         """
         kept = self._kept.pop(microbatch)
+        if kept.call is not None:  # what is computed again is on that microbatch's tokens
+            self.module.axonn_sequences.now = kept.call
         if message is None:
             assert kept.loss is not None
             DeepSpeedEngine.backward(self, kept.loss)

@@ -51,7 +51,7 @@ def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid) -> Grid:
             "them equal, or give num_stages in place of the topology"
         )
     try:
-        return Grid.for_world(ranks, **sizes)
+        return Grid.for_world(ranks, **sizes, sequence=settings.sequence)
     except ValueError:
         words = "*".join(str(size) for size in sizes.values())
         raise ConfigError(
@@ -61,10 +61,10 @@ def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid) -> Grid:
 
 
 def regroup(module: PipelineModule, mesh: Mesh) -> None:
-    """Give a PipelineModule the groups of the mesh: ranks of one x-y plane are DeepSpeed's model axis, those of z and data its data."""
+    """Give a PipelineModule the groups of the mesh: ranks that read the same samples are DeepSpeed's model axis, the others its data."""
     grid = mesh.grid
     topology = PipeModelDataParallelTopology(
-        num_pp=module.num_stages, num_mp=mesh.size("model"), num_dp=mesh.size("batch")
+        num_pp=module.num_stages, num_mp=mesh.size("replicas"), num_dp=mesh.size("readers")
     )
     module._topo = topology
     module._grid = PipelineParallelGrid(topology=topology)

@@ -26,15 +26,21 @@ from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
 from axonn_plugins.hosts.deepspeed.goldfish import GoldfishEngine
 from axonn_plugins.hosts.deepspeed.states_config import has_states, take_over
 from axonn_plugins.hosts.deepspeed.ted.config import check_experts, check_rest
-from axonn_plugins.hosts.deepspeed.ted.layers import passing_by, stock_layers
-from axonn_plugins.hosts.deepspeed.ted.on_mesh import MeshSplit, apply_split, experts_groups, find_split
+from axonn_plugins.hosts.deepspeed.ted.layers import stock_layers
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import (
+    MeshSplit,
+    apply_split,
+    experts_groups,
+    find_split,
+    without_experts,
+)
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_plugins.hosts.deepspeed.ted.tables import Tables
 from axonn_plugins.hosts.deepspeed.ted.unit import TedUnitEngine
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_tp import Grid, LayerPlan
 from axonn_tp.grid.distribute import read_rest
-from ted_moe import Groups, Topology, adapters
+from ted_moe import Groups, Topology
 
 
 def _others(model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
@@ -146,9 +152,8 @@ class TedEngine(TedCheckpoints, AxonnEngine):
         return 0 if self._stashes is None else self._stashes.nbytes
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
-        # Routing is not continuous: rounding in a dense layer may send a token elsewhere.
         try:
-            with passing_by(self.module), adapters.passing_by(self.module):
+            with without_experts(self.module):
                 super()._verify_plan(inputs, keywords)
         except ConfigError as error:
             found = str(error).removeprefix("axonn.tensor_parallel.plan: ").partition("; ")[0]

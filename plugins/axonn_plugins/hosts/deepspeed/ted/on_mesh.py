@@ -7,9 +7,11 @@ all parameters: experts' layouts name the grid of its ranks that they lie on, wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch import nn
 from axonn_plugins.config import ConfigError, Ted
 from axonn_plugins.hosts.common.experts import cuts_for, expert_ranks_for, experts_of
 from axonn_plugins.hosts.deepspeed.ted.experts import exchange_weights, marked, refuse_others
-from axonn_plugins.hosts.deepspeed.ted.layers import Within, adopt, expert_ranks, stand_ins, stock_layers
+from axonn_plugins.hosts.deepspeed.ted.layers import Within, adopt, expert_ranks, passing_by, stand_ins, stock_layers
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, Report, auto_plan, parallelize, place
 from axonn_tp.grid.distribute import agree_on_unread
 from axonn_tp.plan.rules import Plan
@@ -141,7 +143,16 @@ def apply_split(
     agree_on_unread(model, mesh)
     _spread(model, mesh, block, split, mine)
     parallelize(model, mesh, split.plan, options)
+    if mesh.grid.sequence > 1:
+        model.axonn_sequences.aside = partial(without_experts, model)  # type: ignore[union-attr]
     return mine
+
+
+@contextmanager
+def without_experts(model: nn.Module) -> Iterator[None]:
+    """Tokens skip all experts, as while layers are compared: routing is not continuous, and rounding may send a token elsewhere."""
+    with passing_by(model), adapters.passing_by(model):
+        yield
 
 
 def _spread(model: nn.Module, mesh: Mesh, block: Ted, split: MeshSplit, groups: Groups | None) -> None:

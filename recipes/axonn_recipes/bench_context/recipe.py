@@ -1,0 +1,110 @@
+"""``axonn bench context``: one long sequence over all ranks, ours beside torch's context_parallel and DeepSpeed's Ulysses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.cli.options import read
+from axonn_plugins.cluster import Cluster
+from axonn_plugins.cluster.launch import launch
+from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.output import extremes, mib, publish, table, three
+from axonn_recipes.bench.rounds import check_losses
+from axonn_recipes.bench_context import sides
+from axonn_recipes.bench_context.settings import Options, Settings, described, name, resolve
+from axonn_recipes.bench_tp.measure import TOLERANCE, Side, first_steps, take_turns
+from axonn_recipes.bench_tp.report import compared_lines, comparisons
+from axonn_recipes.runs import new_folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark as the command line says; returns the exit code.
+
+    Raises:
+        ConfigError: a mistake of the user's, no cluster can be emulated here, or sides that do not compute the same.
+    """
+    options = read(Options, arguments, "axonn bench context")
+    settings = resolve(options)
+    folder = new_folder(options.runs, options.name, "bench_context")
+    print(described(settings), end="\n\n", flush=True)
+    if options.dry_run:
+        return 0
+    if "ulysses" in settings.peers and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError("--peers ulysses is DeepSpeed's, which is not installed; install deepspeed, or leave it out")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    numbers = results(settings, run(settings))
+    publish(folder, numbers, text(numbers))
+    return 0
+
+
+def run(settings: Settings) -> list[Side]:
+    """Measure on a cluster of its own, or on ranks of this machine."""
+    if not settings.emulated:
+        return launch(measure, settings.ranks, settings)[0]
+    with Cluster(settings.nodes, settings.latency, settings.bandwidth) as cluster:
+        return cluster.launch(measure, settings.ranks_per_node, settings)[0]
+
+
+def measure(settings: Settings) -> list[Side]:
+    """What each rank does: build every side, check that all learn alike, and time them in turns.
+
+    Raises:
+        ConfigError: the sides do not compute the same losses.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    dist.init_process_group("gloo")
+    chosen = [Side(which, "peer", partial(sides.peer, settings, which)) for which in settings.peers]
+    chosen += [Side(name(*side), "ours", partial(sides.ours, settings, *side)) for side in settings.ours]
+    steps = {side.name: first_steps(side) for side in chosen}
+    check_losses(chosen, TOLERANCE, advice="leave one out")
+    take_turns(chosen, steps, settings.rounds)
+    return chosen
+
+
+def results(settings: Settings, measured: list[Side]) -> dict[str, Any]:
+    """Everything measured, as what JSON can hold; seconds and bytes."""
+    return {
+        "torch": torch.__version__,
+        "settings": asdict(settings),
+        "sides": [
+            {
+                "name": side.name,
+                "losses": side.losses,
+                "seconds": side.seconds,
+                "median": side.median,
+                "memory_bytes": side.memory,
+                "bytes_inside_nodes": side.inside,
+                "bytes_between_nodes": side.between,
+            }
+            for side in measured
+        ],
+        "comparisons": comparisons(measured),
+    }
+
+
+def text(numbers: dict[str, Any]) -> str:
+    """What to read."""
+    tokens = numbers["settings"]["batch"] * numbers["settings"]["context"]
+    shown = table(
+        {
+            "": lambda side: side["name"],
+            "step s": lambda side: three(side["median"]),
+            "min-max": lambda side: extremes(side["seconds"], three),
+            "tokens/s": lambda side: f"{tokens / side['median']:,.0f}",
+            "MiB a rank": lambda side: mib(side["memory_bytes"]),
+            "MiB inside": lambda side: mib(side["bytes_inside_nodes"]),
+            "MiB between": lambda side: mib(side["bytes_between_nodes"]),
+        },
+        numbers["sides"],
+    )
+    return "\n".join([shown, *compared_lines(numbers["comparisons"])])

@@ -1,0 +1,1 @@
+"""Benchmarks of today's mixtures of experts."""
