@@ -70,6 +70,7 @@ MUTATIONS = [
     Mutation(_BUCKETED, "            chunk.wait()", "            pass", ("buckets",)),
     Mutation(_BUCKETED, "known[store], chunk.wait)", "known[store])", ("buckets",)),
     *(Mutation(_BUCKETED, "        self._settle()", "        pass", ("buckets",), place) for place in range(3)),
+    Mutation(_BUCKETED, "        settle(store.device for store in self._stores)", "        pass", ("buckets",)),
     *(
         Mutation(
             "plugins/axonn_plugins/optim/state.py",

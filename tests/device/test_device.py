@@ -17,9 +17,12 @@ from tests.device.build import compiled
 from tests.device.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    torch.backends.cuda.is_built(), reason="this torch has CUDA, and the tests' device is for one without"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.backends.cuda.is_built(), reason="this torch has CUDA, and the tests' device is for one without"
+    ),
+    pytest.mark.timeout(900),  # all cases are run, and the device is compiled, for the first of them
+]
 EVERY_RUN = (
     "tells",
     "computes",
