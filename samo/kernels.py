@@ -18,6 +18,8 @@ from axonn_plugins.optim.index import Index
 BLOCK = tl.constexpr(_BLOCK)
 CHUNK = 1024
 """Kept elements that a program handles."""
+ADAM_WARPS = 8
+"""Of a program of `adam`: with four, a thread's eight elements take 122 registers on sm_90, and programs fill a quarter of the GPU."""
 
 PIECE = ("parameter", "index", "bytes", "begin", "gradient", "master", "exp_avg", "exp_avg_sq")
 """Columns of `adam`'s int64 table, a row a piece: addresses, but for these: bytes of an index's element (0: all are kept),
@@ -144,7 +146,15 @@ def adam(
     """
     if work.shape[0]:
         _adam[(work.shape[0],)](
-            work, pieces, scalars, gradients, masters, factor, MASTER=masters is not None, SIZE=CHUNK
+            work,
+            pieces,
+            scalars,
+            gradients,
+            masters,
+            factor,
+            MASTER=masters is not None,
+            SIZE=CHUNK,
+            num_warps=ADAM_WARPS,
         )
 
 

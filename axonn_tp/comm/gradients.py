@@ -47,8 +47,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter], over: Callable[[nn.Paramet
     pending = []
     for (axes, axis), members in buckets(trained, _BUCKET_BYTES, over):
         if axes.size(axis) == 1:
-            if divisor > 1:
-                torch._foreach_div_([p.grad for p in members if p.grad is not None], divisor)
+            here = [parameter.grad for parameter in members if parameter.grad is not None]
+            if divisor > 1 and here:
+                torch._foreach_div_(here, divisor)
             continue
         present = [parameter.grad is not None for parameter in members]
         flat = members[0].new_empty(sum(p.numel() for p in members), dtype=gradient_dtype(members[0]))

@@ -121,3 +121,14 @@ def test_sums_equal_the_reference_and_are_sent_once() -> None:
 def test_bucket_bytes_must_be_positive() -> None:
     with pytest.raises(ValueError, match="bucket_bytes = 0 is less than 1"):
         GradientReducer([], None, bucket_bytes=0)  # type: ignore[arg-type]
+
+
+def without_gradients() -> None:
+    mesh = Mesh(Grid(1, 1, 2, 1))
+    model = axonn_tp.parallelize(Model(), mesh, {"up": LayerPlan("normal"), "down": LayerPlan("transposed")})
+    axonn_tp.sync_gradients(model.parameters(), mesh)  # weights split over z are summed over data, which is one rank
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_without_gradients_is_no_error() -> None:
+    run_ranks(without_gradients, 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axonn_plugins.pipeline.clock import Clock
 from axonn_plugins.pipeline.links import AHEAD, StageLost
-from axonn_plugins.pipeline.packing import DTYPES, UNKNOWN, Message, pack, sizes, unpack
+from axonn_plugins.pipeline.packing import DTYPES, UNKNOWN, Message, pack, sizes, unpack, words_of
 from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.watch import Watch
 from axonn_plugins.pipeline.wires import TorchWire, mpi_found
@@ -56,16 +56,16 @@ def test_packing() -> None:
         message = draw(generator, number)
         room = generator.choice([64, 500, 20_000])
         used = pack(message, room, 100, CPU, used if number % 2 else None)
-        assert used.buffer.numel() >= room and sizes(used.buffer) == (used.total, used.later)
+        assert used.buffer.numel() >= room and sizes(words_of(used.buffer)) == (used.total, used.later)
         assert used.later >= max(100, used.total)
-        assert same(unpack(used.buffer[: used.total]), message)
+        assert same(unpack(used.buffer[: used.total], words_of(used.buffer)), message)
 
 
 def test_a_buffer_is_used_again() -> None:
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     first = pack(Message(0, (x,), True, (True,)), 64, 0, CPU)
     again = pack(Message(7, (y,), True, (True,)), first.total, 0, CPU, first)
-    assert again is first and same(unpack(again.buffer), Message(7, (y,), True, (True,)))
+    assert again is first and same(unpack(again.buffer, words_of(again.buffer)), Message(7, (y,), True, (True,)))
     assert pack(Message(8, (y[:1],), True, (True,)), first.total, 0, CPU, first) is not first
 
 

@@ -213,34 +213,3 @@ def test_what_the_kernels_do_not_know_torch_does(factory):
     step(both, generator)
     for mine, expected in zip(both[0][0].parameters(), both[1][0].parameters(), strict=True):
         assert torch.equal(mine, expected)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_compiles(dtype, capability):
-    """To machine code, by the ptxas that comes with triton: no GPU takes part."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = GPUTarget("cuda", capability, 32)
-    types = {
-        "work": "*i64",
-        "pieces": "*i64",
-        "scalars": "*fp32",
-        "gradients": f"*{dtype}",
-        "masters": "*fp32",
-        "factor": "*fp32",
-    }
-    for master in (True, False) if dtype == "fp32" else (True,):
-        constants = {"MASTER": master, "SIZE": kernels.CHUNK}
-        signature = types | dict.fromkeys(constants, "constexpr")
-        assert triton.compile(ASTSource(kernels._adam, signature, constants), target=target).asm["cubin"]
-    types = {"dense": f"*{dtype}", "into": f"*{dtype}", "start": "i32", "kept": "i32", "chunks": "i32"}
-    for width, index, starts in ((2, "*u16", "*i64"), (4, "*i32", "constexpr")):
-        for add in (False, True):
-            constants = {"WIDTH": width, "ADD": add, "SIZE": kernels.CHUNK} | ({"starts": None} if width == 4 else {})
-            signature = types | {"index": index, "starts": starts} | dict.fromkeys(constants, "constexpr")
-            signature = {name: signature[name] for name in kernels._compress.arg_names}
-            assert triton.compile(ASTSource(kernels._compress, signature, constants), target=target).asm["cubin"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from axonn_plugins.pipeline.clock import Clock
-from axonn_plugins.pipeline.packing import FIRST_ROOM, Message, Packed, pack, sizes, times, unpack
+from axonn_plugins.pipeline.packing import FIRST_ROOM, Message, Packed, pack, sizes, times, unpack, words_of
 from axonn_plugins.pipeline.wires import Pending, Wire
 
 AHEAD = 2
@@ -91,7 +91,8 @@ class Incoming:
         pending, buffer = self.posted[0]
         pending.wait()
         self.posted.popleft()
-        total, later = sizes(buffer)
+        words = words_of(buffer)
+        total, later = sizes(words)
         self.rooms.append(later)
         if total > buffer.numel():
             room = buffer.numel()
@@ -100,7 +101,7 @@ class Incoming:
             self.wire.receive(whole[room:], self.peer, self.channel + 1).wait()
             buffer = whole
         self.taken += 1
-        return Arrival(self.is_input, unpack(buffer), self.clock.arrived(*times(buffer)))
+        return Arrival(self.is_input, unpack(buffer, words), self.clock.arrived(*times(words)))
 
     def lost(self, error: RuntimeError) -> StageLost:
         """What to raise when the link fails."""

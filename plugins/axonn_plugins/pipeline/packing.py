@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter_ns
@@ -141,39 +142,47 @@ def pack(
     return packed
 
 
-def sizes(packed: Tensor) -> tuple[int, int]:
-    """Bytes of a message of which `FIRST_ROOM` bytes are there, and the room for a later one."""
-    total, later = _words(packed, 0, 2)
+def words_of(packed: Tensor) -> list[int]:
+    """A message's first integers, as many as there are: all that most have. On an accelerator the host waits for them."""
+    return _words(packed, _USUAL)
+
+
+def sizes(words: Sequence[int]) -> tuple[int, int]:
+    """Bytes of a message of which `FIRST_ROOM` bytes are there, and the room for a later one, of its first integers."""
+    total, later = words[:2]
     return total, later
 
 
-def times(packed: Tensor) -> tuple[int, int]:
+def times(words: Sequence[int]) -> tuple[int, int]:
     """When a message was packed, by the sender's clock, and how long messages to the sender seemed to it to take.
 
     Both in nanoseconds; `UNKNOWN` where it has heard of nothing.
     """
-    sent, heard = _words(packed, 3, 5)
+    sent, heard = words[3:5]
     return sent, heard
 
 
-def _words(packed: Tensor, begin: int, end: int) -> list[int]:
-    """Some of a message's integers, as many as there are."""
+def _words(packed: Tensor, end: int) -> list[int]:
     whole = packed.numel() // _WORD
     if packed.device.type == "cpu":
-        return packed.numpy()[begin * _WORD : min(end, whole) * _WORD].view(np.int64).tolist()
-    return packed[begin * _WORD : min(end, whole) * _WORD].view(torch.int64).tolist()
+        return packed.numpy()[: min(end, whole) * _WORD].view(np.int64).tolist()
+    return packed[: min(end, whole) * _WORD].view(torch.int64).tolist()
 
 
-def unpack(packed: Tensor) -> Message:
-    """The inverse of `pack`; the tensors share the memory of `packed`."""
-    words = _words(packed, 0, _USUAL)
+def unpack(packed: Tensor, words: list[int]) -> Message:
+    """The inverse of `pack`; the tensors share the memory of `packed`.
+
+    Args:
+        packed: the whole message.
+        words: its first integers.
+    """
     _, _, microbatch, _, _, single, count = words[:_FIXED]
     tensors: list[Tensor | None] = []
     wanted = []
     shapes, at = [], _FIXED
     for _ in range(count):
         if len(words) < at + 3 or len(words) < at + 3 + words[at + 2]:
-            words = _words(packed, 0, at + 512)
+            words = _words(packed, at + 512)
         number, flag, dims = words[at : at + 3]
         shapes.append((number, words[at + 3 : at + 3 + dims]))
         wanted.append(bool(flag))

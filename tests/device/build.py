@@ -1,0 +1,34 @@
+"""The tests' device, compiled once a run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from axonn_plugins.pccl.build import compiler
+
+_HERE = Path(__file__).parent
+_FLAGS = ["-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-DTORCH_EXTENSION_NAME=_late"]
+
+
+def compiled(folder: Path) -> Path:
+    """The extension module's file in a folder, compiled unless it is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    built = folder / "_late.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            from torch.utils import cpp_extension
+
+            includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+            libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+            command = [compiler(), *_FLAGS, *(f"-isystem{path}" for path in includes)]
+            sources = [str(source) for source in sorted(_HERE.glob("*.cpp"))]
+            names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lpthread"]
+            made = folder / f"_late.{os.getpid()}.so"
+            subprocess.run([*command, "-shared", *sources, *libraries, *names, "-o", str(made)], check=True)
+            made.replace(built)
+    return built
