@@ -59,6 +59,12 @@ def _patch_loading(module: ModuleType) -> None:
     patch(module)
 
 
+def _patch_generation(module: ModuleType) -> None:
+    from axonn_plugins.hosts.transformers.generation import patch
+
+    patch(module)
+
+
 def _patch_lightning(module: ModuleType) -> None:
     from axonn_plugins.hosts.lightning import patch
 
@@ -78,6 +84,7 @@ _TARGETS = {
     "accelerate.accelerator": _patch_accelerate,
     "transformers.integrations.deepspeed": _patch_trainer,
     "transformers.modeling_utils": _patch_loading,
+    "transformers.generation.utils": _patch_generation,
     "transformers.training_args": _patch_trainer,
     "transformers.trainer": _patch_trainer,
     "lightning.fabric.strategies": _patch_lightning,

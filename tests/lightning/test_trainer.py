@@ -10,18 +10,28 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy
 from tests.distributed import run_ranks
-from tests.lightning.models import Language, groups, loader
+from tests.lightning.models import BATCH, Language, groups, loader
 
 GRIDS: dict[int, list[dict[str, Any]]] = {
     2: [{"gx": 2}, {"gz": 2}],
     4: [{"gx": 2, "gy": 2}, {"gx": 2, "gz": 2}, {"gy": 2, "state_dict_type": "sharded"}],
 }
+
+
+AVERAGES: tuple[type, ...] = (WeightAveraging, StochasticWeightAveraging)
 
 
 class Module(L.LightningModule):
@@ -112,6 +122,28 @@ def fit(
     }
 
 
+def shuffled(strategy: Any, average: type) -> dict[str, Any]:
+    """Two epochs of data in an order that nobody has seeded but at the start, without the incomplete batch; weights are averaged."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(1)
+    module, quiet = Module(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings: dict[str, Any] = {"swa_lrs": 1e-2, "swa_epoch_start": 1} if average is StochasticWeightAveraging else {}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=2,
+        callbacks=[average(**settings)],
+        enable_checkpointing=False,
+        **quiet,
+    )
+    data = torch.randint(37, (23, 7), generator=torch.Generator().manual_seed(3))
+    trainer.fit(module, DataLoader(data, BATCH // trainer.world_size, shuffle=True, drop_last=True))
+    weights = sum(tensor.double().sum().item() for tensor in module.state_dict().values())
+    return {"steps": trainer.global_step, "losses": module.losses, "weights": weights}
+
+
 def same(found: dict[str, Any], wanted: dict[str, Any], resumed: bool = False, within: float = 1e-9) -> None:
     half = len(wanted["losses"]) // 2 if resumed else 0
     assert found["steps"] == wanted["steps"]
@@ -129,6 +161,9 @@ def every(folder: Path) -> list[dict[str, Any]]:
     if world == 2:
         found.append(fit(AxonnStrategy(gz=2), folder / "manual-2", manual=True))
         found.append(fit(AxonnStrategy(gx=2), folder / "from-one", folder / "one" / "epoch=0.ckpt"))
+        found += [shuffled(AxonnStrategy(gz=2), average) for average in AVERAGES]
+        with pytest.raises(ConfigError, match="^ModelPruning prunes each rank's part of a weight by itself"):
+            fit(AxonnStrategy(gx=2), folder / "pruned", callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
         assert refused() == ["AxonnStrategy: gx*gy*gz = 3*1*1 = 3 does not divide the 2 ranks of this run"] * 2
     else:
         found.append(fit(AxonnStrategy(gz=2), folder / "from-two", folder / "2-0" / "epoch=0.ckpt"))
@@ -146,6 +181,7 @@ def refused() -> list[str]:
 
 def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
     wanted, manual = fit("auto", tmp_path / "one"), fit("auto", tmp_path / "manual", manual=True)
+    averaged = [shuffled("auto", average) for average in AVERAGES]
     two = run_ranks(every, 2, tmp_path)
     four = run_ranks(every, 4, tmp_path)
     for found in two:
@@ -153,6 +189,11 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
         same(found[1], wanted)
         same(found[2], manual)
         same(found[3], wanted, resumed=True)
+        for full, serial in zip(found[4:], averaged, strict=True):
+            assert full["steps"] == serial["steps"] == 10
+            assert full["losses"] == pytest.approx(serial["losses"], abs=1e-9)
+            # One process averages in float32: it copies the module before it makes that double.
+            assert full["weights"] == pytest.approx(serial["weights"], abs=1e-5)
         assert found[0]["predicted"] == found[1]["predicted"] == wanted["predicted"] == 9
     for found in four:
         for full in found[:3]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -145,34 +145,67 @@ def keep_order() -> None:
 def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _get_distributed_sampler(dataloader: Any, *rest: Any, **named: Any) -> Any:
-        if isinstance(named.get("num_replicas"), Readers) and (found := _ordered(dataloader.sampler, **named)):
-            return found
+        if isinstance(named.get("num_replicas"), Readers):
+            found = _ordered(dataloader.sampler, drop_last=getattr(dataloader, "drop_last", False), **named)
+            if found is not None:
+                return found
         return original(dataloader, *rest, **named)
 
     _get_distributed_sampler.axonn = True  # type: ignore[attr-defined]
     return _get_distributed_sampler
 
 
-def _ordered(sampler: Any, num_replicas: int, rank: int, mode: Any = None, **rest: Any) -> DistributedSampler | None:
+def _ordered(
+    sampler: Any, num_replicas: int, rank: int, drop_last: bool, mode: Any = None, **rest: Any
+) -> DistributedSampler | None:
     """A sampler by which readers together go through data as one process does; None where their ranks could not know its order.
 
     Args:
         sampler: one process'.
         num_replicas: how many readers there are.
         rank: this one's number.
-        mode: the Trainer's, whose predictions have samplers of their own.
+        drop_last: whether one process would leave an incomplete batch out.
+        mode: the Trainer's, whose predictions have samplers of their own; all its ranks go through a loader together.
         rest: other arguments of Lightning's.
     """
-    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-
     if mode == "predict":
         return None
     if isinstance(sampler, SequentialSampler):
         data: Any = sampler.data_source
-        return DistributedSampler(data, num_replicas, rank, shuffle=False)
-    if isinstance(sampler, RandomSampler) and sampler.generator is not None:
-        return DistributedSamplerWrapper(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)
+        return DistributedSampler(data, num_replicas, rank, shuffle=False, drop_last=drop_last)
+    if isinstance(sampler, RandomSampler) and (sampler.generator is not None or mode is not None):
+        return _InOrder(sampler, num_replicas, rank, drop_last)
     return None
+
+
+class _InOrder(DistributedSampler):
+    """A reader's part of the order that one process would draw, drawn when that would; what is missing at the end are the first samples."""
+
+    def __init__(self, sampler: RandomSampler, num_replicas: int, rank: int, drop_last: bool) -> None:
+        super().__init__(sampler, num_replicas, rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[int] = []
+        for number, sample in enumerate(self._seeded()):
+            if number < self.num_replicas:
+                first.append(sample)
+            if number % self.num_replicas == self.rank and number < self.total_size:
+                yield sample
+        missing = self.total_size - len(self.sampler)
+        if self.rank >= self.num_replicas - missing:
+            yield first[(self.rank + missing - self.num_replicas) % len(first)]
+
+    def _seeded(self) -> RandomSampler:
+        """One process draws a seed from torch's generator, whose state need not be the same on all readers."""
+        own = self.sampler
+        if own.generator is not None:
+            return own
+        seed = [int(torch.empty((), dtype=torch.int64).random_())]
+        dist.broadcast_object_list(seed)
+        generator = torch.Generator()
+        generator.manual_seed(seed[0])
+        return RandomSampler(own.data_source, own.replacement, own._num_samples, generator)
 
 
 def count_readers(module: nn.Module, mesh: Mesh) -> None:

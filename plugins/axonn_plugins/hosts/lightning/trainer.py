@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import files
@@ -61,6 +64,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         """Split the model, with its optimizers where it is to be fitted."""
         self.accelerator.setup(trainer)
+        _refuse_pruning(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         self.model = self.precision_plugin.convert_module(module)
@@ -72,6 +76,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         if fitting and not early:
             self.setup_optimizers(trainer)
             self.split(module, map(_own, self.optimizers))
+        _average_split(trainer, module)
         count_readers(module, self.mesh)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
@@ -188,6 +193,25 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
                 f'a folder of shards holds one optimizer, not {len(self.optimizers)}; use state_dict_type = "full", or save weights alone'
             )
         return _own(self.optimizers[0]) if self.optimizers else None
+
+
+def _refuse_pruning(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ConfigError(
+                f"{type(callback).__name__} prunes each rank's part of a weight by itself, which is not what one process prunes; train under DeepSpeed "
+                'with the block\'s "samo", or without the callback'
+            )
+
+
+def _average_split(trainer: Any, module: Any) -> None:
+    """Callbacks that average weights have copied the module before it was split: they average each rank's part, which is the same."""
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, AveragedModel):
+            average.module = deepcopy(module)
+        elif average is not None and isinstance(callback, StochasticWeightAveraging):
+            callback._average_model = deepcopy(module)
 
 
 def _own(optimizer: Optimizer) -> Optimizer:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
@@ -256,15 +256,23 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
 def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_data_loader(self: Any, *given: Any, **keywords: Any) -> Any:
-        from axonn_plugins.hosts.transformers.unfilled import end_with_samples
+        from axonn_plugins.hosts.transformers.unfilled import end_with_samples, keep_whole
 
         if self.deepspeed_plugin is not None and open_sizes(self.deepspeed_plugin.deepspeed_config):
             raise ConfigError(
                 'axonn.tensor_parallel has sizes that are "auto", and accelerator.prepare was given a DataLoader before the model that they are chosen '
                 "for; give it both in one call, or write gx, gy and gz as numbers"
             )
+        trains, loader = getattr(self, "axonn_trainer", False), given[0] if given else keywords["data_loader"]
+        if (
+            trains
+            and self.num_processes > 1
+            and self.dispatch_batches is False
+            and isinstance(loader.dataset, IterableDataset)
+        ):
+            keep_whole(loader)
         found = original(self, *given, **keywords)
-        return end_with_samples(found) if getattr(self, "axonn_trainer", False) else found
+        return end_with_samples(found) if trains else found
 
     return prepare_data_loader
 

@@ -93,9 +93,11 @@ def last(batch: Any) -> Last | None:
     if isinstance(state.active_dataloader, DataLoaderDispatcher):
         read = max(state.remainder, 0)
         rows = math.ceil(read / readers)
-        read = read if read < rows * readers and find_batch_size(batch) == rows else 0
+        read = read if find_batch_size(batch) == rows else 0
     else:
         rows, read = (0, 0) if shard is None else shard.last()
+        if read:
+            state.active_dataloader.remainder = read
     own = min(max(read - reader * rows, 0), rows)
     return Last(rows, own, own * readers / read, cut=shard is not None) if read else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
 from axonn_plugins.hosts.transformers.means import count_votes, in_one_process
 from axonn_plugins.hosts.transformers.readers import has_block
+from axonn_plugins.hosts.transformers.unfilled import endless
 
 
 def patch(module: ModuleType) -> None:
@@ -83,6 +84,7 @@ def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
         """The Trainer's, whose steps and losses a class derived from it may have replaced."""
         if not has_block(self.accelerator):
             return original(self, *rest, **keywords)
+        self.gather_function = _gathering(self)
         with _rows_of_reader(self), _replaced(self, prediction_step=_prediction_step, compute_loss=_compute_loss):
             return original(self, *rest, **keywords)
 
@@ -116,6 +118,15 @@ def _replaced(self: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 
 
 def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+    """Theirs; what is gathered next is its loss, if there is one."""
+    generates = getattr(self.args, "predict_with_generate", False) and not (rest or [kw.get("prediction_loss_only")])[0]
+    with _counting_loss(self, model) if generates else nullcontext(model) as counted:
+        found = _predicted(self, original, counted, inputs, *rest, **kw)
+    self._axonn_loss = found[0] is not None
+    return found
+
+
+def _predicted(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
     from transformers.trainer_pt_utils import find_batch_size
 
     found = last(inputs)
@@ -133,6 +144,51 @@ def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs
     if "inputs" in self.args.include_for_metrics:
         inputs.update(found.filled(inputs))
     return loss, found.filled(logits), found.filled(labels)
+
+
+def _gathering(self: Any) -> Callable[..., Any]:
+    """The Trainer's way to gather, without rows that fill the last batch; where it counts that batch's loss as any other, so does this."""
+    of_samples = self.gather_function
+    alike = of_samples == self.accelerator.gather  # as Seq2SeqTrainer has it
+    if alike:
+        of_samples = self.accelerator.gather_for_metrics
+    self._axonn_loss = False
+
+    def gather(value: Any) -> Any:
+        loss, self._axonn_loss = self._axonn_loss, False
+        return self.accelerator.gather(value) if loss and (alike or endless()) else of_samples(value)
+
+    return gather
+
+
+class _CountedLoss:
+    """A model whose loss is the Trainer's."""
+
+    def __init__(self, trainer: Any, model: Any) -> None:
+        self._trainer, self._model, self._smoother = trainer, model, trainer.label_smoother
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        self._trainer.label_smoother = self._smoother
+        try:
+            loss, outputs = self._trainer.compute_loss(self._model, inputs, return_outputs=True)
+        finally:
+            self._trainer.label_smoother = None
+        return {**outputs, "loss": loss}
+
+
+@contextmanager
+def _counting_loss(self: Any, model: Any) -> Iterator[_CountedLoss]:
+    """For Seq2SeqTrainer, which calls the model beside ``generate`` and takes its loss, or one that it smooths, as that of all readers."""
+    smoother = self.label_smoother
+    try:
+        counted = _CountedLoss(self, model)
+        self.label_smoother = None
+        yield counted
+    finally:
+        self.label_smoother = smoother
 
 
 def _compute_loss(

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
-from torch.utils.data import BatchSampler
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from accelerate.state import GradientState
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from axonn_plugins.config import ConfigError
 
 
 class Unfilled(BatchSamplerShard):
@@ -35,16 +38,92 @@ class Unfilled(BatchSamplerShard):
             yield batch[: max(self.own(), 1)] if number == ends else batch
 
 
+class Stream(IterableDatasetShard):
+    """A reader's samples of a stream that every reader reads; it ends as `Unfilled` does."""
+
+    left = 0
+
+    def last(self) -> tuple[int, int]:
+        """See `Unfilled`; known once the stream has ended."""
+        return self._rows(), self.left
+
+    def _rows(self) -> int:
+        rows: int = self.batch_size // (self.num_processes if self.split_batches else 1)
+        return rows
+
+    def __iter__(self) -> Iterator[Any]:
+        """Theirs."""
+        rows, self.left, batch = self._rows(), 0, []
+        for sample in self.dataset:
+            batch.append(sample)
+            if len(batch) == rows * self.num_processes:
+                yield from self._own(batch)
+                batch = []
+        if batch and not self.drop_last:
+            self.left = len(batch)
+            yield from self._own(batch) or batch[:1]
+
+    def _own(self, batch: list[Any]) -> list[Any]:
+        rows = self._rows()
+        return batch[self.process_index * rows :][:rows]
+
+
+class _Whole(IterableDataset):
+    """A stream of which Accelerate does not know that it could deal out its files: readers would not read equally often."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stream"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._stream)
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+
+def keep_whole(loader: DataLoader) -> None:
+    """Let every reader read a stream from end to end.
+
+    Raises:
+        ConfigError: by workers, which know how it ends and cannot say so.
+    """
+    if loader.num_workers:
+        raise ConfigError(
+            f"dispatch_batches = False and {loader.num_workers} workers of a DataLoader that reads a stream: readers do not learn from workers how "
+            "many samples the last batch has; use dispatch_batches = True, or no workers"
+        )
+    object.__setattr__(loader, "dataset", _Whole(loader.dataset))  # a DataLoader takes no other later
+
+
+def endless() -> bool:
+    """Whether the batch last read is of a `Stream` of unknown length, whose last batch Accelerate cannot tell from others."""
+    stream = getattr(GradientState().active_dataloader, "dataset", None)
+    if not isinstance(stream, Stream):
+        return False
+    try:
+        len(stream)
+    except TypeError:
+        return True
+    return False
+
+
 def end_with_samples(loader: Any) -> Any:
     """Let a loader of Accelerate end with its samples."""
     shard = _shard(loader)
     if type(shard) is BatchSamplerShard:
         shard.__class__, shard.even_batches = Unfilled, True
+    if type(stream := getattr(loader, "dataset", None)) is IterableDatasetShard:
+        stream.__class__ = Stream
     return loader
 
 
-def unfilled(loader: Any) -> Unfilled | None:
+def unfilled(loader: Any) -> Unfilled | Stream | None:
     """How a loader's batches are made, if it ends with its samples."""
+    if isinstance(stream := getattr(loader, "dataset", None), Stream):
+        return stream
     shard = _shard(loader)
     while isinstance(shard, SkipBatchSampler):  # of a run that resumes
         shard = shard.batch_sampler

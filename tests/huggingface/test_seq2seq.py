@@ -1,0 +1,115 @@
+"""Seq2SeqTrainer, which generates when it evaluates: losses, generated tokens and labels of one process, also where sequences end apart."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import axonn_plugins
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+pytest.importorskip("accelerate")
+import transformers  # noqa: E402
+
+from tests.huggingface.trainer_runs import PAD, WORDS, Case, Sentences, forget, history, padded, settings  # noqa: E402
+
+GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
+    2: {"gx": ({"gx": 2}, 1), "gz": ({"gz": 2}, 2)},
+    4: {"xz": ({"gx": 2, "gz": 2}, 2)},
+}
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "smoothed": {"label_smoothing_factor": 0.1, "generation_num_beams": 2}}
+
+
+def t5() -> nn.Module:
+    """Its head is not that which reads words, so that it does not say one word only; sequences end soon or late."""
+    torch.manual_seed(5)
+    sizes = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 1, "num_heads": 4}
+    tokens = {"decoder_start_token_id": PAD, "pad_token_id": PAD, "eos_token_id": 1}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, **tokens, dropout_rate=0.0, tie_word_embeddings=False)
+    )
+    with torch.no_grad():
+        model.lm_head.weight[1] *= 2
+        model.lm_head.weight[PAD] *= 0
+    return model
+
+
+def shifted(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """With what the decoder reads, as DataCollatorForSeq2Seq gives it."""
+    batch = padded(samples)
+    ended = torch.where(batch["labels"] % 3 == 0, 1, batch["labels"])
+    batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], ended)
+    read = nn.functional.pad(batch["labels"][:, :-1], (1, 0), value=PAD)
+    return batch | {"decoder_input_ids": torch.where(read < 0, PAD, read)}
+
+
+def counted(found: Any) -> dict[str, float]:
+    """Sums of what is generated, and of labels, over all samples."""
+    return {"tokens": float(numpy.asarray(found.predictions).sum()), "rows": float(len(found.label_ids))}
+
+
+def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> dict[str, Any]:
+    """9 sentences are evaluated 2 at a time: of two readers the second has none of the last batch."""
+    forget()
+    arguments = transformers.Seq2SeqTrainingArguments(
+        output_dir=same_on_all(tempfile.mkdtemp()),
+        per_device_train_batch_size=8 // readers,
+        per_device_eval_batch_size=2 // readers,
+        predict_with_generate=True,
+        generation_max_length=9,
+        eval_strategy="epoch",
+        save_strategy="no",
+        num_train_epochs=1,
+        learning_rate=1e-3,
+        logging_steps=1,
+        seed=5,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=grid is None,
+        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid | {"plan": "auto"}}),
+        **more,
+    )
+    used = transformers.Seq2SeqTrainer(
+        t5(), arguments, shifted, train_dataset=Sentences(30), eval_dataset=Sentences(9, 4), compute_metrics=counted
+    )
+    used.train()
+    predicted = used.predict(used.eval_dataset, max_length=9)
+    return {
+        "history": history(used),
+        "predicted": predicted.predictions.tolist(),
+        "labels": predicted.label_ids.tolist(),
+        "ends": (predicted.predictions[:, 1] == 1).tolist(),
+    }
+
+
+def every(grids: dict[str, tuple[dict[str, Any] | None, int]]) -> dict[str, Any]:
+    ways = WAYS if len(grids) > 1 or None in [grid for grid, _ in grids.values()] else {"greedy": {}}
+    return {
+        f"{way}: {name}": attempt(partial(tuned, grid, readers, **more))
+        for name, (grid, readers) in grids.items()
+        for way, more in ways.items()
+    }
+
+
+def test_evaluations_are_those_of_one_process() -> None:
+    wanted = run_ranks(every, 1, {"one": (None, 1)})[0]
+    for way in WAYS:
+        ends = wanted[f"{way}: one"]["ends"]  # at once, or never
+        assert len(ends) == 9 and ends[:2] == [False, True]
+    for world, grids in GRIDS.items():
+        for rank in run_ranks(every, world, grids):
+            for name, found in rank.items():
+                expected = wanted[f"{name.partition(':')[0]}: one"]
+                assert not isinstance(found, str), (name, found)
+                assert (found["predicted"], found["labels"]) == (expected["predicted"], expected["labels"]), name
+                assert len(found["history"]) == len(expected["history"])
+                for entry, other in zip(found["history"], expected["history"], strict=True):
+                    assert entry == pytest.approx(other, rel=2e-4, abs=1e-6), name

@@ -1,0 +1,102 @@
+"""Streams that every reader reads (``dispatch_batches = False``) end with their samples, as in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+import axonn_plugins
+from tests.deepspeed.scripts import one_sentence
+from tests.deepspeed.training import attempt
+from tests.distributed import run_ranks, same_on_all
+
+axonn_plugins.activate()
+pytest.importorskip("accelerate")
+datasets = pytest.importorskip("datasets")
+from tests.huggingface.trainer_runs import Case, Sentences, forget, history, llama, padded, settings  # noqa: E402
+
+
+class Stream(IterableDataset):
+    """Of a length that nobody knows."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.data = Sentences(number, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[at] for at in range(len(self.data)))
+
+
+class Counted(Stream):
+    """Of a length that it says."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def files(number: int, seed: int) -> Any:
+    """A stream of two files, which Accelerate would deal out."""
+    rows = [{key: value.tolist() for key, value in row.items()} for row in Stream(number, seed)]
+    return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2).with_format("torch")
+
+
+KINDS: dict[str, Any] = {"unknown": Stream, "counted": Counted, "files": files}
+
+
+def tuned(kind: str, grid: dict[str, Any] | None, readers: int, workers: int = 0) -> dict[str, Any]:
+    """27 sentences 8 at a time, and 9 to evaluate 4 at a time: of two readers the second has none of the last batches."""
+    forget()
+    arguments = transformers.TrainingArguments(
+        output_dir=same_on_all(tempfile.mkdtemp()),
+        per_device_train_batch_size=8 // readers,
+        per_device_eval_batch_size=4 // readers,
+        accelerator_config={"dispatch_batches": False},
+        dataloader_num_workers=workers,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="no",
+        learning_rate=1e-2,
+        logging_steps=1,
+        seed=5,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=grid is None,
+        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid | {"plan": "auto"}}),
+    )
+    used = transformers.Trainer(
+        llama(), arguments, padded, train_dataset=KINDS[kind](27, 3), eval_dataset=KINDS[kind](9, 4)
+    )
+    used.train()
+    predicted = used.predict(KINDS[kind](9, 4))
+    return {"history": history(used), "labels": predicted.label_ids.tolist(), "rows": len(predicted.predictions)}
+
+
+def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, list[Any]]:
+    found = {kind: [attempt(partial(tuned, kind, grid, readers)) for grid, readers in grids] for kind in KINDS}
+    if grids[0][1] > 1:
+        found["workers"] = [attempt(partial(tuned, "unknown", *grids[0], workers=1))]
+    return found
+
+
+def test_losses_and_labels_are_those_of_one_process() -> None:
+    wanted = run_ranks(every, 1, [(None, 1)])[0]
+    for rank in run_ranks(every, 2, [({"gz": 2}, 2), ({"gx": 2}, 1)]):
+        said = rank.pop("workers")[0].partition("\n")[0]
+        assert "1 workers of a DataLoader that reads a stream" in said and one_sentence(said.partition(": ")[2])
+        for kind, grids in rank.items():
+            expected = wanted[kind][0]
+            assert not isinstance(expected, str), expected
+            assert expected["rows"] == 9 and torch.tensor(expected["labels"]).shape == (9, 9)
+            for found in grids:
+                assert not isinstance(found, str), (kind, found)
+                assert (found["labels"], found["rows"]) == (expected["labels"], 9), kind
+                assert len(found["history"]) == len(expected["history"])
+                for entry, other in zip(found["history"], expected["history"], strict=True):
+                    assert entry == pytest.approx(other, rel=2e-4, abs=1e-6), kind
