@@ -150,7 +150,7 @@ def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
         ),
         (
             enabled(raw, "expert_parallel"),
-            "expert_parallel has DeepSpeed place experts, of which axonn.tensor_parallel does not know the groups; use axonn.ted",
+            "expert_parallel has DeepSpeed place experts, of which axonn.tensor_parallel does not know the groups; remove it, and leave experts to axonn.ted",
         ),
         (
             raw.get("sequence_parallel_size", 1) != 1,
