@@ -182,7 +182,8 @@ def none_fits(asked: Answer) -> str:
         )
     return (
         f"{question.gpus} GPUs cannot be split{given}: n1 must divide {model.heads} heads, {' and '.join(map(str, model.features))} features, "
-        f"n1·n2 the positions of a microbatch, samples of {model.sequence} each, np {'be at most' if question.mode == 'calibrated' else 'divide'} {model.layers} layers, and nd divide a batch of {question.batch}, "
+        f"n1·n2 the positions of a microbatch, samples of {model.sequence} each, "
+        f"np {'be at most' if question.mode == 'calibrated' else 'divide'} {model.layers} layers, and nd divide a batch of {question.batch}, "
         f"and their product with n2 be {question.gpus}; ask for another number or batch"
         + (", or fix other sizes" if given else "")
     )
