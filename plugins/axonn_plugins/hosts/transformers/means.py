@@ -61,8 +61,8 @@ class _Watching(TorchFunctionMode):
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), getattr(func, "__name__", "")
         if name == "cross_entropy":
-            given = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
-            self.targets, self.weights = int(given["target"].ne(IGNORED).sum()), given.get("weight")
+            named = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
+            self.targets, self.weights = int(named["target"].ne(IGNORED).sum()), named.get("weight")
         if "div" in name or name in _COPIES:
             given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
             if any(one is copy for one in given for copy in self._copies):
