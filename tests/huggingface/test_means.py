@@ -1,4 +1,5 @@
-"""Models whose loss is a mean of their own rows, batches grouped by length, split batches, states made before the split: as in one process."""
+"""Models whose loss is a mean of their own rows, batches grouped by length, split or dispatched, optimizers of the script's own or with states before
+the split: as in one process."""
 
 from __future__ import annotations
 
@@ -41,6 +42,14 @@ def classes(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch | {"labels": batch["input_ids"][:, 0] % 3}
 
 
+def by_layer(model: nn.Module) -> tuple[Any, Any]:
+    """Rates of their own, which fall in a way of their own."""
+    first = [p for name, p in model.named_parameters() if "layers.0" in name]
+    others = [p for name, p in model.named_parameters() if "layers.0" not in name]
+    optimizer = torch.optim.AdamW([{"params": first, "lr": 1e-3}, {"params": others, "lr": 5e-3}], weight_decay=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 # 30 samples are not a multiple of 4 nor of 8, 10 of 4; sentences have different lengths.
 CASES = {
@@ -53,6 +62,9 @@ CASES = {
         | {"accelerator_config": {"split_batches": True}}
         | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4},
     ),
+    "dispatched": Case(llama, arguments=EPOCH | {"accelerator_config": {"dispatch_batches": True}}),
+    "given optimizer": Case(llama, arguments=EPOCH, optimizers=by_layer),
+    "given, in shares": Case(llama, arguments=EPOCH, optimizers=by_layer, config={"zero_optimization": {"stage": 1}}),
     "adagrad": Case(llama, arguments=EPOCH | {"optim": "adagrad"}),
     "adagrad in shares": Case(
         llama, arguments=EPOCH | {"optim": "adagrad"}, config={"zero_optimization": {"stage": 1}}

@@ -73,6 +73,18 @@ class OwnMean(Own):
         return mean(outputs, labels)
 
 
+class Weighted(transformers.Trainer):
+    """Classes count by weights, and so does the mean."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 9.0]))(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
 class Penalized(transformers.Trainer):
     """The Trainer's loss and a number that no row adds to."""
 
@@ -134,6 +146,7 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "coincidence": (Case(Coincident, arguments=EPOCH | {"remove_unused_columns": False}, config=NO_AUTO), None, None),
     "collator": (Case(gpt2, batch_encoding, EPOCH), None, None),
     "classifier": (Case(classifier, classes, ROUNDS, batch=8), None, None),
+    "weighted": (Case(classifier, classes, ROUNDS, batch=8), Weighted, None),
 }
 
 
@@ -187,6 +200,18 @@ def refused() -> Any:
     return attempt(used.train)
 
 
-def test_labels_on_some_ranks_are_refused_on_all() -> None:
-    for told in run_ranks(refused, 2):
+def two_optimizers() -> Any:
+    case = Case(
+        gpt2, config={"optimizer": {"type": "AdamW"}}, optimizers=lambda m: (torch.optim.SGD(m.parameters()), None)
+    )
+    return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp()).train)
+
+
+def both_refused() -> tuple[Any, Any]:
+    return refused(), two_optimizers()
+
+
+def test_labels_on_some_ranks_and_two_optimizers_are_refused_on_all() -> None:
+    for told, given in run_ranks(both_refused, 2):
         assert "labels are in the batches of 1 of 2 ranks" in told
+        assert "the Trainer was given an optimizer (SGD, by optimizers=)" in given

@@ -85,6 +85,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 4
+    optimizers: Callable[[nn.Module], tuple[Any, Any]] = lambda model: (None, None)
 
 
 def settings(case: Case, block: dict[str, Any]) -> dict[str, Any]:
@@ -126,14 +127,16 @@ def trainer(case: Case, block: dict[str, Any] | None, readers: int, folder: str,
         "use_cpu": block is None,
         "deepspeed": None if block is None else settings(case, block),
     }
+    model = case.model()
     return transformers.Trainer(
-        case.model(),
+        model,
         transformers.TrainingArguments(**given | case.arguments | more),
         train_dataset=Sentences(30),
         eval_dataset=Sentences(10, 4),
         data_collator=case.collate,
         compute_metrics=right,
         preprocess_logits_for_metrics=guesses,
+        optimizers=case.optimizers(model),
     )
 
 

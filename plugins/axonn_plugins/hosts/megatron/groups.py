@@ -7,8 +7,8 @@
 | z | expert-parallel, where experts lie no further | ``ep`` |
 | data | expert-data-parallel, likewise | ``ep_dp`` |
 | experts, and their data | expert-parallel and expert-data-parallel, where z lies no further | ``ep``, ``ep_dp`` |
-| batch: z and data | data-parallel with context-parallel | ``dp_cp`` |
-| grid: all of a stage | tensor- and data-parallel with context-parallel | ``tp_dp_cp`` |
+| batch: z and data | data-parallel, with context-parallel where sequences are shared | ``dp``, ``dp_cp`` |
+| grid: all of a stage | tensor- and data-parallel, likewise | ``tp_dp``, ``tp_dp_cp`` |
 | sequence: ranks within batch that share one | context-parallel | ``cp`` |
 | readers: ranks within batch that read different samples | data-parallel | ``dp`` |
 | alone: this rank | one of size 1, where there is one | none |
@@ -120,18 +120,19 @@ class MegatronMesh(Mesh):
         return {"replicas": self._groups["model"]}
 
     def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
+        sequence = parallel_state.get_context_parallel_group()
+        shared = sequence.size() > 1
         groups = {
             "model": parallel_state.get_tensor_model_parallel_group(),
-            "batch": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            "grid": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            "batch": parallel_state.get_data_parallel_group(with_context_parallel=shared),
+            "grid": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=shared),
         }
-        sequence = parallel_state.get_context_parallel_group()
         theirs = [
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_expert_data_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
         ]
-        if sequence.size() == 1:
+        if not shared:
             # One of more ranks is attention's, so that what it sends waits for no weight.
             theirs.append(sequence)
         likes = {"x": "tp", "y": "tp", "z": "ep", "data": "ep_dp"}

@@ -1,16 +1,18 @@
-"""The Trainer's ``evaluate`` and ``predict`` before it has trained, which under DeepSpeed it refuses but for ZeRO-3.
+"""The Trainer's engines: the optimizer that a script gives, and ``evaluate`` and ``predict`` before it has trained.
 
-The model is split by an engine without an optimizer; training makes another of the same model.
+Under DeepSpeed it makes an optimizer of its own, and refuses to evaluate first but for ZeRO-3. Here the model is split by an
+engine without an optimizer; training makes another of the same model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.transformers.readers import has_block
 
 # Of the configuration: what says how the model is split, and its type.
@@ -36,13 +38,32 @@ def patch(module: ModuleType) -> None:
 def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
     @wraps(original)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> tuple:
-        return (
-            (None, None)
-            if inference and has_block(trainer.accelerator)
-            else original(trainer, num_training_steps, inference)
-        )
+        """Theirs, which makes an optimizer also where the script has given one; it has that here, and its scheduler."""
+        if not has_block(trainer.accelerator):
+            return original(trainer, num_training_steps, inference)
+        if inference:
+            return None, None
+        given, scheduler = trainer.axonn_optimizers
+        if given is None:
+            return original(trainer, num_training_steps)
+        if "optimizer" in trainer.accelerator.state.deepspeed_plugin.deepspeed_config:
+            raise ConfigError(
+                f"the Trainer was given an optimizer ({type(given).__name__}, by optimizers=) and the DeepSpeed configuration has another; leave one of "
+                "them out"
+            )
+        trainer.create_optimizer = partial(_use, trainer, given)
+        try:
+            optimizer, made = original(trainer, num_training_steps)
+        finally:
+            del trainer.create_optimizer
+        return optimizer, scheduler if made is None else made
 
     return deepspeed_init
+
+
+def _use(trainer: Any, optimizer: Any, *rest: Any) -> Any:
+    trainer.optimizer = optimizer
+    return optimizer
 
 
 def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:

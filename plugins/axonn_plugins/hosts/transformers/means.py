@@ -37,28 +37,32 @@ class Kind:
         adds: twice the rows make it twice as large.
         divides: by ``num_items_in_batch``.
         shifts: the first label of a row is no target.
+        weights: by which a class counts in a mean; None where all count alike.
     """
 
     adds: bool
     divides: bool
     shifts: bool
+    weights: Tensor | None = None
 
 
 _kinds: WeakKeyDictionary[nn.Module, dict[tuple, Kind]] = WeakKeyDictionary()
 
 
 class _Watching(TorchFunctionMode):
-    """Notices whether something is divided by the number of items, and how many targets a cross-entropy has."""
+    """Notices whether something is divided by the number of items, and what targets and weights of classes a cross-entropy has."""
 
     def __init__(self, items: Any) -> None:
         super().__init__()
         self._copies, self.divides, self.targets = [items], False, -1
+        self.weights: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), getattr(func, "__name__", "")
         if name == "cross_entropy":
-            self.targets = int((kwargs["target"] if "target" in kwargs else args[1]).ne(IGNORED).sum())
+            named = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
+            self.targets, self.weights = int(named["target"].ne(IGNORED).sum()), named.get("weight")
         if "div" in name or name in _COPIES:
             given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
             if any(one is copy for one in given for copy in self._copies):
@@ -128,6 +132,7 @@ def _times(found: Any, factor: Any) -> Any:
     """A loss, alone or before outputs, as it counts; where that is nothing it may be of no token, and nan."""
     if isinstance(found, tuple):
         return _times(found[0], factor), *found[1:]
+    factor = factor.to(found.dtype) if isinstance(factor, Tensor) else factor
     return found * factor if share() else found.nan_to_num() * 0
 
 
@@ -137,12 +142,14 @@ def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
         return readers
     if labels is None:
         return share()
-    items = _items(labels, kind.shifts).to(self.accelerator.device)
-    return readers * items / self.accelerator.gather(items).sum().clamp(min=1)  # of one that counts nothing, none
+    items = _items(labels, kind.shifts, kind.weights).double().to(self.accelerator.device)
+    whole = self.accelerator.gather(items).sum()
+    return (readers * items / whole).nan_to_num()  # of one that counts nothing, none
 
 
-def _items(labels: Tensor, shifts: bool) -> Tensor:
-    return (labels[..., 1:] if shifts else labels).ne(IGNORED).sum()
+def _items(labels: Tensor, shifts: bool, weights: Tensor | None = None) -> Tensor:
+    targets = labels[..., 1:] if shifts else labels
+    return targets.ne(IGNORED).sum() if weights is None else weights[targets[targets.ne(IGNORED)]].sum()
 
 
 def _agreed(
@@ -157,8 +164,9 @@ def _agreed(
     if labels is not None and labels.dim() > 1:
         counts = [int(_items(labels, shifts)) for shifts in (False, True)]
         seen = [count == watching.targets for count in counts] if counts[0] != counts[1] else seen
-    votes = [watching.divides, labels is not None, labels is None, *seen]
-    divides, labelled, unlabelled, plain, shifted = count_votes(self, votes)
+    weighs = watching.weights is not None and labels is not None and not labels.is_floating_point()
+    votes = [watching.divides, labels is not None, labels is None, *seen, weighs]
+    divides, labelled, unlabelled, plain, shifted, weighed = count_votes(self, votes)
     if labelled and unlabelled:
         raise ConfigError(
             f"labels are in the batches of {labelled} of {labelled + unlabelled} ranks, and losses of readers are weighed by their labels; give "
@@ -169,7 +177,9 @@ def _agreed(
         grows = _growth(self.model, loss, rows)
         summed, others = count_votes(self, [abs(grows - _TIMES) < 0.1 * _TIMES, abs(grows - 1) < 0.1 * _TIMES])
         adds = summed > others
-    return Kind(adds, divides > 0, shifted > plain if shifted + plain else self._loss_shifts_labels)
+    shifts = shifted > plain if shifted + plain else self._loss_shifts_labels
+    weights = watching.weights if weighed == dist.get_world_size() else None
+    return Kind(adds, divides > 0, shifts, None if weights is None else weights.detach().clone())
 
 
 def count_votes(self: Any, votes: list[bool]) -> list[int]:

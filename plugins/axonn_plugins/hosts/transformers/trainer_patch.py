@@ -88,6 +88,7 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
         original(self, *inputs, **keywords)
+        self.axonn_optimizers = self.optimizer, self.lr_scheduler
         plugin, args = getattr(self.accelerator.state, "deepspeed_plugin", None), self.args
         if plugin is None or not open_sizes(plugin.deepspeed_config):
             return
