@@ -24,7 +24,6 @@ GRIDS = [
     Case(Settings(1, 2, 2)),
     Case(Settings(2, 2, 1, "replicated")),
     Case(Settings(1, 1, 4)),
-    Case(Settings(2), context=2),
 ]
 
 

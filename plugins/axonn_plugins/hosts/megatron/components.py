@@ -257,6 +257,12 @@ def _check_ted(args: Any, block: Any) -> None:
         raise ConfigError(
             f"Megatron's own layers call collectives whose results cannot be kept, {nothing}; add --tensor-model-parallel-impl axonn3d"
         )
+    ranks = getattr(args, "context_parallel_size", 1)
+    if ranks > 1:
+        raise ConfigError(
+            f"{flag('ted')} does not go with --context-parallel-size {ranks}: what attention exchanges goes through an autograd function of its "
+            "own, which a stash does not replay; leave one of the two out"
+        )
     mixtures = of_experts and "moe" in (getattr(args, "recompute_modules", None) or ())
     if args.recompute_granularity != "full" and not mixtures and not changes_experts:
         raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")
