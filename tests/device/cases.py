@@ -24,6 +24,7 @@ import axonn_tp
 import samo.fused
 import ted_moe
 from axonn_plugins.cluster.launch import launch
+from axonn_plugins.hosts.common.divisor import Divisor
 from axonn_plugins.hosts.common.goldfish import Weight
 from axonn_plugins.hosts.plain import compose
 from axonn_plugins.optim.access import Access
@@ -613,8 +614,10 @@ def composed_8() -> None:
 def weights_of_losses() -> None:
     """Kept targets are counted while the model runs."""
     for device in (CPU, GPU):
-        weight = Weight(torch.tensor(3 + dist.get_rank(), device=device), dist.group.WORLD)
-        got = weight.of(torch.ones((), device=device))
+        weight = Weight(torch.tensor(3 + dist.get_rank(), device=device), dist.group.WORLD, Divisor())
+        with weight:
+            loss = torch.ones((), device=device)
+        got = weight.of(loss)
         assert abs(got.item() - (3 + dist.get_rank()) * 2 / 7) < 1e-6
 
 

@@ -141,7 +141,7 @@ WRONG = [
     ({"train_batch_size": 1024, "axonn": grid(gx=64)}, ASKED, "gx must divide 56 heads"),
     ({"train_batch_size": 1024, "axonn": {"tensor_parallel": {"gxx": 2}}}, ASKED, 'axonn.tensor_parallel.gxx is not a key; use "gx"'),
     ({"train_batch_size": 1024, "axonn": grid(), "zero_optimization": {"stage": 3}}, ASKED, "make gz larger"),
-    ({"train_batch_size": 1024, "axonn": SHARED_AND_STAGED}, f"{ASKED} --fix stages=2", "gz.sequence does not go with axonn.pipeline"),
+    ({"train_batch_size": 1024, "axonn": SHARED_AND_STAGED}, f"{ASKED} --fix stages=2", "ranks share is of one stage"),
     ({"train_batch_size": 1024, "zero_optimization": {"stage": 4}}, ASKED, "zero_optimization.stage = 4 is not known"),
     ({"train_batch_size": 1024, "sequence_parallel_size": 2}, ASKED, "sequence_parallel_size splits sequences"),
     ({"train_batch_size": 1024}, f"{ASKED} --batch 512", "--batch = 512 is not train_batch_size = 1024"),
