@@ -6,9 +6,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +15,12 @@ from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench.output import extremes, mib, publish, table, three
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_context import sides
 from axonn_recipes.bench_context.settings import Options, Settings, described, name, resolve
 from axonn_recipes.bench_tp.measure import TOLERANCE, Side, first_steps, take_turns
-from axonn_recipes.bench_tp.report import compared_lines, comparisons
+from axonn_recipes.bench_tp.report import brief, brief_text
 from axonn_recipes.runs import new_folder
 
 
@@ -41,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     if "ulysses" in settings.peers and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("--peers ulysses is DeepSpeed's, which is not installed; install deepspeed, or leave it out")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    numbers = results(settings, run(settings))
-    publish(folder, numbers, text(numbers))
+    numbers = brief(settings, run(settings))
+    publish(folder, numbers, brief_text(numbers))
     return 0
 
 
@@ -69,42 +67,3 @@ def measure(settings: Settings) -> list[Side]:
     check_losses(chosen, TOLERANCE, advice="leave one out")
     take_turns(chosen, steps, settings.rounds)
     return chosen
-
-
-def results(settings: Settings, measured: list[Side]) -> dict[str, Any]:
-    """Everything measured, as what JSON can hold; seconds and bytes."""
-    return {
-        "torch": torch.__version__,
-        "settings": asdict(settings),
-        "sides": [
-            {
-                "name": side.name,
-                "losses": side.losses,
-                "seconds": side.seconds,
-                "median": side.median,
-                "memory_bytes": side.memory,
-                "bytes_inside_nodes": side.inside,
-                "bytes_between_nodes": side.between,
-            }
-            for side in measured
-        ],
-        "comparisons": comparisons(measured),
-    }
-
-
-def text(numbers: dict[str, Any]) -> str:
-    """What to read."""
-    tokens = numbers["settings"]["batch"] * numbers["settings"]["context"]
-    shown = table(
-        {
-            "": lambda side: side["name"],
-            "step s": lambda side: three(side["median"]),
-            "min-max": lambda side: extremes(side["seconds"], three),
-            "tokens/s": lambda side: f"{tokens / side['median']:,.0f}",
-            "MiB a rank": lambda side: mib(side["memory_bytes"]),
-            "MiB inside": lambda side: mib(side["bytes_inside_nodes"]),
-            "MiB between": lambda side: mib(side["bytes_between_nodes"]),
-        },
-        numbers["sides"],
-    )
-    return "\n".join([shown, *compared_lines(numbers["comparisons"])])

@@ -9,7 +9,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench.output import extremes, mib, publish, table, three
+from axonn_recipes.bench.output import publish
 from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, say, slowest
 from axonn_recipes.bench_moe import hf, mcore
 from axonn_recipes.bench_moe.settings import Options, Settings, Way, described, resolve
 from axonn_recipes.bench_tp.measure import Side
 from axonn_recipes.bench_tp.memory import PeakMemory
-from axonn_recipes.bench_tp.report import compared_lines, comparisons
+from axonn_recipes.bench_tp.report import brief, brief_text
 from axonn_recipes.runs import new_folder
 
 TOLERANCE = 1e-4
@@ -69,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
             )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _BUILDERS[settings.model].load()
-    numbers = results(settings, compare(settings))
-    publish(folder, numbers, text(numbers))
+    numbers = brief(settings, compare(settings))
+    publish(folder, numbers, brief_text(numbers))
     return 0
 
 
@@ -126,38 +126,3 @@ def measure(settings: Settings, way: Way, weighed: bool) -> Found:
     seconds = [slowest(step) for _ in range(settings.steps)]
     most = int(over_ranks([memory.peak], dist.ReduceOp.MAX)[0])
     return Found([loss / settings.ranks for loss in losses], seconds, most)
-
-
-def results(settings: Settings, measured: list[Side]) -> dict[str, Any]:
-    """Everything measured, as what JSON can hold; seconds and bytes."""
-    return {
-        "torch": torch.__version__,
-        "settings": asdict(settings),
-        "sides": [
-            {
-                "name": side.name,
-                "losses": side.losses,
-                "seconds": side.seconds,
-                "median": side.median,
-                "memory_bytes": side.memory,
-            }
-            for side in measured
-        ],
-        "comparisons": comparisons(measured),
-    }
-
-
-def text(numbers: dict[str, Any]) -> str:
-    """What to read."""
-    tokens = numbers["settings"]["batch"] * numbers["settings"]["context"]
-    shown = table(
-        {
-            "": lambda side: side["name"],
-            "step s": lambda side: three(side["median"]),
-            "min-max": lambda side: extremes(side["seconds"], three),
-            "tokens/s": lambda side: f"{tokens / side['median']:,.0f}",
-            "MiB a rank": lambda side: mib(side["memory_bytes"]),
-        },
-        numbers["sides"],
-    )
-    return "\n".join([shown, *compared_lines(numbers["comparisons"])])

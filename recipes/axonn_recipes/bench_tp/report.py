@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -45,6 +46,43 @@ def _numbers(side: Side, settings: Settings) -> dict[str, Any]:
         "compute_s": side.compute,
         "exposed_communication_s": exposed(side),
     }
+
+
+def brief(settings: Any, measured: list[Side]) -> dict[str, Any]:
+    """What was measured of sides without a computation of their own, as what JSON can hold; seconds and bytes, None where not counted."""
+    return {
+        "torch": torch.__version__,
+        "settings": asdict(settings),
+        "sides": [
+            {
+                "name": side.name,
+                "losses": side.losses,
+                "seconds": side.seconds,
+                "median": side.median,
+                "memory_bytes": side.memory,
+                "bytes_inside_nodes": side.inside,
+                "bytes_between_nodes": side.between,
+            }
+            for side in measured
+        ],
+        "comparisons": comparisons(measured),
+    }
+
+
+def brief_text(numbers: dict[str, Any]) -> str:
+    """What to read of `brief`, of steps on a batch of token sequences."""
+    tokens, sides = numbers["settings"]["batch"] * numbers["settings"]["context"], numbers["sides"]
+    columns: dict[str, Callable[[Any], object]] = {
+        "": lambda side: side["name"],
+        "step s": lambda side: three(side["median"]),
+        "min-max": lambda side: extremes(side["seconds"], three),
+        "tokens/s": lambda side: f"{tokens / side['median']:,.0f}",
+        "MiB a rank": lambda side: mib(side["memory_bytes"]),
+    }
+    if any(side["bytes_inside_nodes"] is not None for side in sides):
+        columns["MiB inside"] = lambda side: mib(side["bytes_inside_nodes"])
+        columns["MiB between"] = lambda side: mib(side["bytes_between_nodes"])
+    return "\n".join([table(columns, sides), *compared_lines(numbers["comparisons"])])
 
 
 def exposed(side: Side) -> float | None:

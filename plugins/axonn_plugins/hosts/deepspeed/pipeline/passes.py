@@ -181,6 +181,8 @@ class StagePasses(PipelineEngine):
             pairs = [(o, g) for o, g in zip(kept.outputs, message.tensors, strict=True) if g is not None]
             if pairs:
                 self._backward_from(*zip(*pairs, strict=True))
+        if kept.call is not None:
+            self.module.axonn_sequences.now = None
         if self.is_first_stage():
             return None
         gradients = tuple(leaf.grad for leaf, wanted in zip(kept.inputs, kept.wanted, strict=True) if wanted)
