@@ -26,9 +26,10 @@ def compiled(folder: Path) -> Path:
             includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
             libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
             command = [compiler(), *_FLAGS, *(f"-isystem{path}" for path in includes)]
-            sources = [str(source) for source in sorted(_HERE.glob("*.cpp"))]
+            together = folder / "together.cpp"  # torch's headers are read once
+            together.write_text("".join(f'#include "{source}"\n' for source in sorted(_HERE.glob("*.cpp"))))
             names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lpthread"]
             made = folder / f"_late.{os.getpid()}.so"
-            subprocess.run([*command, "-shared", *sources, *libraries, *names, "-o", str(made)], check=True)
+            subprocess.run([*command, "-shared", str(together), *libraries, *names, "-o", str(made)], check=True)
             made.replace(built)
     return built

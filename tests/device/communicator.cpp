@@ -30,12 +30,12 @@ using Call = std::function<std::vector<Pointer>(Backend&)>;
 
 constexpr int kData = 0, kReceived = 1;
 
-at::Tensor near(const at::Tensor& tensor) {
+at::Tensor host_view(const at::Tensor& tensor) {
   return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU));
 }
-Tensors near(const Tensors& tensors) {
+Tensors host_view(const Tensors& tensors) {
   Tensors made;
-  for (const auto& tensor : tensors) made.push_back(near(tensor));
+  for (const auto& tensor : tensors) made.push_back(host_view(tensor));
   return made;
 }
 
@@ -80,7 +80,7 @@ class Communicator : public Backend {
   Pointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return post("broadcast from " + std::to_string(options.rootRank), options.rootRank == rank_ ? tensors : Tensors{},
                 options.rootRank == rank_ ? Tensors{} : tensors,
-                [data = near(tensors), options](Backend& gloo) mutable { return std::vector{gloo.broadcast(data, options)}; });
+                [data = host_view(tensors), options](Backend& gloo) mutable { return std::vector{gloo.broadcast(data, options)}; });
   }
   Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override { return sums("all_reduce", tensors, options); }
   Pointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
@@ -89,7 +89,7 @@ class Communicator : public Backend {
   Pointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     c10d::ReduceOptions summed = options;
     auto share = divisor(summed.reduceOp);
-    return post("reduce to " + std::to_string(options.rootRank), {}, tensors, [data = near(tensors), summed](Backend& gloo) mutable {
+    return post("reduce to " + std::to_string(options.rootRank), {}, tensors, [data = host_view(tensors), summed](Backend& gloo) mutable {
       return std::vector{gloo.reduce(data, summed)};
     }, divided(tensors, share));
   }
@@ -102,8 +102,8 @@ class Communicator : public Backend {
   }
   Pointer allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     std::vector<Tensors> rooms;
-    for (const auto& each : outputs) rooms.push_back(near(each));
-    return post("all_gather", inputs, outputs.at(0), [rooms, own = near(inputs), options](Backend& gloo) mutable {
+    for (const auto& each : outputs) rooms.push_back(host_view(each));
+    return post("all_gather", inputs, outputs.at(0), [rooms, own = host_view(inputs), options](Backend& gloo) mutable {
       return std::vector{gloo.allgather(rooms, own, options)};
     });
   }
@@ -118,20 +118,20 @@ class Communicator : public Backend {
     c10d::ReduceScatterOptions summed = options;
     auto share = divisor(summed.reduceOp);
     std::vector<Tensors> parts;
-    for (const auto& each : inputs) parts.push_back(near(each));
-    return post("reduce_scatter", inputs.at(0), outputs, [parts, room = near(outputs), summed](Backend& gloo) mutable {
+    for (const auto& each : inputs) parts.push_back(host_view(each));
+    return post("reduce_scatter", inputs.at(0), outputs, [parts, room = host_view(outputs), summed](Backend& gloo) mutable {
       return std::vector{gloo.reduce_scatter(room, parts, summed)};
     }, divided(outputs, share));
   }
   Pointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
                         const c10d::AllToAllOptions& options) override {
     return post("all_to_all", {input}, {output},
-                [to = near(output), from = near(input), output_sizes, input_sizes, options](Backend& gloo) mutable {
+                [to = host_view(output), from = host_view(input), output_sizes, input_sizes, options](Backend& gloo) mutable {
                   return std::vector{gloo.alltoall_base(to, from, output_sizes, input_sizes, options)};
                 }, [] {}, false);
   }
   Pointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return post("all_to_all", inputs, outputs, [to = near(outputs), from = near(inputs), rank = rank_](Backend& gloo) mutable {
+    return post("all_to_all", inputs, outputs, [to = host_view(outputs), from = host_view(inputs), rank = rank_](Backend& gloo) mutable {
       std::vector<Pointer> works;
       for (size_t peer = 0; peer < to.size(); ++peer) {
         if (static_cast<int>(peer) == rank) {
@@ -146,13 +146,13 @@ class Communicator : public Backend {
     }, [] {}, false);
   }
   Pointer send(Tensors& tensors, int peer, int) override {
-    return post("", tensors, {}, [data = near(tensors), peer, answer = at::empty(1, at::kByte)](Backend& gloo) mutable {
+    return post("", tensors, {}, [data = host_view(tensors), peer, answer = at::empty(1, at::kByte)](Backend& gloo) mutable {
       Tensors answers{answer};
       return std::vector{gloo.send(data, peer, kData), gloo.recv(answers, peer, kReceived)};
     });
   }
   Pointer recv(Tensors& tensors, int peer, int) override {
-    return post("", {}, tensors, [data = near(tensors), peer, answer = at::zeros(1, at::kByte)](Backend& gloo) mutable {
+    return post("", {}, tensors, [data = host_view(tensors), peer, answer = at::zeros(1, at::kByte)](Backend& gloo) mutable {
       Tensors answers{answer};
       return std::vector{gloo.recv(data, peer, kData), gloo.send(answers, peer, kReceived)};
     });
@@ -202,7 +202,7 @@ class Communicator : public Backend {
   }
   std::function<void()> divided(const Tensors& tensors, std::optional<int> average) {
     if (!average) return [] {};
-    return [data = near(tensors), size = size_]() mutable {
+    return [data = host_view(tensors), size = size_]() mutable {
       for (auto& tensor : data) tensor.div_(size);
     };
   }
@@ -211,7 +211,7 @@ class Communicator : public Backend {
     c10d::AllreduceOptions summed;
     summed.reduceOp = options.reduceOp;
     auto share = divisor(summed.reduceOp);
-    return post(what, {}, tensors, [data = near(tensors), summed](Backend& gloo) {
+    return post(what, {}, tensors, [data = host_view(tensors), summed](Backend& gloo) {
       std::vector<Pointer> works;
       for (const auto& each : data) {
         Tensors one{each};
@@ -221,7 +221,7 @@ class Communicator : public Backend {
     }, divided(tensors, share));
   }
   Pointer gathers(const Tensors& outputs, const Tensors& inputs, const c10d::AllgatherOptions& options) {
-    return post("all_gather", inputs, outputs, [to = near(outputs), from = near(inputs), options](Backend& gloo) mutable {
+    return post("all_gather", inputs, outputs, [to = host_view(outputs), from = host_view(inputs), options](Backend& gloo) mutable {
       std::vector<Pointer> works;
       for (size_t i = 0; i < to.size(); ++i) {
         at::Tensor own = from[i].clone().view(-1), whole = to[i].view(-1);  // in place, NCCL's gather takes what lies in the result
@@ -233,7 +233,7 @@ class Communicator : public Backend {
   Pointer scatters(const Tensors& outputs, const Tensors& inputs, const c10d::ReduceScatterOptions& options) {
     c10d::ReduceScatterOptions summed = options;
     auto share = divisor(summed.reduceOp);
-    return post("reduce_scatter", inputs, outputs, [to = near(outputs), from = near(inputs), summed, rank = rank_](Backend& gloo) mutable {
+    return post("reduce_scatter", inputs, outputs, [to = host_view(outputs), from = host_view(inputs), summed, rank = rank_](Backend& gloo) mutable {
       std::vector<Pointer> works;
       for (size_t i = 0; i < to.size(); ++i) {
         Tensors whole{from[i].clone()};
