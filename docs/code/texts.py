@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = re.compile(r'^\[include: [^\]]*\]\(([^)\s#]+)(?:#([^)\s]+))?(?: "without: ([^"]*)")?\)$')
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(#{1,6}) (.*)$")
 
 

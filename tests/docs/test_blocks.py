@@ -7,9 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import io
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from typing import Any
 import pytest
 
 from axonn_plugins import config
-from axonn_plugins.cli.commands import find
 from axonn_plugins.config import compose
 from tests.docs.texts import BLOCKS, ROOT, Code
 
@@ -28,7 +25,6 @@ OURS = ("axonn_plugins", "axonn_recipes", "axonn_tp", "samo", "ted_moe")
 LANGUAGES = ("", "json", "python", "bash")
 OTHERS = {"accelerate", "deepspeed", "litgpt", "mpirun", "pip", "pre-commit", "printf", "python", "torchrun"}
 """Programs of others that may begin a line."""
-ELLIPSIS = {"...", "HOST", "SOURCE", "TARGET", "FOLDER", "COMMAND", "HF_FOLDER", "PAGES", "N"}
 
 
 def of(language: str) -> list[Code]:
@@ -97,26 +93,6 @@ def test_python(block: Code) -> None:
                     assert {each.arg for each in node.keywords} <= {one.name for one in taken}, ".".join(words)
 
 
-class Parsed(BaseException):
-    """A command line was read to its end."""
-
-
-@contextlib.contextmanager
-def parsing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, commands end when their options have been read."""
-    import tyro
-
-    original = tyro.cli
-
-    def stop(*given: Any, **named: Any) -> None:
-        original(*given, **named)
-        raise Parsed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tyro, "cli", stop)
-        yield
-
-
 def commands(block: Code) -> Iterator[list[str]]:
     """Lines of a block that are commands, as words; lines that go on are joined."""
     text = re.sub(r"\\\n\s*", " ", block.text)
@@ -131,42 +107,6 @@ def commands(block: Code) -> Iterator[list[str]]:
 
 
 LINES = sorted({tuple(words) for block in BLOCKS if block.language in ("", "bash") for words in commands(block)})
-AXONN = [words for words in LINES if words[0] == "axonn"]
-
-
-def start_of(words: tuple[str, ...]) -> tuple[str, ...]:
-    """What stands behind "axonn" in a line of another launcher."""
-    return words[words.index("axonn") :] if "axonn" in words else ()
-
-
-def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every line that starts axonn the options are read, and nothing runs."""
-    seen = 0
-    # Parts of an emulated cluster are root's, and of the doctor nothing is read.
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    for words in {start_of(words) for words in LINES} - {()}:
-        given = [word for word in words[1:]]
-        if given[:1] == ["doctor"]:
-            continue
-        # "SOURCE TARGET" and the like are taken as they are.
-        with parsing(monkeypatch), contextlib.redirect_stdout(io.StringIO()):
-            try:
-                command, rest = find(given)
-                code = command(rest)
-            except (Parsed, SystemExit):
-                code = 0
-        assert code in (0, 2) and (code == 0 or len(given) < 3), words
-        seen += 1
-    assert seen > 100
-
-
-def test_make() -> None:
-    """Targets are there."""
-    makefiles = "".join(file.read_text() for file in (ROOT / "Makefile", *ROOT.glob("docs/*.mk")))
-    targets = set(re.findall(r"^([a-z]+):", makefiles, re.M))
-    for words in LINES:
-        if words[0] == "make":
-            assert {word for word in words[1:] if "=" not in word} <= targets, words
 
 
 def test_modules_and_extras() -> None:
