@@ -76,7 +76,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """A page's text with what it includes."""
     text = _site.render(page.file.src_uri, _picture)
-    return text.replace("[errors: all of them]", messages.tables())
+    marker = "[errors: all of them]"
+    return text.replace(marker, messages.tables()) if marker in text else text
 
 
 def _picture(source: str) -> str:
