@@ -1,0 +1,134 @@
+"""Every block of code in a README or on the site is run, or read by what would read it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from axonn_plugins import config
+from axonn_plugins.config import compose
+from tests.docs.texts import BLOCKS, ROOT, Code
+
+OURS = ("axonn_plugins", "axonn_recipes", "axonn_tp", "samo", "ted_moe")
+LANGUAGES = ("", "json", "python", "bash")
+OTHERS = {"accelerate", "deepspeed", "litgpt", "mpirun", "pip", "pre-commit", "printf", "python", "torchrun"}
+"""Programs of others that may begin a line."""
+
+
+def of(language: str) -> list[Code]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def test_blocks_have_languages_that_are_checked() -> None:
+    assert {block.language for block in BLOCKS} <= set(LANGUAGES)
+    assert len(of("json")) > 20 and len(of("python")) > 20
+
+
+@pytest.mark.parametrize("block", of("json"), ids=str)
+def test_json(block: Code) -> None:
+    text = block.text.strip()
+    found = json.loads("{" + text + "}" if text.startswith('"') else text)
+    if "axonn" in found:
+        # A system of one's own is known where its class is.
+        given = {key: value for key, value in found["axonn"].items() if key != "gradient_noise"}
+        compose.check(config.parse(given))
+
+
+def named(node: ast.AST) -> list[str]:
+    """a.b.c as words; nothing where it begins with no name."""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute):
+        words.append(node.attr)
+        node = node.value
+    return [*reversed([*words, node.id])] if isinstance(node, ast.Name) else []
+
+
+def resolve(words: list[str], known: dict[str, Any]) -> Any:
+    """What a dotted name of ours is."""
+    if words[0] not in known:
+        known[words[0]] = importlib.import_module(words[0])
+    value = known[words[0]]
+    for word in words[1:]:
+        if isinstance(value, ModuleType) and not hasattr(value, word):
+            importlib.import_module(f"{value.__name__}.{word}")
+        value = getattr(value, word)
+    return value
+
+
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_python(block: Code) -> None:
+    """Names of ours are there, and take the arguments that are given by name."""
+    tree = ast.parse(block.text)
+    known: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                known[alias.asname or alias.name] = (
+                    getattr(module, alias.name)
+                    if hasattr(module, alias.name)
+                    else importlib.import_module(f"{node.module}.{alias.name}")
+                )
+    for node in ast.walk(tree):
+        words = named(node)
+        if len(words) > 1 and words[0] in OURS:
+            resolve(words, known)
+        if isinstance(node, ast.Call):
+            words = named(node.func)
+            if words and (words[0] in OURS or words[0] in known):
+                taken = inspect.signature(resolve(words, known)).parameters.values()
+                if not any(one.kind is one.VAR_KEYWORD for one in taken):
+                    assert {each.arg for each in node.keywords} <= {one.name for one in taken}, ".".join(words)
+
+
+def commands(block: Code) -> Iterator[list[str]]:
+    """Lines of a block that are commands, as words; lines that go on are joined."""
+    text = re.sub(r"\\\n\s*", " ", block.text)
+    for line in text.splitlines():
+        line = re.split(r"\s+#(?:\s|$)", line)[0].strip()
+        with contextlib.suppress(ValueError):
+            words = shlex.split(line)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]
+            if words and (words[0] in OTHERS or words[0] in ("axonn", "make")):
+                yield words
+
+
+LINES = sorted({tuple(words) for block in BLOCKS if block.language in ("", "bash") for words in commands(block)})
+
+
+def test_modules_and_extras() -> None:
+    """What ``python -m`` and torchrun start is there, and so is what pip installs with us."""
+    extras = re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().partition("extras_require]")[2], re.M)
+    for words in LINES:
+        if "-m" in words and words[0] in ("python", "torchrun", "accelerate"):
+            module = words[words.index("-m") + 1]
+            if module.split(".")[0] in (*OURS, "tests"):
+                assert importlib.util.find_spec(module), words
+        for word in words:
+            if found := re.fullmatch(r"(?:\.|axonn-plugins)\[(\w+)\]", word):
+                assert found[1] in extras, words
+
+
+def test_flags_of_megatron() -> None:
+    """Flags of ours on a line of torchrun are those of its arguments."""
+    from axonn_plugins.hosts.megatron import arguments
+
+    source = Path(inspect.getfile(arguments)).read_text()
+    known = {*re.findall(r"--axonn-[\w-]+", source), "--axonn-gradient-noise"}
+    systems = {f"--axonn-{key.replace('_', '-')}" for key in compose.SYSTEMS}
+    for words in LINES:
+        given = {word for word in words if word.startswith("--axonn-")}
+        assert given <= known | systems, (words, given - known - systems)

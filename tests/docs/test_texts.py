@@ -1,0 +1,81 @@
+"""Links lead somewhere, paths are there, and drawings are what their code draws."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.texts import ROOT, TEXTS
+
+import drawings  # isort: skip  # noqa: E402 - its folder is on the path by the line above
+import texts  # isort: skip  # noqa: E402
+
+PATH = re.compile(r"`((?:axonn_tp|docs|plugins|recipes|samo|ted_moe|tests)/[\w./-]+?)/?`")
+MADE = (
+    "docs/reference/block.md",
+    "docs/reference/commands.md",
+    "docs/reference/recipes.md",
+    "docs/reference/api/",
+    "docs/measured/",
+)
+"""Pages that are made when the site is built, whose strict build looks at them."""
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_and_paths(file) -> None:
+    source = str(file.relative_to(ROOT))
+    text = "\n".join(line for line, code in texts.lines(file.read_text()) if not code)
+    for _, _, target in texts.LINK.findall(re.sub(r"`[^`]*`", "", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        whole = texts.Site.resolve(source, path) if path else source
+        if whole.startswith(MADE):
+            continue
+        assert (ROOT / whole).exists(), f"{source}: {target}"
+        if anchor:
+            assert anchor in anchors(whole), f"{source}: {target}"
+    for path in PATH.findall(text):
+        assert (ROOT / path).exists(), f"{source} names {path}"
+
+
+def anchors(source: str) -> set[str]:
+    """Of a text's headings, those that it includes, too."""
+    found = set()
+    for line, code in texts.lines((ROOT / source).read_text()):
+        if code:
+            continue
+        if heading := texts.HEADING.match(line):
+            found.add(texts.slug(heading.group(2)))
+        if include := texts.INCLUDE.match(line):
+            path, only, without = include.groups()
+            inside = (ROOT / texts.Site.resolve(source, path)).read_text()
+            found |= {texts.slug(one.title) for one in texts.pick(inside, only or "", without or "") if one.title}
+    return found
+
+
+def test_every_text_stands_once() -> None:
+    """A long line on two pages is a text that was copied."""
+    seen: dict[str, str] = {}
+    for file in TEXTS:
+        if "docs/coverage.md" in str(file):
+            continue
+        for line, code in texts.lines(file.read_text()):
+            if not code and len(line) > 110:
+                assert line not in seen, f"{file.relative_to(ROOT)} and {seen[line]}: {line}"
+                seen[line] = str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("draw", drawings.DRAWINGS, ids=lambda draw: draw.__name__)
+def test_drawings_are_those_of_their_code(draw) -> None:
+    assert (drawings.FOLDER / f"{draw.__name__}.svg").read_text() == str(draw()), "run: python docs/code/drawings.py"
+
+
+def test_sections_are_picked() -> None:
+    text = "# T\n\nintro\n\n## A\n\na\n\n### B\n\nb\n\n## C\n\n```\n# no heading\n```\n"
+    assert [one.title for one in texts.sections(text)] == ["", "T", "A", "B", "C"]
+    assert texts.join(texts.pick(text, "a")).split() == ["a", "##", "B", "b"]
+    assert texts.join(texts.pick(text, "", "A")).split() == ["intro", "##", "C", "```", "#", "no", "heading", "```"]
+    with pytest.raises(ValueError, match="no section"):
+        texts.pick(text, "d")
