@@ -58,7 +58,10 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "ted": {
         "memory": Command("memory that training a mixture of experts takes", "axonn_plugins.ted.memory_cli", "[MODEL]"),
     },
-    "test": {"ted": Command("compare with stock DeepSpeed-MoE, also on a cluster", "axonn_plugins.ted.regression_cli")},
+    "test": {
+        "gpu": Command("run every system on the GPUs here, beside its stock peer", "axonn_recipes.gpu_test.cli"),
+        "ted": Command("compare with stock DeepSpeed-MoE, also on a cluster", "axonn_plugins.ted.regression_cli"),
+    },
 }
 NAMED = {
     "train": ("recipe", "train a recipe", ""),

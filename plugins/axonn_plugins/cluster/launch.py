@@ -150,7 +150,7 @@ def _receive(reader: Connection, process: Any) -> tuple[bool, Any, str]:
         return reader.recv()
     except EOFError:
         process.join()
-        return False, None, _exit_in_words(process.exitcode)
+        return False, None, exit_in_words(process.exitcode)
 
 
 def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[Any]) -> RankFailed:
@@ -167,7 +167,8 @@ def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[An
     return first
 
 
-def _exit_in_words(code: int) -> str:
+def exit_in_words(code: int) -> str:
+    """How a process ended, by its exit code."""
     return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
@@ -183,11 +184,7 @@ def _rank(
     all_reported: Event,
 ) -> None:
     gc.freeze()  # a collection does not walk, and so copy, all that was imported before the fork
-    if sys.platform == "linux":
-        die_with_parent = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    die_with(parent)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -216,6 +213,19 @@ def _rank(
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(0 if message[0] else 1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux).
+
+    Args:
+        parent: the parent's number, which it may have had no time to lose.
+    """
+    if sys.platform == "linux":
+        die_with_parent = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _leave_group(rank: int, all_reported: Event) -> None:

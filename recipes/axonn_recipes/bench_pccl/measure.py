@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from axonn_recipes.bench_pccl.settings import Settings, shown
 
 _PERIOD = 4099  # elements after which inputs repeat; a prime, so that no block is like another
 _SHORT, _CALLS = 2**20, 3  # bytes below which a turn is at least so many calls
+_CPU = torch.device("cpu")
 _TURN, _MOST_CALLS = 0.02, 500  # seconds that a turn should last, with so many calls at most
 
 Call = Callable[[Tensor, Tensor], object]
@@ -44,20 +45,24 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     register()
     dist.init_process_group("cpu:pccl", pg_options=replace(Options.from_environment(), tune=settings.tune))
     gloo = dist.new_group(backend="gloo")
-    sides: dict[str, Side] = {"pccl": (_torch(None), None), "gloo": (_torch(gloo), None)}
+    sides: dict[str, Side] = {"pccl": (torch_calls(None), None), "gloo": (torch_calls(gloo), None)}
     if not mpi.absent():
         sides["mpi"] = (mpi.calls(), None)
-    sides |= {str(choice): (_torch(None), choice) for choice in settings.algorithms}
-    cells = []
+    sides |= {str(choice): (torch_calls(None), choice) for choice in settings.algorithms}
+    cells: list[dict[str, Any]] = []
     for collective in settings.collectives:
         here = {name: side for name, side in sides.items() if _able(side[1], collective)}
         for size in settings.sizes:
+            for name, difference in differences(collective, size, here).items():
+                if difference != 0:
+                    raise ConfigError(f"{name} computes a wrong {collective} of {shown(size)}; nothing is reported")
             cells += _cells(collective, size, here, settings.rounds)
     dist.destroy_process_group()
     return cells
 
 
-def _torch(group: dist.ProcessGroup | None) -> dict[str, Call]:
+def torch_calls(group: dist.ProcessGroup | None) -> dict[str, Call]:
+    """The collectives of a group, by default all ranks'."""
     return {
         "all_gather": lambda whole, own: dist.all_gather_into_tensor(whole, own, group),
         "reduce_scatter": lambda whole, own: dist.reduce_scatter_tensor(own, whole, group=group),
@@ -69,17 +74,33 @@ def _able(choice: Choice | None, collective: str) -> bool:
     return choice is None or choice.algorithm in algorithms(collective, dist.get_world_size())
 
 
-def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
-    """One collective at one size."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    whole, own, wanted = _data(collective, size)
-    source = whole.clone()
-    for name, (calls, choice) in sides.items():
+def differences(collective: str, size: int, sides: Mapping[str, Side], place: torch.device = _CPU) -> dict[str, float]:
+    """The largest absolute difference of each side's values from what they must be, over all ranks: sums of whole numbers, so none is due.
+
+    Args:
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        size: bytes.
+        sides: by name.
+        place: where the tensors are.
+    """
+    whole, own, wanted = (tensor.to(place) for tensor in _data(collective, size))
+    source, found = whole.clone(), []
+    for calls, choice in sides.values():
         whole.copy_(source)
         with _as(choice):
             calls[collective](whole, own)
         got = own if collective == "reduce_scatter" else whole
-        _check(torch.equal(got, wanted), f"{name} computes a wrong {collective} of {shown(size)}")
+        found.append((got - wanted).abs().nan_to_num(nan=torch.inf).max())
+    worst = torch.stack(found)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return dict(zip(sides, worst.tolist(), strict=True))
+
+
+def times(
+    collective: str, size: int, sides: Mapping[str, Side], rounds: int, place: torch.device = _CPU
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, by side and round; the arguments are those of `differences`."""
+    whole, own, _ = (tensor.to(place) for tensor in _data(collective, size))
     whole.zero_()  # stays so however often it is summed
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     repeats = {}
@@ -89,13 +110,19 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
     for _, (name, (calls, choice)) in in_turns(list(sides.items()), rounds):
         with _as(choice):
             calls[collective](whole, own)  # what is planned but once, and what other sides have left in caches
-            dist.barrier()
-            began = time.perf_counter()
+            began = _together(place)
             for _ in range(repeats[name]):
                 calls[collective](whole, own)
+            _done(place)
             seconds[name].append((time.perf_counter() - began) / repeats[name])
-    table = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=place)
     dist.all_reduce(table, dist.ReduceOp.MAX)  # the slowest rank's
+    return dict(zip(sides, table.tolist(), strict=True))
+
+
+def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
+    """One collective at one size."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return [
         {
             "nodes": dist.get_world_size() // local,
@@ -104,18 +131,31 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
             "bytes": size,
             "side": name,
             "choice": str(planner().choose(collective, size)) if name == "pccl" else None,
-            "seconds": times,
+            "seconds": took,
         }
-        for name, times in zip(sides, table.tolist(), strict=True)
+        for name, took in times(collective, size, sides, rounds).items()
     ]
+
+
+def _together(place: torch.device) -> float:
+    """When all ranks begin."""
+    _done(place)
+    dist.barrier()
+    _done(place)
+    return time.perf_counter()
+
+
+def _done(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
 
 
 def _calls(call: Call, whole: Tensor, own: Tensor, size: int) -> int:
     """How many calls in a row are a turn, on all ranks: else, of what is short, when the ranks begin is most of the time."""
-    dist.barrier()
-    began = time.perf_counter()
+    began = _together(whole.device)
     call(whole, own)
-    slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    _done(whole.device)
+    slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=whole.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return max(_CALLS if size < _SHORT else 1, min(math.ceil(_TURN / slowest.item()), _MOST_CALLS))
 
@@ -139,11 +179,3 @@ def _data(collective: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _long(base: Tensor, elements: int) -> Tensor:
     return base.repeat(-(-elements // _PERIOD))[:elements].contiguous()
-
-
-def _check(holds: bool, wrong: str) -> None:
-    """Raise on all ranks where something does not hold on one."""
-    all_hold = torch.tensor([int(holds)])
-    dist.all_reduce(all_hold, dist.ReduceOp.MIN)
-    if not all_hold.item():
-        raise ConfigError(f"{wrong}; nothing is reported")

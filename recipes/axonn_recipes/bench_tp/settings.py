@@ -53,6 +53,7 @@ class Settings(ClusterRun):
     grids: tuple[Grid, ...]
     screen: bool
     network: str = "gpt"
+    dtype: str = "float32"
 
     @property
     def trained(self) -> Network:

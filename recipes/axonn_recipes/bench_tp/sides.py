@@ -69,7 +69,7 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Me
 
 def _model(settings: Settings) -> Any:
     torch.manual_seed(settings.seed)
-    return settings.trained.build(settings).to(device())
+    return settings.trained.build(settings).to(device(), getattr(torch, settings.dtype))
 
 
 def _batch(settings: Settings, part: int = 0, parts: int = 1) -> list[Tensor]:

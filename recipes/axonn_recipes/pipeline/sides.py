@@ -22,7 +22,7 @@ from axonn_plugins.autoload import activate  # noqa: E402
 from axonn_plugins.optim.memory import host_bytes, step_bytes
 from axonn_plugins.pipeline.timeline import split  # noqa: E402
 from axonn_recipes.data import Corpus  # noqa: E402
-from axonn_recipes.models.gpt import GPT  # noqa: E402
+from axonn_recipes.models.gpt import GPT, GPTConfig  # noqa: E402
 from axonn_recipes.pipeline.settings import WEIGHT_DECAY, Settings  # noqa: E402
 
 
@@ -47,10 +47,10 @@ class Outcome:
 class Part(nn.Module):
     """Part `number` of a GPT: embeddings, a block, or the norm and the head; its weights are those of the whole model's."""
 
-    def __init__(self, settings: Settings, number: int) -> None:
+    def __init__(self, config: GPTConfig, seed: int, number: int) -> None:
         super().__init__()
-        whole = serial_model(settings)
-        self.number, self.last = number, number == settings.layers + 1
+        whole = serial_model(config, seed)
+        self.number, self.last = number, number == config.layers + 1
         if number == 0:
             self.tokens, self.positions = whole.tokens, whole.positions
         elif self.last:
@@ -65,16 +65,17 @@ class Part(nn.Module):
         return self.head(self.norm(x)) if self.last else self.block(x)
 
 
-def serial_model(settings: Settings) -> GPT:
+def serial_model(config: GPTConfig, seed: int) -> GPT:
     """The GPT with its first weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return GPT(settings.model)
+        torch.manual_seed(seed)
+        return GPT(config)
 
 
 def entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean loss in nats a token."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    logits = logits.flatten(0, 1)
+    return F.cross_entropy(logits.float() if logits.element_size() < 4 else logits, targets.flatten())
 
 
 def train(side: str, settings: Settings, corpus: Corpus) -> Outcome:
@@ -85,7 +86,7 @@ def train(side: str, settings: Settings, corpus: Corpus) -> Outcome:
 
 
 def _serial(settings: Settings, corpus: Corpus) -> Outcome:
-    model = serial_model(settings)
+    model = serial_model(settings.model, settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=WEIGHT_DECAY)
     outcome = Outcome()
     for step in range(settings.steps):
@@ -105,7 +106,7 @@ def _pipeline(side: str, settings: Settings, corpus: Corpus) -> Outcome:
     activate()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", verbose=False)
-    parts = [LayerSpec(Part, settings, number) for number in range(settings.layers + 2)]
+    parts = [LayerSpec(Part, settings.model, settings.seed, number) for number in range(settings.layers + 2)]
     with contextlib.redirect_stdout(io.StringIO()):
         module = PipelineModule(parts, num_stages=settings.stages, loss_fn=entropy, partition_method="parameters")
         config = settings.ds_config(side)
