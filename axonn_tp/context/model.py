@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonn_tp.context import huggingface
-from axonn_tp.context.attention import AXIS, attend
+from axonn_tp.context.attention import attend
 from axonn_tp.context.calls import Call, main_input
 from axonn_tp.context.chunks import Sight
+from axonn_tp.context.shared import AXIS
 from axonn_tp.context.sums import current, over_sequence, real_targets, sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh

@@ -19,8 +19,8 @@ from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.sharing import share_of_stream, whole_stream
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, factorisations, layout_of
-from axonn_tp.context.attention import Shared
-from axonn_tp.context.chunks import Chunks, Sight, sent
+from axonn_tp.context.chunks import Chunks, Heads, Sight, sent
+from axonn_tp.context.shared import Shared
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.megatron import training
@@ -289,7 +289,7 @@ def test_what_attention_sends_is_what_the_planner_counts() -> None:
     ranks = run_ranks(_sent, 4, {how: {"cp_comm_type": how} for how in ("p2p", "all_gather")})
     for rank, found in enumerate(ranks):
         for word, how in (("p2p", "ring"), ("all_gather", "gather")):
-            counted = [sent(chunks, rank, Sight(), how, 2 * 2 * 32, backward) for backward in (False, True)]
+            counted = [sent(chunks, rank, Sight(), how, Heads(2, 8, 8, 4, 4), backward) for backward in (False, True)]
             assert found[word] == counted, (rank, word)
 
 

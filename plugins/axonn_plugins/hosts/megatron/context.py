@@ -29,8 +29,9 @@ from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.randomness import HEADS, HeadsDropout
 from axonn_plugins.hosts.megatron.settings import TRAVEL
 from axonn_tp.comm.collectives import all_gather, all_reduce, gather_to
-from axonn_tp.context.attention import AXIS, Shared, attend
+from axonn_tp.context.attention import attend
 from axonn_tp.context.chunks import Chunks, Sight
+from axonn_tp.context.shared import AXIS, Shared
 
 
 def install(originals: Originals, providers: list[type]) -> None:
