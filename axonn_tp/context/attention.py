@@ -118,15 +118,17 @@ class _Work:
 
     def forward(self, q: Tensor, keys: _Keys, block: Block, merged: Merged) -> None:
         """Add one block's part of the output."""
-        made = forward(_rows(q, block), *keys.of(block), *self._arguments(block, q.device))
+        k, v = keys.of(block)
+        made = forward(_rows(q, block), k, v, *self._arguments(block, q.device))
         out, lse, self._kept[block] = made
         merged.add(block.rows, out, lse)
 
     def backward(self, given: tuple[Tensor, ...], keys: _Keys, block: Block, sums: _Sums) -> None:
         """Add one block's gradients, given the output's, queries, output and log-sum-exp."""
         grad, q, out, lse = (_rows(tensor, block) for tensor in given)
+        k, v = keys.of(block)
         arguments = self._arguments(block, q.device)
-        sums.add(block, *backward(grad, q, *keys.of(block), out, lse, *arguments, self._kept[block]))
+        sums.add(block, *backward(grad, q, k, v, out, lse, *arguments, self._kept[block]))
 
 
 def _rows(tensor: Tensor, block: Block) -> Tensor:
@@ -154,9 +156,10 @@ class _Keys:
         """How others' are gathered, if they are."""
         return Exchange(self.work.shared, self.work.sight, self.like) if self.work.how == "gather" else None
 
-    def split(self, pair: Tensor) -> tuple[Tensor, ...]:
+    def split(self, pair: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that are side by side."""
-        return pair.split([one.shape[-1] for one in self.given], -1)
+        k, v = pair.split([one.shape[-1] for one in self.given], -1)
+        return k, v
 
     def packed(self) -> dict[int, Tensor]:
         """The given ones as they travel."""
@@ -166,12 +169,13 @@ class _Keys:
         """A chunk of what is as long as the given ones."""
         return tensor.narrow(2, self.work.mine.index(chunk) * self.work.chunks.size, self.work.chunks.size)
 
-    def of(self, block: Block) -> tuple[Tensor, ...]:
+    def of(self, block: Block) -> tuple[Tensor, Tensor]:
         """A block's, all of which are given, or others'."""
         if block.keys == self.work.mine:
             return self.given
         if block.keys[0] in self.work.mine:
-            return tuple(torch.cat([self.at(one, chunk) for chunk in block.keys], 2) for one in self.given)
+            k, v = (torch.cat([self.at(one, chunk) for chunk in block.keys], 2) for one in self.given)
+            return k, v
         return self.split(torch.cat([self.others[chunk] for chunk in block.keys], 2))
 
 

@@ -72,7 +72,7 @@ class Ring:
         )
         return start_all_to_all(torch.stack(pieces), self._shared.mesh, AXIS, sent, received)
 
-    def owner(self, step: int) -> tuple[int, int]:
+    def owner(self, step: int) -> tuple[int, ...]:
         """The chunks that are here after so many steps."""
         return self._shared.chunks.of((self._shared.rank - step) % self._ranks)
 
