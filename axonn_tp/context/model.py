@@ -238,12 +238,13 @@ def _loss(
     if target.is_floating_point() or reduction == "none":
         return F.cross_entropy(input, target, reduction=reduction, **settings)
     target = real_targets(target, ignore_index)
-    total = over_sequence(F.cross_entropy(input, target, reduction="sum", **settings))
+    total = F.cross_entropy(input, target, reduction="sum", **settings)
     if reduction == "sum":
-        return total
+        return over_sequence(total)
     counted = target != ignore_index
     count = counted.sum().to(total) if weight is None else weight[target[counted]].sum().to(total)
-    return total / over_sequence(count)
+    total, count = over_sequence(torch.stack([total, count])).unbind()
+    return total / count
 
 
 def _places(call: Call, *args: Any, **kwargs: Any) -> Tensor:
