@@ -37,8 +37,9 @@ class Options:
             in the type they are computed in.
         sync_batch_norm: BatchNorm takes the statistics of the samples of all ranks of z and data, as one rank with the whole batch
             would; otherwise those of each rank's own samples, as under DDP.
-        attention: where ranks of z share sequences: ``"gather"`` keys and values that queries see at once, or hand them on in a
-            ``"ring"`` while computing; ``"auto"``: as `axonn_tp.context.chunks.cheaper` says.
+        attention: where ranks of z share sequences: ``"gather"`` keys and values that queries see at once, hand them on in a
+            ``"ring"`` while computing, or deal out ``"heads"``, of which each rank then has all tokens; ``"auto"``: as
+            `axonn_tp.context.chunks.cheaper` says.
         verify_plan: where ranks of z share sequences, run the beginning of the first batch whole as well, and refuse a model that
             computes something else on shares.
         tune_matmuls: time every distinct matmul of the first step as NN, NT and TN and keep the fastest (§5.1.3).
@@ -64,7 +65,7 @@ class Options:
         if self.layout not in LAYOUTS:
             raise ValueError(f'layout = {self.layout!r} is not known; use "scattered" or "replicated"')
         if self.attention not in ("auto", *HOW):
-            raise ValueError(f'attention = {self.attention!r} is not known; use "auto", "gather" or "ring"')
+            raise ValueError(f'attention = {self.attention!r} is not known; use "auto", "gather", "ring" or "heads"')
         if self.gradient_dtype not in (None, "float32"):
             raise ValueError(f'gradient_dtype = {self.gradient_dtype!r} is not known; use "float32" or None')
         if self.gradient_dtype and not hasattr(torch.Tensor, "grad_dtype"):

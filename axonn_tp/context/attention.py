@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from axonn_tp.comm.collectives import Pending, start_all_to_all
-from axonn_tp.context.chunks import HOW, Block, Chunks, Sight, blocks, cheaper, needed, read_by
+from axonn_tp.context.chunks import Block, Heads, Sight, blocks, cheaper
 from axonn_tp.context.kernel import Merged, Scores, backward, forward, sink_gradient
-from axonn_tp.grid.mesh import Axes
-
-AXIS = "sequence"
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A sequence over the ranks of a mesh's axis ``"sequence"``.
-
-    Attributes:
-        mesh: has that axis.
-        chunks: the sequence.
-        how: ``"gather"`` or ``"ring"``; None for what `cheaper` says.
-    """
-
-    mesh: Axes
-    chunks: Chunks
-    how: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.how is not None and self.how not in HOW:
-            raise ValueError(f'how = {self.how!r} is not known; use "gather", "ring" or None')
-
-    @property
-    def rank(self) -> int:
-        """This rank's place."""
-        return self.mesh.rank(AXIS)
-
-    def places(self, device: torch.device) -> Tensor:
-        """The places in the padded sequence of this rank's tokens."""
-        return torch.tensor(self.chunks.places(self.rank), device=device)
+from axonn_tp.context.shared import Shared, places_of
+from axonn_tp.context.travel import Exchange, Ring, to_heads, to_tokens
 
 
 def attend(
@@ -59,7 +29,7 @@ def attend(
     sink: Tensor | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """This rank's queries on the keys and values of all ranks.
+    """The output of this rank's queries on the keys and values of all ranks.
 
     Args:
         query: (batch, heads, share, head): this rank's tokens (`Chunks.places`).
@@ -80,7 +50,7 @@ def attend(
         (batch, heads, share, head of the output).
 
     Raises:
-        ValueError: a shape is not that of a share.
+        ValueError: a shape is not that of a share; heads are to be dealt out that do not divide by the ranks.
     """
     share = shared.chunks.share
     held = key.shape[-2] if key.shape[-2] == shared.chunks.padded else share
@@ -93,42 +63,45 @@ def attend(
     scores = Scores(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap or 0.0, dropout)
     if seed is None:
         seed = int(torch.randint(2**31, ())) if dropout else 0
-    return _Attention.apply(query, key, value, sink, shared, sight or Sight(), documents, scores, seed)
+    heads = Heads(len(query), query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+    sight = sight or Sight()
+    how = "here" if held != share else shared.how or cheaper(shared.chunks, sight, heads)
+    if how == "heads":
+        query, key, value = to_heads(query, key, value, shared, heads)
+        sink = None if sink is None else sink.chunk(shared.chunks.ranks)[shared.rank]
+    made = _Attention.apply(query, key, value, sink, shared, how, sight, documents, scores, seed)
+    return to_tokens(made, shared) if how == "heads" else made
 
 
 class _Work:
-    """One layer's blocks on this rank."""
+    """One layer's blocks on this rank: of its own queries, or by heads of all.
+
+    Attributes:
+        mine: chunks of the keys that were given.
+    """
 
     def __init__(
-        self, shared: Shared, sight: Sight, documents: Tensor | None, scores: Scores, seed: int, value: Tensor
+        self, shared: Shared, how: str, sight: Sight, documents: Tensor | None, scores: Scores, seed: int
     ) -> None:
-        self.shared, self.chunks, self.sight, self.head = shared, shared.chunks, sight, value.shape[-1]
-        self._documents, self._scores, self._seed = documents, scores, seed
-        self.mine = self.chunks.of(shared.rank)
-        self.blocks = blocks(self.chunks, shared.rank, sight, documents is not None)
-        here = value.shape[-2] == self.chunks.padded > self.chunks.share
-        self.how = "here" if here else shared.how or cheaper(self.chunks, sight)
-        self.held = tuple(range(2 * self.chunks.ranks)) if here else self.mine
+        self.shared, self.chunks, self.how, self.sight = shared, shared.chunks, how, sight
+        self._documents, self._scores = documents, scores
+        # Ranks that have other queries, or other heads, may come with the same.
+        self._seed = seed + 500_009 * shared.rank
+        self._rank = None if how == "heads" else shared.rank
+        self.mine = self.chunks.of(shared.rank if how in ("gather", "ring") else None)
+        self.blocks = blocks(self.chunks, self._rank, sight, documents is not None)
         self._kept: dict[Block, tuple] = {}
 
-    def local(self) -> list[Block]:
-        """Blocks of this rank's keys."""
-        return [part for block in self.blocks if (part := block.of(self.mine)).keys]
-
-    def of(self, held: tuple[int, ...]) -> list[Block]:
-        """Blocks of some of the others' keys."""
+    def of(self, held: Sequence[int]) -> list[Block]:
+        """Blocks of some of the keys."""
         return [part for block in self.blocks if (part := block.of(held)).keys]
-
-    def rows(self, tensor: Tensor, block: Block) -> Tensor:
-        """A block's queries."""
-        return tensor[:, :, slice(*block.rows)]
 
     def _mask(self, block: Block, device: torch.device) -> Tensor | None:
         if block.how != "masked":
             return None
-        size = self.chunks.size
-        q = self.shared.places(device)[slice(*block.rows)]
-        k = torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in block.keys])
+        first, last = (row // self.chunks.size for row in block.rows)
+        q = places_of(self.chunks, self.chunks.of(self._rank)[first:last], device)
+        k = places_of(self.chunks, block.keys, device)
         apart = q[:, None] - k
         seen = apart >= 0 if self.sight.causal else torch.ones_like(apart, dtype=torch.bool)
         if self.sight.window is not None:
@@ -143,97 +116,103 @@ class _Work:
         seed = self._seed + 1009 * block.keys[0] + block.rows[0]
         return self._scores, block.how == "causal", self._mask(block, device), seed
 
-    def forward(self, q: Tensor, held: dict[int, Tensor], block: Block, merged: Merged) -> None:
+    def forward(self, q: Tensor, keys: _Keys, block: Block, merged: Merged) -> None:
         """Add one block's part of the output."""
-        k, v = self._keys(held, block)
-        out, lse, self._kept[block] = forward(self.rows(q, block), k, v, *self._arguments(block, q.device))
+        k, v = keys.of(block)
+        made = forward(_rows(q, block), k, v, *self._arguments(block, q.device))
+        out, lse, self._kept[block] = made
         merged.add(block.rows, out, lse)
 
-    def _keys(self, held: dict[int, Tensor], block: Block) -> tuple[Tensor, Tensor]:
-        both = torch.cat([held[chunk] for chunk in block.keys], 2)
-        return both[..., : -self.head], both[..., -self.head :]
-
-    def backward(
-        self,
-        given: tuple[Tensor, Tensor, Tensor, Tensor],
-        held: dict[int, Tensor],
-        block: Block,
-        dq: Tensor,
-        grads: dict[int, Tensor],
-    ) -> None:
-        """Add one block's gradients.
-
-        Args:
-            given: the output's gradient, queries, output and log-sum-exp.
-            held: keys and values by chunk.
-            block: the block.
-            dq: gets that of the queries.
-            grads: get those of keys and values, by chunk.
-        """
-        grad, q, out, lse = (self.rows(t, block) for t in given)
-        k, v = self._keys(held, block)
+    def backward(self, given: tuple[Tensor, ...], keys: _Keys, block: Block, sums: _Sums) -> None:
+        """Add one block's gradients, given the output's, queries, output and log-sum-exp."""
+        grad, q, out, lse = (_rows(tensor, block) for tensor in given)
+        k, v = keys.of(block)
         arguments = self._arguments(block, q.device)
-        d_rows, dk, dv = backward(grad, q, k, v, out, lse, *arguments, self._kept[block])
-        self.rows(dq, block).add_(d_rows)
-        for chunk, part in zip(block.keys, torch.cat([dk, dv], -1).split(self.chunks.size, 2), strict=True):
-            grads[chunk] = grads[chunk] + part if chunk in grads else part
+        sums.add(block, *backward(grad, q, k, v, out, lse, *arguments, self._kept[block]))
 
 
-def _split(keys: Tensor, value: Tensor, work: _Work) -> dict[int, Tensor]:
-    """The keys and values that were given side by side, by chunk."""
-    return dict(zip(work.held, torch.cat([keys, value], -1).split(work.chunks.size, 2), strict=True))
+def _rows(tensor: Tensor, block: Block) -> Tensor:
+    return tensor[:, :, slice(*block.rows)]
 
 
-class _Exchange:
-    """Chunks to all their readers at once, and gradients back to their owners."""
+class _Keys:
+    """Keys and values that are here.
 
-    def __init__(self, work: _Work, like: Tensor) -> None:
-        self._shared, self._like = work.shared, like
-        rank, ranks = work.shared.rank, work.chunks.ranks
-        self.wanted = needed(work.chunks, rank, work.sight)
-        self._read = list(read_by(work.chunks, rank, work.sight))
-        self._out = [sum(reader == other for reader, _ in self._read) for other in range(ranks)]
-        self._in = [sum(work.chunks.owner(chunk) == other for chunk in self.wanted) for other in range(ranks)]
+    Attributes:
+        given: keys, and values, of the chunks `_Work.mine`.
+        others: both side by side, by chunk.
+    """
 
-    def _start(self, pieces: list[Tensor], sent: list[int], received: list[int]) -> Pending:
-        tensor = torch.stack(pieces) if pieces else self._like.new_empty((0, *self._like.shape))
-        return start_all_to_all(tensor, self._shared.mesh, AXIS, sent, received)
+    def __init__(self, work: _Work, k: Tensor, v: Tensor) -> None:
+        self.work, self.given, self.others = work, (k, v), dict[int, Tensor]()
 
-    def start(self, held: dict[int, Tensor]) -> Pending:
-        """Begin to send this rank's chunks to their readers."""
-        return self._start([held[chunk] for _, chunk in self._read], self._out, self._in)
+    @property
+    def like(self) -> Tensor:
+        """Of a chunk's shape as it travels."""
+        k, v = self.given
+        return k.new_empty((*k.shape[:2], self.work.chunks.size, k.shape[-1] + v.shape[-1]))
 
-    def take(self, pending: Pending, held: dict[int, Tensor]) -> None:
-        """Wait for the others' chunks."""
-        held.update(zip(self.wanted, pending.wait().unbind(), strict=True))
+    def exchange(self) -> Exchange | None:
+        """How others' are gathered, if they are."""
+        return Exchange(self.work.shared, self.work.sight, self.like) if self.work.how == "gather" else None
 
-    def give_back(self, grads: dict[int, Tensor]) -> None:
-        """Sum the gradients of each chunk where it belongs."""
-        pieces = [grads.pop(chunk, None) for chunk in self.wanted]
-        whole = [torch.zeros_like(self._like) if piece is None else piece for piece in pieces]
-        found = self._start(whole, self._in, self._out).wait()
-        for (_, chunk), part in zip(self._read, found.unbind(), strict=True):
-            grads[chunk] = grads[chunk] + part
+    def split(self, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that are side by side."""
+        k, v = pair.split([one.shape[-1] for one in self.given], -1)
+        return k, v
+
+    def packed(self) -> dict[int, Tensor]:
+        """The given ones as they travel."""
+        return dict(zip(self.work.mine, torch.cat(self.given, -1).split(self.work.chunks.size, 2), strict=True))
+
+    def at(self, tensor: Tensor, chunk: int) -> Tensor:
+        """A chunk of what is as long as the given ones."""
+        return tensor.narrow(2, self.work.mine.index(chunk) * self.work.chunks.size, self.work.chunks.size)
+
+    def of(self, block: Block) -> tuple[Tensor, Tensor]:
+        """A block's, all of which are given, or others'."""
+        if block.keys == self.work.mine:
+            return self.given
+        if block.keys[0] in self.work.mine:
+            k, v = (torch.cat([self.at(one, chunk) for chunk in block.keys], 2) for one in self.given)
+            return k, v
+        return self.split(torch.cat([self.others[chunk] for chunk in block.keys], 2))
 
 
-class _Ring:
-    """What a rank holds, to the next one."""
+class _Sums:
+    """Gradients of queries, and of keys and values as in `_Keys`."""
 
-    def __init__(self, work: _Work) -> None:
-        self._shared, self._chunks = work.shared, work.chunks
+    def __init__(self, keys: _Keys, q: Tensor) -> None:
+        self._keys, self._like = keys, (q, *keys.given)
+        self._made: list[Tensor] | None = None
+        self.others: dict[int, Tensor] = {}
 
-    def start(self, pieces: list[Tensor]) -> Pending:
-        """Begin to hand chunks on."""
-        rank, ranks = self._shared.rank, self._chunks.ranks
-        sent, received = ([len(pieces) * (other == to) for other in range(ranks)] for to in self._neighbours(rank))
-        return start_all_to_all(torch.stack(pieces), self._shared.mesh, AXIS, sent, received)
+    @property
+    def given(self) -> list[Tensor]:
+        """Of queries, keys and values that were given."""
+        if self._made is None:
+            self._made = [torch.zeros_like(one) for one in self._like]
+        return self._made
 
-    def _neighbours(self, rank: int) -> tuple[int, int]:
-        return (rank + 1) % self._chunks.ranks, (rank - 1) % self._chunks.ranks
+    def add(self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """One block's."""
+        work = self._keys.work
+        if self._made is None and block.keys == work.mine and dq.shape == self._like[0].shape:
+            self._made = [dq, dk, dv]
+            return
+        _rows(self.given[0], block).add_(dq)
+        if block.keys[0] in work.mine:
+            for whole, grad in zip(self.given[1:], (dk, dv), strict=True):
+                for chunk, part in zip(block.keys, grad.split(work.chunks.size, 2), strict=True):
+                    self._keys.at(whole, chunk).add_(part)
+            return
+        for chunk, part in zip(block.keys, torch.cat([dk, dv], -1).split(work.chunks.size, 2), strict=True):
+            self.others[chunk] = self.others[chunk] + part if chunk in self.others else part
 
-    def owner(self, step: int) -> tuple[int, int]:
-        """The chunks that are here after so many steps."""
-        return self._chunks.of((self._shared.rank - step) % self._chunks.ranks)
+    def home(self, chunk: int, part: Tensor) -> None:
+        """Add what others have found of a given chunk."""
+        for whole, grad in zip(self.given[1:], self._keys.split(part), strict=True):
+            self._keys.at(whole, chunk).add_(grad)
 
 
 class _Attention(torch.autograd.Function):
@@ -245,35 +224,16 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sink: Tensor | None,
         shared: Shared,
+        how: str,
         sight: Sight,
         documents: Tensor | None,
         scores: Scores,
         seed: int,
     ) -> Tensor:
-        work = _Work(shared, sight, documents, scores, seed, v)
-        merged, held = Merged(q, v.shape[-1], sink), _split(k, v, work)
-
-        def compute(parts: list[Block]) -> None:
-            for block in parts:
-                work.forward(q, held, block, merged)
-
-        if work.how == "here":
-            compute(work.of(work.held))
-        elif work.how == "gather":
-            exchange = _Exchange(work, held[work.mine[0]])
-            pending = exchange.start(held)
-            compute(work.local())
-            exchange.take(pending, held)
-            compute(work.of(exchange.wanted))
-        else:
-            ring, parts = _Ring(work), work.local()
-            for step in range(shared.chunks.ranks):
-                now = ring.owner(step)
-                more = step + 1 < shared.chunks.ranks
-                coming = ring.start([held[chunk] for chunk in now]) if more else None
-                compute(parts if step == 0 else work.of(now))
-                if coming is not None:
-                    held = dict(zip(ring.owner(step + 1), coming.wait().unbind(), strict=True))
+        work = _Work(shared, how, sight, documents, scores, seed)
+        merged, keys = Merged(q, v.shape[-1], sink), _Keys(work, k, v)
+        for block in _arriving(keys, keys.exchange()):
+            work.forward(q, keys, block, merged)
         out = merged.out.to(q.dtype)
         ctx.work = work
         # A query that sees nothing: its scores are −∞ whatever this is.
@@ -285,54 +245,52 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
         q, k, v, sink, out, lse = ctx.saved_tensors
-        given, dq = (grad, q, out, lse), torch.zeros_like(q)
-        held, grads = _split(k, v, work), dict[int, Tensor]()
-
-        def compute(parts: list[Block]) -> None:
-            for block in parts:
-                work.backward(given, held, block, dq, grads)
-
-        if work.how == "here":
-            compute(work.of(work.held))
-        elif work.how == "gather":
-            exchange = _Exchange(work, held[work.mine[0]])
-            pending = exchange.start(held)
-            compute(work.local())
-            exchange.take(pending, held)
-            compute(work.of(exchange.wanted))
-            exchange.give_back(grads)
-        else:
-            _ring_backward(work, held, grads, given, dq)
-        unseen = torch.zeros_like(held[work.mine[0]])
-        both = torch.cat([grads.get(chunk, unseen) for chunk in work.held], 2)
+        given, keys = (grad, q, out, lse), _Keys(work, k, v)
+        sums, exchange = _Sums(keys, q), keys.exchange()
+        for block in _arriving(keys, exchange, sums):
+            work.backward(given, keys, block, sums)
+        if exchange is not None:
+            for chunk, part in exchange.give_back(sums.others):
+                sums.home(chunk, part)
         d_sink = None if sink is None else sink_gradient(sink, grad, out, lse)
-        return dq, both[..., : -work.head], both[..., -work.head :], d_sink, *[None] * 5
+        return *sums.given, d_sink, *[None] * 6
 
 
-def _ring_backward(
-    work: _Work,
-    held: dict[int, Tensor],
-    grads: dict[int, Tensor],
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
-    dq: Tensor,
-) -> None:
-    """Keys and values go round once more, and the gradients of others' behind them, one step later, until they are home."""
-    ring, ranks = _Ring(work), work.chunks.ranks
-    zero = torch.zeros_like(held[work.mine[0]])
-    summing: Pending | None = None
-    for step in range(ranks):
-        now = ring.owner(step)
-        pending = ring.start([held[chunk] for chunk in now]) if step + 1 < ranks else None
-        mine = grads if step == 0 else dict[int, Tensor]()
-        for block in work.local() if step == 0 else work.of(now):
-            work.backward(given, held, block, dq, mine)
-        if step:
-            pieces = [mine.get(chunk, zero) for chunk in now]
+def _arriving(keys: _Keys, exchange: Exchange | None, sums: _Sums | None = None) -> Iterator[Block]:
+    """Blocks whose keys are here, one by one; the others' come while those are computed.
+
+    Args:
+        keys: get others' as they come.
+        exchange: of the layer; None where it does not gather.
+        sums: in backward; by a ring the gradients of others' keys follow these, one step later, until they are home.
+    """
+    work = keys.work
+    if work.how == "ring":
+        yield from _around(keys, sums)
+        return
+    if exchange is None:
+        yield from work.of(work.mine)
+        return
+    pending = exchange.start(keys.packed())
+    yield from work.of(work.mine)
+    keys.others = exchange.take(pending)
+    yield from work.of(exchange.wanted)
+
+
+def _around(keys: _Keys, sums: _Sums | None) -> Iterator[Block]:
+    work, ring = keys.work, Ring(keys.work.shared)
+    held, summing = keys.packed(), None
+    for step in range(work.chunks.ranks):
+        coming = ring.start(list(held.values())) if step + 1 < work.chunks.ranks else None
+        yield from work.of(ring.owner(step))
+        if step and sums is not None:
+            found = [sums.others.pop(chunk, None) for chunk in ring.owner(step)]
+            pieces = [torch.zeros_like(keys.like) if piece is None else piece for piece in found]
             if summing is not None:
                 pieces = [piece + so_far for piece, so_far in zip(pieces, summing.wait().unbind(), strict=True)]
             summing = ring.start(pieces)
-        if pending is not None:
-            held = dict(zip(ring.owner(step + 1), pending.wait().unbind(), strict=True))
-    if summing is not None:
+        if coming is not None:
+            held = keys.others = dict(zip(ring.owner(step + 1), coming.wait().unbind(), strict=True))
+    if summing is not None and sums is not None:
         for chunk, part in zip(work.mine, summing.wait().unbind(), strict=True):
-            grads[chunk] = grads[chunk] + part
+            sums.home(chunk, part)

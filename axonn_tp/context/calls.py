@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from axonn_tp.comm.collectives import all_gather
-from axonn_tp.context.attention import AXIS, Shared
 from axonn_tp.context.chunks import Chunks
+from axonn_tp.context.shared import AXIS, Shared
 from axonn_tp.grid.mesh import Mesh
 
 _MAIN = ("input_ids", "inputs_embeds")

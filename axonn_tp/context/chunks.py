@@ -6,15 +6,18 @@ that under a causal mask every rank computes as much as any other. Chunks of key
     gather    each chunk goes to its readers at once, and their gradients come back to be summed; in backward the keys and
               values are fetched again, so that nothing of other ranks is kept
     ring      every rank hands what it holds to the next, and computes on it meanwhile
+
+or, by heads, every rank gets all tokens of some heads, of queries too, and gives the output of these back (DeepSpeed's Ulysses).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-HOW = ("gather", "ring")
+HOW = ("gather", "ring", "heads")
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,22 @@ class Chunks:
         """Tokens of all ranks, padding included."""
         return self.share * self.ranks
 
-    def of(self, rank: int) -> tuple[int, int]:
-        """The chunks of a rank, in their order."""
-        return rank, 2 * self.ranks - 1 - rank
+    def of(self, rank: int | None) -> tuple[int, ...]:
+        """The chunks of a rank, in their order; all where None."""
+        return tuple(range(2 * self.ranks)) if rank is None else (rank, 2 * self.ranks - 1 - rank)
 
     def owner(self, chunk: int) -> int:
         """The rank that has a chunk."""
         return min(chunk, 2 * self.ranks - 1 - chunk)
 
-    def places(self, rank: int) -> list[int]:
-        """The places in the padded sequence of a rank's tokens."""
+    def places(self, rank: int | None) -> list[int]:
+        """The places in the padded sequence of a rank's tokens; all where None."""
         return [chunk * self.size + at for chunk in self.of(rank) for at in range(self.size)]
 
     def order(self) -> list[int]:
         """Where the tokens of the padded sequence lie in all ranks' shares laid end to end."""
-        laid = [place for rank in range(self.ranks) for place in self.places(rank)]
-        return sorted(range(self.padded), key=laid.__getitem__)
+        starts = [self.owner(chunk) * self.share + self.size * (chunk >= self.ranks) for chunk in self.of(None)]
+        return [start + at for start in starts for at in range(self.size)]
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,42 @@ class Sight:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """What attention is given of one token of all this rank's samples.
+
+    Attributes:
+        samples: that this rank attends in.
+        queries: heads of queries.
+        keys: heads of keys and values, which divide them.
+        key: features of a head of queries and of keys.
+        value: of a head of values.
+    """
+
+    samples: int
+    queries: int
+    keys: int
+    key: int
+    value: int
+
+    @property
+    def kept(self) -> int:
+        """Elements of keys and values."""
+        return self.samples * self.keys * (self.key + self.value)
+
+    def fit(self, ranks: int) -> bool:
+        """Whether as many heads of queries come to each of so many ranks."""
+        return self.queries % ranks == 0
+
+    def copies(self, ranks: int) -> int:
+        """How often each head of keys is there where heads are dealt out, so that every rank has those of its queries."""
+        return math.lcm(self.keys, ranks) // self.keys
+
+    def dealt(self, ranks: int) -> int:
+        """Elements of the queries, keys, values and outputs of one token that one rank has where heads are dealt out."""
+        return self.samples * (self.queries + self.keys * self.copies(ranks)) // ranks * (self.key + self.value)
+
+
+@dataclass(frozen=True)
 class Block:
     """A rectangle of the score matrix that is computed at once.
 
@@ -106,39 +145,39 @@ class Block:
     keys: tuple[int, ...]
     how: str
 
-    def of(self, keys: tuple[int, ...]) -> Block:
+    def of(self, keys: Sequence[int]) -> Block:
         """The part with some of the keys."""
         return Block(self.rows, tuple(key for key in self.keys if key in keys), self.how)
 
 
 @lru_cache(maxsize=1024)
-def blocks(chunks: Chunks, rank: int, sight: Sight, documents: bool) -> tuple[Block, ...]:
+def blocks(chunks: Chunks, rank: int | None, sight: Sight, documents: bool) -> tuple[Block, ...]:
     """What a rank computes, its own keys first.
 
     Args:
         chunks: the sequence.
-        rank: the rank.
+        rank: whose queries; None where those of all are here, in their order.
         sight: what queries see.
         documents: the sequence is several, or is padded where that is seen: every block is masked.
     """
-    size, (low, high) = chunks.size, chunks.of(rank)
-    both, last = (0, 2 * size), (size, 2 * size)
-    others = tuple(chunk for chunk in range(2 * chunks.ranks) if chunk not in (low, high))
+    size, mine = chunks.size, chunks.of(rank)
+    rows, others = (0, len(mine) * size), tuple(chunk for chunk in chunks.of(None) if chunk not in mine)
     if not documents and sight.window is None:
-        found = [Block(both, (low, high), "causal" if sight.causal else "whole")]
-        if sight.causal:
-            found += [Block(both, others[:low], "whole"), Block(last, others[low : high - 1], "whole")]
+        found = [Block(rows, mine, "causal" if sight.causal else "whole")]
+        if sight.causal and rank is not None:
+            low, high = mine
+            found += [Block(rows, others[:low], "whole"), Block((size, 2 * size), others[low : high - 1], "whole")]
         else:
-            found.append(Block(both, others, "whole"))
+            found.append(Block(rows, others, "whole"))
         return tuple(block for block in found if block.keys)
     made = []
-    for number, query in enumerate((low, high)):
-        for key in (low, high, *others):
+    for number, query in enumerate(mine):
+        for key in (*mine, *others):
             seen = sight.between(query, key, size)
             if seen != "none":
                 masked = documents or seen == "part"
                 made.append(Block((number * size, (number + 1) * size), (key,), "masked" if masked else "whole"))
-    return tuple(sorted(made, key=lambda block: block.keys[0] not in (low, high)))
+    return tuple(sorted(made, key=lambda block: block.keys[0] not in mine))
 
 
 @lru_cache(maxsize=1024)
@@ -148,45 +187,48 @@ def needed(chunks: Chunks, rank: int, sight: Sight) -> tuple[int, ...]:
     seen = {
         key
         for query in mine
-        for key in range(2 * chunks.ranks)
+        for key in chunks.of(None)
         if key not in mine and sight.between(query, key, chunks.size) != "none"
     }
     return tuple(sorted(seen, key=lambda chunk: (chunks.owner(chunk), chunk)))
 
 
-def read_by(chunks: Chunks, rank: int, sight: Sight) -> Iterator[tuple[int, int]]:
+@lru_cache(maxsize=1024)
+def read_by(chunks: Chunks, rank: int, sight: Sight) -> tuple[tuple[int, int], ...]:
     """(reader, chunk) for each chunk of a rank that another rank sees, ordered by reader."""
-    for reader in range(chunks.ranks):
-        if reader != rank:
-            for chunk in needed(chunks, reader, sight):
-                if chunks.owner(chunk) == rank:
-                    yield reader, chunk
+    mine = chunks.of(rank)
+    readers = (reader for reader in range(chunks.ranks) if reader != rank)
+    return tuple((reader, chunk) for reader in readers for chunk in needed(chunks, reader, sight) if chunk in mine)
 
 
-def sent(chunks: Chunks, rank: int, sight: Sight, how: str, width: int, backward: bool = False) -> int:
+def sent(chunks: Chunks, rank: int, sight: Sight, how: str, heads: Heads, backward: bool = False) -> int:
     """Elements that a rank sends in one layer's forward pass, or in its backward pass.
 
     Args:
         chunks: the sequence.
         rank: the rank.
         sight: what queries see.
-        how: ``"gather"`` or ``"ring"``.
-        width: elements of keys and values of one token and all samples of this rank: batch · (K heads · head + V heads · head).
-        backward: of the backward pass: keys and values once more, and their gradients.
+        how: one of `HOW`.
+        heads: what attention is given.
+        backward: of the backward pass: keys and values once more, and their gradients; by heads, gradients alone.
     """
+    if how == "heads":
+        return (chunks.ranks - 1) * chunks.share * heads.dealt(chunks.ranks)
     if how == "ring":
-        return (chunks.ranks - 1) * chunks.share * width * (2 if backward else 1)
-    out = len(list(read_by(chunks, rank, sight)))
+        return (chunks.ranks - 1) * chunks.share * heads.kept * (2 if backward else 1)
+    out = len(read_by(chunks, rank, sight))
     back = len(needed(chunks, rank, sight)) if backward else 0
-    return (out + back) * chunks.size * width
+    return (out + back) * chunks.size * heads.kept
 
 
-def cheaper(chunks: Chunks, sight: Sight) -> str:
-    """The way in which the busiest rank sends less; gathering where both are alike, as it goes in one message to each rank."""
-    costs = {
-        how: max(
-            sent(chunks, rank, sight, how, 1) + sent(chunks, rank, sight, how, 1, True) for rank in range(chunks.ranks)
+@lru_cache(maxsize=1024)
+def cheaper(chunks: Chunks, sight: Sight, heads: Heads) -> str:
+    """The way in which the busiest rank sends least; of those that are alike the first of `HOW`."""
+
+    def busiest(how: str) -> int:
+        return max(
+            sum(sent(chunks, rank, sight, how, heads, backward) for backward in (False, True))
+            for rank in range(chunks.ranks)
         )
-        for how in HOW
-    }
-    return min(HOW, key=lambda how: costs[how])
+
+    return min((how for how in HOW if how != "heads" or heads.fit(chunks.ranks)), key=busiest)

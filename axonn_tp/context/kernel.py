@@ -167,14 +167,18 @@ class Merged:
     """
 
     def __init__(self, q: Tensor, head: int, sink: Tensor | None) -> None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros((*q.shape[:-1], head), dtype=wide, device=q.device)
-        self.lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
+        self._wide, self._fresh = torch.promote_types(q.dtype, torch.float32), sink is None
+        self.out = torch.zeros((*q.shape[:-1], head), dtype=self._wide, device=q.device)
+        self.lse = torch.full(q.shape[:-1], -math.inf, dtype=self._wide, device=q.device)
         if sink is not None:
-            self.lse = sink.to(wide).view(1, -1, 1).expand(q.shape[:-1]).clone()
+            self.lse = sink.to(self._wide).view(1, -1, 1).expand(q.shape[:-1]).clone()
 
     def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
         """One block's output and log-sum-exp of some of the queries."""
+        fresh, self._fresh = self._fresh, False
+        if fresh and lse.shape == self.lse.shape:
+            self.out, self.lse = out.to(self._wide), lse.to(self._wide)
+            return
         old_out, old = self.out[:, :, slice(*rows)], self.lse[:, :, slice(*rows)]
         new = torch.logaddexp(old, lse)
         shown = new.masked_fill(new == -math.inf, 0.0)

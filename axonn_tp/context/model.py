@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonn_tp.context import huggingface
-from axonn_tp.context.attention import AXIS, attend
+from axonn_tp.context.attention import attend
 from axonn_tp.context.calls import Call, main_input
 from axonn_tp.context.chunks import Sight
+from axonn_tp.context.shared import AXIS
 from axonn_tp.context.sums import current, over_sequence, real_targets, sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh
@@ -237,12 +238,13 @@ def _loss(
     if target.is_floating_point() or reduction == "none":
         return F.cross_entropy(input, target, reduction=reduction, **settings)
     target = real_targets(target, ignore_index)
-    total = over_sequence(F.cross_entropy(input, target, reduction="sum", **settings))
+    total = F.cross_entropy(input, target, reduction="sum", **settings)
     if reduction == "sum":
-        return total
+        return over_sequence(total)
     counted = target != ignore_index
     count = counted.sum().to(total) if weight is None else weight[target[counted]].sum().to(total)
-    return total / over_sequence(count)
+    total, count = over_sequence(torch.stack([total, count])).unbind()
+    return total / count
 
 
 def _places(call: Call, *args: Any, **kwargs: Any) -> Tensor:

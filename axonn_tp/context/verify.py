@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axonn_tp.context.attention import AXIS
 from axonn_tp.context.calls import Call, main_input, padded_in_front
+from axonn_tp.context.shared import AXIS
 from axonn_tp.grid.mesh import Mesh
 
 _MOST = 128

@@ -167,7 +167,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             return losses
         if self.reduction == "sum":
             return over_sequence(losses.sum())
-        return over_sequence(losses.sum()) / over_sequence(weight[named].masked_fill(~counted, 0).sum())
+        count = weight[named].masked_fill(~counted, 0).sum()
+        total, count = over_sequence(torch.stack([losses.sum(), count])).unbind()
+        return total / count
 
     @staticmethod
     def _check(input: Tensor, target: Tensor, dim: int) -> None:

@@ -86,11 +86,17 @@ def outside(model: nn.Module, mesh: Mesh | None) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+def way(mesh: Mesh, number: int) -> str:
+    """By heads where the four of a rank of x and y, or as few as it has, divide."""
+    ways = ("gather", "ring", "heads") if 4 // mesh.size("model") % mesh.size("sequence") == 0 else ("gather", "ring")
+    return ways[number % len(ways)]
+
+
 def gpts(world: int) -> None:
     # Of 8 ranks those that 4 do not have.
     chosen = [grid for grid in grids(world) if world == 4 or grid.sequence > 2 or grid.gx * grid.gy * grid.gdata == 4]
     for number, mesh in enumerate(meshes(chosen)):
-        options = Options("replicated" if number % 3 == 2 else "scattered", attention=("gather", "ring")[number % 2])
+        options = Options("replicated" if number % 3 == 2 else "scattered", attention=way(mesh, number))
         compare(small_gpt, inside, mesh, "auto" if mesh.size("model") > 1 else None, options)
         if mesh.grid.sequence == world:
             compare(small_gpt, outside, mesh, None, options)

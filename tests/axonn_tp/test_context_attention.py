@@ -12,8 +12,9 @@ from torch import Tensor
 
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, Mesh
-from axonn_tp.context.attention import Shared, attend
-from axonn_tp.context.chunks import Chunks, Sight, blocks, cheaper, needed, read_by, sent
+from axonn_tp.context.attention import attend
+from axonn_tp.context.chunks import HOW, Chunks, Heads, Sight, blocks, cheaper, needed, read_by, sent
+from axonn_tp.context.shared import Shared
 from tests.distributed import run_ranks
 
 SIGHTS = (Sight(), Sight(False), Sight(window=1), Sight(window=3), Sight(window=9))
@@ -30,7 +31,7 @@ def test_every_token_is_on_one_rank(tokens: int, ranks: int) -> None:
     assert all(chunk in chunks.of(chunks.owner(chunk)) for chunk in range(2 * ranks))
 
 
-def covered(chunks: Chunks, rank: int, sight: Sight, documents: bool) -> Counter[tuple[int, int]]:
+def covered(chunks: Chunks, rank: int | None, sight: Sight, documents: bool) -> Counter[tuple[int, int]]:
     """Pairs of places that blocks say a rank's queries see, by places."""
     found: Counter[tuple[int, int]] = Counter()
     places = chunks.places(rank)
@@ -52,7 +53,7 @@ def sees(q: int, k: int, sight: Sight) -> bool:
 @pytest.mark.parametrize("documents", [False, True])
 def test_blocks_cover_each_pair_once(sight: Sight, ranks: int, documents: bool) -> None:
     chunks = Chunks(4 * ranks, ranks)
-    for rank in range(ranks):
+    for rank in (None, *range(ranks)):
         pairs = itertools.product(chunks.places(rank), range(chunks.padded))
         assert covered(chunks, rank, sight, documents) == Counter((q, k) for q, k in pairs if sees(q, k, sight))
 
@@ -67,13 +68,38 @@ def test_a_window_needs_neighbours_alone() -> None:
     assert needed(chunks, 0, Sight()) == tuple(sorted(range(1, 7), key=lambda chunk: (chunks.owner(chunk), chunk)))
     assert needed(chunks, 1, Sight(window=4)) == (0, 5)
     assert [chunk for _, chunk in read_by(chunks, 3, Sight(window=4))] == [4]
-    assert cheaper(chunks, Sight(window=4)) == "gather"
-    assert sent(chunks, 1, Sight(window=4), "gather", 1) < sent(chunks, 1, Sight(window=4), "ring", 1) / 2
+    heads = Heads(1, 8, 8, 1, 1)
+    assert cheaper(chunks, Sight(window=4), heads) == "gather"
+    assert sent(chunks, 1, Sight(window=4), "gather", heads) < sent(chunks, 1, Sight(window=4), "ring", heads) / 2
 
 
-def given(tokens: int, head: int = 4, wide: int = 4) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(tokens)
-    shapes = ((2, 4, tokens, head), (2, 2, tokens, head), (2, 2, tokens, wide), (2, 4, tokens, wide))
+@pytest.mark.parametrize(
+    ("ranks", "heads", "how"),
+    [
+        (8, Heads(2, 32, 32, 64, 64), "heads"),  # 4·7·32 / 8 a token there and back; gathering 5·7·32 / 2
+        (8, Heads(2, 32, 8, 64, 64), "heads"),
+        (4, Heads(2, 32, 2, 64, 64), "gather"),
+        (2, Heads(1, 4, 2, 64, 64), "gather"),
+        (8, Heads(2, 12, 12, 64, 64), "gather"),  # which do not divide
+    ],
+)
+def test_heads_are_dealt_out_where_that_sends_least(ranks: int, heads: Heads, how: str) -> None:
+    chunks = Chunks(64 * ranks, ranks)
+    assert cheaper(chunks, Sight(), heads) == how
+
+
+def test_heads_of_keys_are_repeated_until_every_rank_has_those_of_its_queries() -> None:
+    assert [Heads(1, 12, keys, 1, 1).copies(4) for keys in (1, 2, 3, 4, 6, 12)] == [4, 2, 4, 1, 2, 1]
+    assert sent(Chunks(16, 4), 1, Sight(), "heads", Heads(2, 12, 3, 5, 7)) == 3 * 4 * 2 * (3 + 3) * (5 + 7)
+
+
+HEADS = {2: (4, 2), 3: (6, 2), 4: (4, 2)}
+"""Heads of queries and of keys by ranks, of which 2 divide the latter, 3 neither divide nor are a multiple, 4 are one."""
+
+
+def given(tokens: int, ranks: int, wide: int = 4) -> tuple[Tensor, ...]:
+    generator, (heads, groups) = torch.Generator().manual_seed(tokens), HEADS[ranks]
+    shapes = ((2, heads, tokens, 4), (2, groups, tokens, 4), (2, groups, tokens, wide), (2, heads, tokens, wide))
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
@@ -86,7 +112,7 @@ def serial(
     seen = seen & (apart < sight.window) if sight.window is not None else seen
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None])
-    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     if not softcap and sink is None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.4)
     logits = q @ k.mT * 0.4
@@ -109,12 +135,14 @@ CASES = [
 def on_ranks(ranks: int) -> None:
     mesh = Mesh(Grid(gz=ranks, sequence=ranks))
     ledger = Ledger(mesh.axis_names())
-    for (tokens, sight, packed, more), how in itertools.product(CASES, ("gather", "ring")):
-        q, k, v, grad = given(tokens, wide=more.get("wide", 4))
+    for (tokens, sight, packed, more), how in itertools.product(CASES, HOW):
+        q, k, v, grad = given(tokens, ranks, more.get("wide", 4))
         chunks = Chunks(tokens, ranks)
         documents = (torch.arange(tokens) * 3 // tokens).expand(2, -1).clone() if packed else None
         sink = (
-            torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) if "sink" in more else None
+            torch.randn(q.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+            if "sink" in more
+            else None
         )
         whole = [t.clone().requires_grad_() for t in (q, k, v, *([] if sink is None else [sink]))]
         expected = serial(
@@ -148,10 +176,10 @@ def on_ranks(ranks: int) -> None:
         if own_sink is not None:
             torch.distributed.all_reduce(own_sink.grad)
             torch.testing.assert_close(own_sink.grad, whole[3].grad, rtol=1e-10, atol=1e-10, msg=where)
-        width = 2 * 2 * (4 + v.shape[-1])
+        heads = Heads(2, *HEADS[ranks], 4, v.shape[-1])
         for first, last, back in ((start, middle, False), (middle, len(ledger.entries), True)):
             found = sum(entry.collective.sent for entry in ledger.entries[first:last])
-            assert found == sent(chunks, mesh.rank("sequence"), sight, how, width, back), where
+            assert found == sent(chunks, mesh.rank("sequence"), sight, how, heads, back), where
             assert {entry.collective.axis for entry in ledger.entries[first:last]} <= {"sequence"}
         if how == "ring":
             held = [torch.nn.functional.pad(t, (0, 0, 0, chunks.padded - tokens)).requires_grad_() for t in (k, v)]
@@ -171,7 +199,41 @@ def on_ranks(ranks: int) -> None:
                 torch.distributed.all_reduce(got.grad)
                 torch.testing.assert_close(got.grad[:, :, :tokens], of.grad, rtol=1e-10, atol=1e-10, msg=where)
     assert not ledger.unknown
+    dropped(mesh)
     mesh.destroy()
+
+
+def dropped(mesh: Mesh) -> None:
+    """Backward drops what forward has dropped, and ranks that come with the same heads and the same seed do not drop alike."""
+    ranks, tokens = mesh.size("sequence"), 12
+    shared, generator = Chunks(tokens, ranks), torch.Generator().manual_seed(mesh.rank("sequence"))
+    shapes = [(1, ranks * 2, shared.share, 4), *[(1, ranks, shared.share, 4)] * 2]
+    for how in HOW:
+        given = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        moved = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+        def total(given: list[Tensor], how: str = how) -> Tensor:
+            out = attend(*given, Shared(mesh, shared, how), dropout=0.5, seed=7)
+            return (out * torch.arange(out.numel()).view_as(out).sin()).sum()
+
+        total(given).backward()
+        slope = torch.stack([(one.grad * by).sum() for one, by in zip(given, moved, strict=True)])
+        torch.distributed.all_reduce(slope)
+        with torch.no_grad():
+            for number, by in enumerate(moved):
+                two = [
+                    [one + sign * 1e-5 * by if at == number else one for at, one in enumerate(given)]
+                    for sign in (1, -1)
+                ]
+                numeric = (total(two[0]) - total(two[1])) / 2e-5
+                torch.distributed.all_reduce(numeric)
+                torch.testing.assert_close(slope[number], numeric, rtol=1e-6, atol=1e-8, msg=f"{how} {number}")
+            same = torch.zeros(1, ranks * 2, shared.share, 4, dtype=torch.float64)
+            out = attend(same, same, same + 1, Shared(mesh, shared, how), Sight(False), dropout=0.5, seed=7)
+            everyone = [torch.empty_like(out) for _ in range(ranks)]
+            torch.distributed.all_gather(everyone, out.contiguous())
+        assert all((out[:, 0] != out[:, head]).any() for head in range(1, ranks * 2)), how
+        assert all((out != other).any() for rank, other in enumerate(everyone) if rank != mesh.rank("sequence")), how
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -35,8 +35,9 @@ from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.wires import TorchWire
 from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
-from axonn_tp.context.attention import Shared, attend
-from axonn_tp.context.chunks import Chunks, Sight
+from axonn_tp.context.attention import attend
+from axonn_tp.context.chunks import HOW, Chunks, Sight
+from axonn_tp.context.shared import Shared
 from tests.device import cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -280,8 +281,8 @@ def grids() -> None:
 @case(3)
 def sequences() -> None:
     tokens, generator = 13, torch.Generator().manual_seed(1)
-    whole = [torch.randn(2, 4, tokens + 5, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
-    for how, sight in itertools.product(("gather", "ring"), (Sight(), Sight(window=3))):
+    whole = [torch.randn(2, 6, tokens + 5, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+    for how, sight in itertools.product(HOW, (Sight(), Sight(window=3))):
         found = []
         for device in ("cpu", "cuda"):
             mesh = Mesh(Grid(gz=3, sequence=3), device)

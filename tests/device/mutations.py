@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _SLOTS, _REDUCER = "plugins/axonn_plugins/optim/tiles.py", "plugins/axonn_plugins/optim/reducer.py"
 _OVERLAP, _ATTENTION = "axonn_tp/comm/overlap.py", "axonn_tp/context/attention.py"
+_TRAVEL = "axonn_tp/context/travel.py"
 _DEVICE, _BUCKETED = (
     "plugins/axonn_plugins/pccl/csrc/device.cpp",
     "plugins/axonn_plugins/pipeline/bucketed_optimizer.py",
@@ -129,8 +130,9 @@ MUTATIONS = [
     _pending("axonn_tp/layers/entry.py", "entry.gather(share).wait()", "grids"),
     _pending("axonn_tp/layers/product.py", "route.parts).wait()", "grids"),
     _pending("axonn_tp/layers/product.py", "output_shape[dim]).wait()", "grids"),
-    *(_pending(_ATTENTION, "pending.wait()", "sequences", place=place) for place in range(2)),
-    _pending(_ATTENTION, "self._out).wait()", "sequences"),
+    _pending(_TRAVEL, "pending.wait()", "sequences"),
+    _pending(_TRAVEL, "self._out).wait()", "sequences"),
+    _pending(_TRAVEL, "one_each).wait()", "sequences"),
     _pending(_ATTENTION, "coming.wait()", "sequences"),
     *(_pending(_ATTENTION, "summing.wait()", "sequences", place=place) for place in range(2)),
     # Experts

@@ -81,12 +81,12 @@ WRONG = {
         "--global-batch-size 12 .* the 4 data-parallel ranks, of which each is --context-parallel-size 2 ranks; use a multiple of 8",
     ),
     "context-heads": (
-        [*ON, "--context-parallel-size", "2", "--cp-comm-type", "a2a"],
-        "--cp-comm-type a2a does not go with --context-parallel-size 2 beside .* as --axonn-gx and -gy do; use p2p or all_gather, once",
+        [*ON, "--axonn-gx", "4", "--num-attention-heads", "4", "--context-parallel-size", "2", "--cp-comm-type", "a2a"],
+        "--cp-comm-type a2a deals out the 1 attention heads that the grid leaves a rank, of 4, .*; use p2p or all_gather",
     ),
     "context-layers": (
         [*ON, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "all_gather"],
-        "--cp-comm-type p2p all_gather does not go with --context-parallel-size 2",
+        "--cp-comm-type p2p all_gather does not go with --context-parallel-size 2 .*; use p2p, all_gather or a2a, once",
     ),
     "context-packed": (
         [*ON, "--context-parallel-size", "2", "--sft"],

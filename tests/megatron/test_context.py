@@ -15,12 +15,12 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core.transformer.enums import AttnMaskType
 
 from axonn_plugins.hosts.megatron import context, process_groups
-from axonn_plugins.hosts.megatron.settings import Settings
+from axonn_plugins.hosts.megatron.settings import TRAVEL, Settings
 from axonn_plugins.hosts.megatron.sharing import share_of_stream, whole_stream
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, factorisations, layout_of
-from axonn_tp.context.attention import Shared
-from axonn_tp.context.chunks import Chunks, Sight, sent
+from axonn_tp.context.chunks import Chunks, Heads, Sight, sent
+from axonn_tp.context.shared import Shared
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.megatron import training
@@ -131,7 +131,9 @@ def test_stages_hand_on_shares() -> None:
 LAYERS = {
     "gather": {**LLAMA.config, "cp_comm_type": "all_gather"},
     "ring": {"cp_comm_type": "p2p", "qk_layernorm": True, "num_query_groups": 2},
-    "latent": {**LATENT, "q_lora_rank": 16, "qk_layernorm": True, "rope_type": "rope"},
+    "heads": {"cp_comm_type": "a2a", "num_query_groups": 2},
+    "latent": {**LATENT, "q_lora_rank": 16, "qk_layernorm": True, "rope_type": "rope", "cp_comm_type": "p2p"},
+    "dealt": {**LATENT, "q_lora_rank": 16, "rope_type": "rope", "cp_comm_type": "a2a"},
 }
 TOKENS = (16, 1, 32)
 
@@ -276,9 +278,9 @@ def _sent(cases: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
             stream = torch.randn(4, 2, 32, requires_grad=True)
             with Ledger(process_groups.mesh().axis_names()) as ledger, model.no_sync():
                 output = model.module.decoder(hidden_states=stream, attention_mask=None)
-                forward = sum(one.elements for one in ledger.collectives if one.axis == "sequence")
+                forward = sum(one.sent for one in ledger.collectives if one.axis == "sequence")
                 output.sum().backward()
-                both = sum(one.elements for one in ledger.collectives if one.axis == "sequence")
+                both = sum(one.sent for one in ledger.collectives if one.axis == "sequence")
             found[name] = [forward, both - forward]
     return found
 
@@ -286,10 +288,10 @@ def _sent(cases: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
 def test_what_attention_sends_is_what_the_planner_counts() -> None:
     """Of two samples with eight heads of 4 features for keys, and for values, in all-to-alls of what a rank hands in."""
     chunks = Chunks(16, 4)
-    ranks = run_ranks(_sent, 4, {how: {"cp_comm_type": how} for how in ("p2p", "all_gather")})
+    ranks = run_ranks(_sent, 4, {how: {"cp_comm_type": how} for how in TRAVEL})
     for rank, found in enumerate(ranks):
-        for word, how in (("p2p", "ring"), ("all_gather", "gather")):
-            counted = [sent(chunks, rank, Sight(), how, 2 * 2 * 32, backward) for backward in (False, True)]
+        for word, how in TRAVEL.items():
+            counted = [sent(chunks, rank, Sight(), how, Heads(2, 8, 8, 4, 4), backward) for backward in (False, True)]
             assert found[word] == counted, (rank, word)
 
 
@@ -311,7 +313,7 @@ def _refusals() -> dict[str, str]:
         query = torch.randn(8, 1, 8, 4)
         note("window", lambda: training.build(case))
         note("mask type", lambda: context.ContextAttention(config, 1, AttnMaskType.padding, "self"))
-        note("way", lambda: context.ContextAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a"))
+        note("way", lambda: context.ContextAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a+p2p"))
         note("packed", lambda: core(query, query, query, None, packed_seq_params=object()))
         note("shape", lambda: core(query, query, query, torch.ones(1, 1, 16, 16).triu(1).bool()))
         note("form", lambda: core(query, query, query, torch.zeros(1, 1, 8, 16).bool()))
@@ -322,7 +324,7 @@ def test_what_shared_sequences_do_not_know_is_refused() -> None:
     words = {
         "window": "window_size = (4, 1) lets a token see the 1 after it",
         "mask type": "attn_mask_type = padding of self attention",
-        "way": "cp_comm_type = 'a2a' is not known; use 'p2p' or 'all_gather'",
+        "way": "cp_comm_type = 'a2a+p2p' is not known; use 'p2p', 'all_gather', 'a2a'",
         "packed": "packed_seq_params is given to attention over 2 ranks",
         "shape": "attention_mask of shape (1, 1, 16, 16) is not of this rank's 8 rows of 16 tokens",
         "form": "attention_mask hides more than later tokens and other documents",

@@ -45,6 +45,24 @@ def test_the_cheaper_way_is_taken_of_each_candidate() -> None:
     assert not np.any(np.stack(context.cheaper(H100, replace(of, ranks=np.array([1, 1])))))
 
 
+def test_heads_by_hand() -> None:
+    """Of 6 MB each of four ranks gives away three quarters, in two messages to each, and gradients as much."""
+    of = Shares(ranks=4, own=3e6, rate=1e9, hop=1e-5, forward=4e-3, backward=80e-3, outputs=0.0, dealt=6e6)
+    assert context.seconds(H100, of, "heads") == pytest.approx((4.56e-3, 4.56e-3))
+    assert context.cheaper(H100, of) == pytest.approx((4.56e-3, 4.56e-3))
+
+
+def test_heads_are_dealt_out_where_they_divide() -> None:
+    """Of 32 heads, 8 of keys and values: on 4 ranks of x and y those of a rank are 8 and 2, and 2 are repeated for 8."""
+    of = llama(8192).blocks[0].attention
+    assert of is not None
+    at = axonn.Grids(*(np.array([size] * 4) for size in (4, 1, 16, 1)), shared=np.array([2, 4, 8, 16]))
+    made = context._dealt_bytes(of, at, np.full(4, 0.5))
+    assert made == pytest.approx([8192 * (8 + keys) * 256 for keys in (2, 4, 8)] + [np.inf])
+    deepseek = model.load("deepseek-v3", sequence=4096).blocks[0].attention
+    assert deepseek is not None and np.isinf(context._dealt_bytes(deepseek, at, np.full(4, 0.5))).all()
+
+
 def test_a_core_that_moves_bytes_hides_none() -> None:
     cpu = machine.calibrated(machine.load("cpu"), "calibrated")
     of = Shares(4, 1e6, 1e9, 1e-5, 1.0, 1.0, 1e6)

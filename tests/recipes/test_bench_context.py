@@ -17,13 +17,13 @@ def test_every_side_runs_and_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    words = [*TINY, "--local", "--nodes", "1", "--ours", "1:gather 1:ring 2:gather", "--runs", str(tmp_path)]
+    words = [*TINY, "--local", "--nodes", "1", "--ours", "1:gather 1:ring 1:heads 2:gather", "--runs", str(tmp_path)]
     assert main(["bench", "context", *words]) == 0
     text, folder = capfd.readouterr().out, tmp_path / "bench_context"
     assert {file.name for file in folder.iterdir()} == {"results.json", "table.txt"}
     numbers = json.loads((folder / "results.json").read_text())
     sides = {side["name"]: side for side in numbers["sides"]}
-    assert list(sides) == [*PEERS, "ours, gather", "ours, ring", "ours, x2, gather"]
+    assert list(sides) == [*PEERS, "ours, gather", "ours, ring", "ours, heads", "ours, x2, gather"]
     for name, side in sides.items():
         assert name in text and side["losses"] == pytest.approx(sides["ulysses"]["losses"], abs=1e-5)
         assert side["losses"][2] < side["losses"][0]
@@ -48,6 +48,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--heads", "4"], "--heads 4 do not divide by the 8 ranks of ulysses"),
         (["--peers", "flash"], "--peers flash is not known; choose from torch-gather"),
         (["--ours", "gather"], "--ours gather is not gx:how"),
+        (["--heads", "4", "--peers", "", "--ours", "1:heads"], "--ours 1:heads deals out --heads 4 among 8 ranks"),
         (["--ours", "3:ring"], "--ours 3:ring divides not both the 8 ranks and --heads 8"),
         (["--ours", ""], "--ours names no side"),
     ],

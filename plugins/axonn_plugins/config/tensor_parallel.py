@@ -107,10 +107,10 @@ class TensorParallel(Block):
         description="Ranks along z: splits every weight and the batch; alone it is FSDP (ZeRO-3). data = world/(gx*gy*gz). "
         '{"batch": 2, "sequence": 4}: 8 ranks, of which 4 at a time share the tokens of their samples.',
     )
-    attention: Literal["auto", "gather", "ring"] = Field(
+    attention: Literal["auto", "gather", "ring", "heads"] = Field(
         "auto",
-        description="Where ranks of z share sequences, how keys and values travel: gather: those that queries see at once. ring: from rank to "
-        "rank while computing. auto: what sends less.",
+        description="Where ranks of z share sequences, what travels: gather: keys and values that queries see, at once. ring: keys and values, from "
+        "rank to rank while computing. heads: queries, keys and values of some heads to each rank, and outputs back. auto: what sends least.",
     )
     machine: str | None = Field(
         None,

@@ -24,7 +24,7 @@ class Options(Sizes, Place, Run):
 
     Attributes:
         peers: some of these, separated by commas; by itself all.
-        ours: gx and how keys and values travel, as in "1:gather 2:ring"; the other ranks share the sequence.
+        ours: gx and what travels, as in "1:heads 2:ring"; the other ranks share the sequence.
         local: no emulated network: all ranks talk through loopback.
     """
 
@@ -38,7 +38,7 @@ class Options(Sizes, Place, Run):
     batch: int = 1
     rounds: int = 5
     peers: str | None = None
-    ours: str = "1:gather 1:ring"
+    ours: str = "1:gather 1:ring 1:heads"
     local: bool = False
 
 
@@ -93,7 +93,7 @@ def resolve(options: Options) -> Settings:
 def _side(text: str) -> tuple[int, str]:
     gx, _, how = text.partition(":")
     if not gx.isdecimal() or int(gx) < 1 or how not in HOW:
-        raise ConfigError(f"--ours {text} is not gx:how; write 1:gather or 2:ring")
+        raise ConfigError(f"--ours {text} is not gx:how; write 1:gather, 2:ring or 1:heads")
     return int(gx), how
 
 
@@ -113,6 +113,10 @@ def _check(settings: Settings) -> None:
         if ranks % gx or settings.heads % gx:
             raise ConfigError(
                 f"--ours {gx}:{how} divides not both the {ranks} ranks and --heads {settings.heads}; choose another gx"
+            )
+        if how == "heads" and settings.heads % ranks:
+            raise ConfigError(
+                f"--ours {gx}:heads deals out --heads {settings.heads} among {ranks} ranks, which do not divide; use gather or ring"
             )
     if not settings.ours:
         raise ConfigError("--ours names no side; write 1:gather")

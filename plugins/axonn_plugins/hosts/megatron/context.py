@@ -29,8 +29,9 @@ from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.randomness import HEADS, HeadsDropout
 from axonn_plugins.hosts.megatron.settings import TRAVEL
 from axonn_tp.comm.collectives import all_gather, all_reduce, gather_to
-from axonn_tp.context.attention import AXIS, Shared, attend
+from axonn_tp.context.attention import attend
 from axonn_tp.context.chunks import Chunks, Sight
+from axonn_tp.context.shared import AXIS, Shared
 
 
 def install(originals: Originals, providers: list[type]) -> None:
@@ -98,7 +99,7 @@ class ContextAttention(MegatronModule):
                 "set context_parallel_size to 1"
             )
         if cp_comm_type is not None and cp_comm_type not in TRAVEL:
-            raise ValueError(f"cp_comm_type = {cp_comm_type!r} is not known; use {' or '.join(map(repr, TRAVEL))}")
+            raise ValueError(f"cp_comm_type = {cp_comm_type!r} is not known; use {', '.join(map(repr, TRAVEL))}")
         self.how = None if cp_comm_type is None else TRAVEL[cp_comm_type]
         self.softmax_scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.sight = Sight(window=_window(config, layer_number))

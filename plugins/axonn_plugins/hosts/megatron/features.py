@@ -31,7 +31,7 @@ class Feature:
 
 
 _CUT = "sequences are shared by as many ranks in every microbatch, and cut in one way"
-_HEADS = "its all-to-alls split attention heads, as --axonn-gx and -gy do"
+_HEADS = "all ranks of a sequence share it in one way, and none within another"
 _MIXED = "experts are Megatron's own plain ones, each a layer by itself"
 _TOKENS = "tokens travel by TED's dispatch"
 _SHARED = "--axonn-gz already shares weights, gradients and optimizer state"
@@ -173,9 +173,9 @@ FEATURES = (
 SHARED = (
     Feature(
         "cp_comm_type",
-        "keys and values go round by a ring or are gathered, alike in all layers, and a2a splits attention heads, as --axonn-gx and -gy do",
-        "use p2p or all_gather, once",
-        (["p2p"], ["all_gather"]),
+        "keys and values go round by a ring or are gathered, or heads are dealt out, alike in all layers, and none of these within another",
+        "use p2p, all_gather or a2a, once",
+        (["p2p"], ["all_gather"], ["a2a"]),
     ),
     Feature(
         "sft",

@@ -41,7 +41,7 @@ def _with_latents(original: Callable[..., None]) -> Callable[..., None]:
         if (
             context.ranks() > 1
             and not self.recompute_up_proj
-            and travels(self.config, self.num_attention_heads_per_partition)
+            and travels(self.config, self.num_attention_heads_per_partition, context.ranks(), self.core_attention.how)
         ):
             self.linear_kv_up_proj.register_forward_pre_hook(_gather)
             self.linear_kv_up_proj.register_forward_hook(_set_aside)
@@ -49,17 +49,20 @@ def _with_latents(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def travels(config: Any, heads: int) -> bool:
-    """Whether a rank sends less of latents, which are gathered once and their gradients summed, than of keys and values and theirs.
+def travels(config: Any, heads: int, ranks: int, how: str | None) -> bool:
+    """Whether a rank sends less of latents, which are gathered once and their gradients summed, than of what attention is given.
 
     Args:
         config: Megatron's.
         heads: of a rank.
+        ranks: that share a sequence.
+        how: heads are dealt out where that was asked for, and where nothing was, if that sends less.
     """
     latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
     made = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim)
-    # Keys and values are fetched again in backward.
-    return 2 * latent < 3 * made
+    # Keys and values are fetched again in backward; by heads, queries and outputs travel as well, and a part of each.
+    dealt = 4 * made // ranks if how is None and heads % ranks == 0 else 3 * made
+    return how != "heads" and 2 * latent < min(3 * made, dealt)
 
 
 def _gather(module: Any, given: tuple[Tensor]) -> tuple[Tensor]:

@@ -201,6 +201,20 @@ def _check_world(args: Any, settings: Settings) -> None:
             f"--context-parallel-size {args.context_parallel_size} does not divide the {args.world_size // stages // settings.tensor} ranks of a "
             f"stage that differ in their tokens, {args.world_size} by gx*gy = {settings.tensor} and {stages} stages; choose a divisor"
         )
+    if args.context_parallel_size > 1 and getattr(args, "cp_comm_type", None) == ["a2a"]:
+        _check_dealt(args, settings)
+
+
+def _check_dealt(args: Any, settings: Settings) -> None:
+    """The same split of heads as `sharing.heads_over`."""
+    heads = args.num_attention_heads
+    groups = args.num_query_groups if getattr(args, "group_query_attention", False) else heads
+    ranks = settings.tensor if settings.layout == "scattered" and groups % settings.tensor == 0 else settings.gx
+    if heads // ranks % args.context_parallel_size:
+        raise ConfigError(
+            f"--cp-comm-type a2a deals out the {heads // ranks} attention heads that the grid leaves a rank, of {heads}, among "
+            f"--context-parallel-size {args.context_parallel_size} ranks, which do not divide; use p2p or all_gather"
+        )
 
 
 def _blocks(args: Any, settings: Settings) -> Blocks:

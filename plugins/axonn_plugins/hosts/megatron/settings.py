@@ -12,7 +12,7 @@ LAYOUTS = ("scattered", "replicated")
 """The first is the default."""
 OVERLAPS = ("all-reduce", "reduce-scatter", "all-gather")
 """Words of ``--axonn-overlap``: OAR, ORS, OAG."""
-TRAVEL = {"p2p": "ring", "all_gather": "gather"}
+TRAVEL = {"p2p": "ring", "all_gather": "gather", "a2a": "heads"}
 """Words of ``--cp-comm-type``, and what `axonn_tp.context` calls them."""
 
 
