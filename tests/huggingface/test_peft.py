@@ -51,7 +51,24 @@ def tuned(name: str, grid: dict[str, Any] | None, readers: int, stage: int) -> d
         logits, own = whole.eval()(ids).logits, used.model.eval()(ids).logits
     again = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return {"history": history(used), "resumed": history(again), "logits": logits.tolist(), "own": own.tolist()}
+    found = {"history": history(used), "resumed": history(again), "logits": logits.tolist(), "own": own.tolist()}
+    return found | merged(used.model, ids)
+
+
+def merged(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Logits with an adapter in the weights, out of them again, and merged for good; what an adapter that comes late is told."""
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        model.merge_adapter()
+        found["merged"] = model(ids).logits.tolist()
+        model.unmerge_adapter()
+        found["unmerged"] = model(ids).logits.tolist()
+        try:
+            model.add_adapter("late", model.peft_config["default"])
+        except axonn_plugins.config.ConfigError as error:
+            found["late"] = str(error)
+        found["for good"] = model.merge_and_unload()(ids).logits.tolist()
+    return found
 
 
 class Packed(nn.Linear):
@@ -95,6 +112,8 @@ def test_adapters_are_those_of_one_process() -> None:
                 for entry, other in zip(tried[key], expected[key], strict=True):
                     assert entry == pytest.approx(other, rel=2e-4), (name, key)
             logits = torch.tensor(tried["logits"])
-            torch.testing.assert_close(logits, torch.tensor(tried["own"]), rtol=0, atol=1e-5)
+            for key in ("own", "merged", "unmerged", "for good"):
+                torch.testing.assert_close(logits, torch.tensor(tried[key]), rtol=0, atol=1e-5)
+            assert "'late' is added to a model that is split" in tried["late"] and one_sentence(tried["late"])
             # Adam's first steps make of a gradient's rounding a tenth of a step where it is near zero.
             torch.testing.assert_close(logits, torch.tensor(expected["logits"]), rtol=0, atol=1e-4)

@@ -24,6 +24,7 @@ from tests.distributed import run_ranks
 
 axonn_plugins.activate()
 accelerate = pytest.importorskip("accelerate")
+from accelerate import utils  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
 GRIDS = {"gx": {"gx": 2, "plan": "auto"}, "gy": {"gy": 2}, "gz": {"gz": 2, "plan": "auto"}, "ted": None}
@@ -141,6 +142,12 @@ def looped(
         found["seen"] += accelerator.gather_for_metrics(batch["input_ids"]).tolist()
     found["objects"] = accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)
     found["sum"] = accelerator.reduce(torch.tensor([1.0]), "sum").item()
+    # By name, as TRL has them.
+    found["by name"] = [utils.gather(torch.tensor([float(accelerator.process_index)])).tolist()]
+    found["by name"] += [utils.gather_object([accelerator.process_index]), utils.reduce(torch.ones(1), "sum").item()]
+    if accelerator.state.process_index == accelerator.state.num_processes - 1:
+        accelerator.set_trigger()
+    found["triggered"] = accelerator.check_trigger(), accelerator.check_trigger()
     found["counted"] = (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process)
     with accelerator.split_between_processes(list(range(6))) as part:
         found["part"] = part
@@ -282,6 +289,8 @@ def test_a_loop_on_accelerate(name: str, one: dict[str, Any], ranks: list[dict[s
         assert found["seen"] == expected["seen"]
         assert (found["objects"], found["sum"]) == (list(range(readers)), readers)
         assert found["counted"] == (readers, number == 0, number == 1)
+        assert found["by name"] == [list(range(readers)), list(range(readers)), readers]
+        assert found["triggered"] == (True, False)
         assert found["part"] == (list(range(6)) if readers == 1 else [[0, 1, 2], [3, 4, 5]][number])
     reads = [of(rank, name)["read"] for rank in ranks]
     if way == "dispatch":

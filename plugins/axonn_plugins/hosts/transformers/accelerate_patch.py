@@ -31,7 +31,7 @@ def patch(module: ModuleType) -> None:
     if getattr(accelerator, "axonn", False):
         return
     accelerator.axonn = True
-    from accelerate import data_loader, scheduler
+    from accelerate import data_loader, scheduler, utils
     from accelerate.state import PartialState
     from accelerate.utils.dataclasses import DeepSpeedPlugin
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
@@ -39,12 +39,14 @@ def patch(module: ModuleType) -> None:
     for name in ("num_processes", "process_index"):
         setattr(accelerator, name, _of_readers(name))
     accelerator.is_last_process = property(lambda self: self.state.is_last_process)
-    accelerator.gather = _gather(accelerator.gather)
-    accelerator.reduce = _reduce(accelerator.reduce)
+    for name, counting in {"gather": _gather, "gather_object": _gather_object, "reduce": _reduce}.items():
+        counted = counting(getattr(module, name))
+        for holder in (module, utils):  # scripts import them by name
+            setattr(holder, name, counted)
+    accelerator.check_trigger = _check_trigger(accelerator.check_trigger)
     accelerator.split_between_processes = _split_between_processes
     accelerator._prepare_deepspeed = _preparing(accelerator._prepare_deepspeed)
     accelerator.prepare_data_loader = _with_sizes(accelerator.prepare_data_loader)
-    module.gather_object = _gather_object(module.gather_object)  # type: ignore[attr-defined]
     dispatcher = data_loader.DataLoaderDispatcher
     dispatcher.__init__ = _dispatching(dispatcher.__init__)
     scheduler.AcceleratorState = _counting(scheduler.AcceleratorState)
@@ -57,11 +59,18 @@ def same() -> int:
     """Ranks in a row that are one reader, by the DeepSpeed configuration that Accelerate now uses."""
     from accelerate.state import AcceleratorState
 
-    if not AcceleratorState._shared_state:
+    if not has_state():
         return 1
     state = AcceleratorState()
     plugin = state.deepspeed_plugin
     return 1 if plugin is None else replicas(plugin.deepspeed_config, state.num_processes)
+
+
+def has_state() -> bool:
+    """Whether Accelerate has begun."""
+    from accelerate.state import AcceleratorState
+
+    return bool(AcceleratorState._shared_state)
 
 
 _noticed = False
@@ -133,7 +142,7 @@ def _of_readers(name: str) -> property:
 
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def gather(self: Any, tensor: Any) -> Any:
+    def gather(tensor: Any) -> Any:
         """Of every reader once; the sums of one that computes on a row that counts nothing are nothing."""
         from accelerate.utils.operations import recursively_apply
 
@@ -141,7 +150,7 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not share():
             tensor = recursively_apply(lambda one: one if one.dim() else torch.zeros_like(one), tensor)
-        gathered, each = original(self, tensor), same()
+        gathered, each = original(tensor), same()
 
         def first(whole: torch.Tensor) -> torch.Tensor:
             ranks = dist.get_world_size()
@@ -163,15 +172,28 @@ def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """A sum has every reader once."""
         from accelerate.utils.operations import recursively_apply
 
-        if reduction == "sum" and replica():
+        if reduction in ("sum", "none") and replica():
             tensor = recursively_apply(torch.zeros_like, tensor)
-        return original(self, tensor, reduction, scale)
+        return original(tensor, reduction, scale)
 
     return reduce
+
+
+def _check_trigger(original: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(original)
+    def check_trigger(self: Any) -> bool:
+        """Theirs, whichever rank has set it."""
+        if same() > 1:
+            flag = torch.tensor(int(self.flag_tensor or 0), device=self.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            self.flag_tensor = flag
+        return original(self)
+
+    return check_trigger
 
 
 def _split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers import evaluating_first, trainer_sums
-from axonn_plugins.hosts.transformers.accelerate_patch import ask, notice, same
+from axonn_plugins.hosts.transformers.accelerate_patch import ask, has_state, notice, same
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
 
@@ -62,9 +62,18 @@ def patch_arguments(module: ModuleType) -> None:
     def __post_init__(self: Any) -> None:
         if self.deepspeed:
             notice(read(self.deepspeed))
-        original(self)
+        with _readers(_SIZE, -_counting["world_size"]):
+            original(self)
 
     kind.__post_init__ = __post_init__
+
+    def __init_subclass__(derived: Any, **named: Any) -> None:
+        """A class that others derive, as TRL's, works out batches of all readers when its arguments are known."""
+        super(kind, derived).__init_subclass__(**named)
+        if "__post_init__" in vars(derived):
+            derived.__post_init__ = _within(derived.__post_init__, _SIZE)
+
+    kind.__init_subclass__ = classmethod(__init_subclass__)
 
 
 def patch_trainer(module: ModuleType) -> None:
@@ -141,9 +150,15 @@ def _counted(name: str, original: property) -> property:
         ask()
         assert original.fget is not None
         found: int = original.fget(self)
-        return found // same() if _counting[name] else found
+        return found // _same(self, found) if _counting[name] else found
 
     return property(get, doc=original.__doc__)
+
+
+def _same(args: Any, found: int) -> int:
+    """Ranks in a row that are one reader, also before there is an Accelerator; of `found` ranks, then."""
+    plugin = None if has_state() else getattr(args, "deepspeed_plugin", None)
+    return same() if plugin is None else replicas(plugin.deepspeed_config, found)
 
 
 def _within(method: Callable[..., Any], what: tuple[str, ...]) -> Callable[..., Any]:
@@ -156,9 +171,10 @@ def _within(method: Callable[..., Any], what: tuple[str, ...]) -> Callable[..., 
 
 
 @contextmanager
-def _readers(what: tuple[str, ...]) -> Iterator[None]:
-    _counting.update(what)
+def _readers(what: tuple[str, ...], times: int = 1) -> Iterator[None]:
+    changes = dict.fromkeys(what, times)
+    _counting.update(changes)
     try:
         yield
     finally:
-        _counting.subtract(what)
+        _counting.subtract(changes)
