@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USE_PEP517 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint style types suite compiler clean
+.PHONY: help setup train test docs lint style types suite compiler clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -29,6 +29,10 @@ test: style compiler ## lint, and run the tests; make test ARGS="-k mesh"
 # Two files of tests at a time: most start ranks, but some wait, and some compute in one process. tests/conftest.py orders them.
 suite:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
+
+docs: $(READY) ## build the documentation into the folder site, without network once its tools are there
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/code/build.py
 
 lint: style types ## ruff and mypy
 

@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 axonn_plugins.activate()
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-from tests.huggingface.trainer_runs import WORDS, Case, forget, llama, reported, settings  # noqa: E402
+from tests.huggingface.trainer_runs import WORDS, forget, llama, quiet, reported  # noqa: E402
 
 
 def by_turns(probabilities: Tensor, num_samples: int) -> Tensor:
@@ -52,14 +52,9 @@ def tuned(folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[s
         max_completion_length=4,
         num_train_epochs=1,
         learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         bf16=False,
         gradient_checkpointing=False,
-        use_cpu=grid is None,
-        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid}),
+        **quiet(grid),
     )
     used = trl.GRPOTrainer(
         model=llama(), reward_funcs=rewards, args=arguments, train_dataset=prompts(12), processing_class=words

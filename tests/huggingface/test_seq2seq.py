@@ -19,7 +19,7 @@ axonn_plugins.activate()
 pytest.importorskip("accelerate")
 import transformers  # noqa: E402
 
-from tests.huggingface.trainer_runs import PAD, WORDS, Case, Sentences, forget, history, padded, settings  # noqa: E402
+from tests.huggingface.trainer_runs import PAD, WORDS, Sentences, forget, history, padded, quiet  # noqa: E402
 
 GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
     2: {"gx": ({"gx": 2}, 1), "gz": ({"gz": 2}, 2)},
@@ -66,15 +66,10 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> dict[str, A
         predict_with_generate=True,
         generation_max_length=9,
         eval_strategy="epoch",
-        save_strategy="no",
         num_train_epochs=1,
         learning_rate=1e-3,
-        logging_steps=1,
         seed=5,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=grid is None,
-        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid | {"plan": "auto"}}),
+        **quiet(grid and {**grid, "plan": "auto"}),
         **more,
     )
     used = transformers.Seq2SeqTrainer(

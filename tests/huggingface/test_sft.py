@@ -18,7 +18,7 @@ from tests.distributed import run_ranks, same_on_all
 axonn_plugins.activate()
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-from tests.huggingface.trainer_runs import WORDS, Case, forget, history, llama, settings  # noqa: E402
+from tests.huggingface.trainer_runs import WORDS, forget, history, llama, quiet  # noqa: E402
 
 AXES = {"gx": 1, "gy": 1, "gz": 2}
 WAYS: tuple[dict[str, Any], ...] = (
@@ -49,14 +49,9 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[s
         eval_strategy="epoch",
         num_train_epochs=1,
         learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         bf16=False,
         gradient_checkpointing=False,
-        use_cpu=grid is None,
-        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid}),
+        **quiet(grid),
         **{"max_length": 12} | more,
     )
     used = trl.SFTTrainer(

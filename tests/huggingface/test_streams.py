@@ -20,7 +20,7 @@ from tests.distributed import run_ranks, same_on_all
 axonn_plugins.activate()
 pytest.importorskip("accelerate")
 datasets = pytest.importorskip("datasets")
-from tests.huggingface.trainer_runs import Case, Sentences, forget, history, llama, padded, settings  # noqa: E402
+from tests.huggingface.trainer_runs import Sentences, forget, history, llama, padded, quiet  # noqa: E402
 
 
 class Stream(IterableDataset):
@@ -61,14 +61,9 @@ def tuned(kind: str, grid: dict[str, Any] | None, readers: int, workers: int = 0
         max_steps=6,
         eval_strategy="steps",
         eval_steps=3,
-        save_strategy="no",
         learning_rate=1e-2,
-        logging_steps=1,
         seed=5,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=grid is None,
-        deepspeed=None if grid is None else settings(Case(), {"tensor_parallel": grid | {"plan": "auto"}}),
+        **quiet(grid and {**grid, "plan": "auto"}),
     )
     used = transformers.Trainer(
         llama(), arguments, padded, train_dataset=KINDS[kind](27, 3), eval_dataset=KINDS[kind](9, 4)

@@ -93,6 +93,18 @@ def settings(case: Case, block: dict[str, Any]) -> dict[str, Any]:
     return dict.fromkeys(AUTO, "auto") | {"zero_optimization": zero} | case.config | {"axonn": block}
 
 
+def quiet(grid: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of a Trainer that says what each step was and keeps nothing, on a grid or in one process."""
+    return {
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": grid is None,
+        "deepspeed": None if grid is None else settings(Case(), {"tensor_parallel": grid}),
+    }
+
+
 def forget() -> None:
     """What Accelerate keeps from one run to the next."""
     AcceleratorState._reset_state(reset_partial_state=True)

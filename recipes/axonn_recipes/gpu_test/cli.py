@@ -6,6 +6,7 @@ By itself it starts a rank on each GPU of this machine; under torchrun or srun i
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -146,7 +147,16 @@ def _agent(options: Options, ranks: int, local: int) -> int:
 
 def _write(path: Path, numbers: dict[str, Any], text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, content in ((".json", json.dumps(numbers, indent=1)), (".md", text)):
+    for suffix, content in ((".json", json.dumps(_strict(numbers), indent=1, allow_nan=False)), (".md", text)):
         file = path.with_name(path.name + suffix)
         file.write_text(content + "\n")
         print(file)
+
+
+def _strict(value: Any) -> Any:
+    """The same with words for numbers that JSON has not: infinity, and what is none."""
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

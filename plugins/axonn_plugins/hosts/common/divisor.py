@@ -78,7 +78,9 @@ class Watch(TorchFunctionMode):
         return result
 
     def _module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        ours = getattr(sys.modules.get("axonn_tp.layers.cross_entropy"), "CrossEntropyLoss", ())  # imported where it is in use
+        ours = getattr(
+            sys.modules.get("axonn_tp.layers.cross_entropy"), "CrossEntropyLoss", ()
+        )  # imported where it is in use
         if isinstance(module, ours):  # over split classes, by no function of torch
             self._loss(module.reduction)
 

@@ -72,10 +72,12 @@ def _whole_too(original: Callable[..., AbstractContextManager]) -> Callable[...,
         """Theirs; inside, a split layer's parameters are whole, and what has become of them is split again behind it."""
         with torch.no_grad(), original(layer):
             shards = _gathered(layer)
-            yield
-            for parameter, (module, layout, shard) in shards.items():
-                whole, parameter.data = parameter.data, shard
-                shard.copy_(layout.shard(whole, module.mesh.grid, module.mesh.coordinates))
+            try:
+                yield
+            finally:
+                for parameter, (module, layout, shard) in shards.items():
+                    whole, parameter.data = parameter.data, shard
+                    shard.copy_(layout.shard(whole, module.mesh.grid, module.mesh.coordinates))
 
     return onload_layer
 

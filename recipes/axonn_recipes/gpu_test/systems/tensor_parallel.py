@@ -100,7 +100,7 @@ def _compared(scale: Scale, grid: Grid, expected: Serial) -> list[Check]:
 
 def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     theirs = theirs.to(mine)
-    return ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)).item()
+    return ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)).nan_to_num(nan=torch.inf).item()
 
 
 def _overlap(scale: Scale, settings: Settings, grid: Grid) -> list[Figure]:
