@@ -1,13 +1,16 @@
-"""Starting ranks: who keeps the store stays until all have reported."""
+"""Starting ranks: who keeps the store stays until all have reported, and the rank that failed by itself is named."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_plugins.cluster.launch import launch
+from axonn_plugins.cluster.launch import RankFailed, launch
 
 
 def _sum_in_a_later_group() -> float:
@@ -24,3 +27,22 @@ def _sum_in_a_later_group() -> float:
 
 def test_rank_0_serves_the_store_until_all_have_reported() -> None:
     assert launch(_sum_in_a_later_group, 3) == [0, 3, 3]
+
+
+def _fails(dies_after: float) -> None:
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        time.sleep(dies_after)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1 * rank)
+    raise RuntimeError(f"rank {rank} lost its connection")
+
+
+def test_a_killed_rank_is_named_and_not_those_that_lost_their_connection_to_it() -> None:
+    with pytest.raises(RankFailed, match="rank 0 failed:\nit was ended by SIGKILL"):
+        launch(_fails, 4, 0.5)
+
+
+def test_the_first_lost_connection_is_named_where_no_rank_failed_by_itself() -> None:
+    with pytest.raises(RankFailed, match="rank 1 lost its connection"):
+        launch(_fails, 4, 60.0)

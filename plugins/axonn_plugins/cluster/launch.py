@@ -157,13 +157,15 @@ def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[An
     """The failure to report: a lost connection, a RuntimeError, is often but the echo of what another rank says."""
     if not isinstance(first.error, RuntimeError):
         return first
-    echo_time = 1.0
-    for reader in wait(list(waiting), echo_time):
-        assert isinstance(reader, Connection)
-        rank = waiting[reader]
-        succeeded, value, details = _receive(reader, processes[rank])
-        if not succeeded and not isinstance(value, RuntimeError):
-            return RankFailed(rank, value, details)
+    deadline = time.monotonic() + 1.0
+    waiting = dict(waiting)
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = waiting.pop(reader)
+            succeeded, value, details = _receive(reader, processes[rank])
+            if not succeeded and not isinstance(value, RuntimeError):
+                return RankFailed(rank, value, details)
     return first
 
 
