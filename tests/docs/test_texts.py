@@ -72,6 +72,16 @@ def test_drawings_are_those_of_their_code(draw) -> None:
     assert (drawings.FOLDER / f"{draw.__name__}.svg").read_text() == str(draw()), "run: python docs/code/drawings.py"
 
 
+def test_the_first_drawing_says_what_was_measured() -> None:
+    """Each row of it stands in its README, and as a ratio in ours."""
+    first = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    for one in drawings.MEASURED:
+        source = (ROOT / one.source).read_text()
+        assert one.theirs in source and one.ours in source
+        assert one.peer in first and one.source in first
+    assert [f"{float(one.theirs) / float(one.ours):.1f}" for one in drawings.MEASURED] == ["2.3", "1.1", "5.2"]
+
+
 def test_sections_are_picked() -> None:
     text = "# T\n\nintro\n\n## A\n\na\n\n### B\n\nb\n\n## C\n\n```\n# no heading\n```\n"
     assert [one.title for one in texts.sections(text)] == ["", "T", "A", "B", "C"]
