@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -89,3 +90,23 @@ def test_sections_are_picked() -> None:
     assert texts.join(texts.pick(text, "", "A")).split() == ["intro", "##", "C", "```", "#", "no", "heading", "```"]
     with pytest.raises(ValueError, match="no section"):
         texts.pick(text, "d")
+
+
+NOUNS = ("axonn_tp", "samo", "ted_moe", "plugins")
+RIDDLE = re.compile(r"(?:What|Whether|How)\b")
+LATER = ("axonn_tp/comm", "axonn_tp/plan/search", "plugins/axonn_plugins/hosts")
+
+
+@pytest.mark.parametrize("folder", NOUNS)
+def test_docstrings_say_what_a_thing_is(folder: str) -> None:
+    """They open with the thing or what is done, not with a clause: "True if ...", "Number of ...", "The bytes that ..."."""
+    found = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        if str(file.relative_to(ROOT)).startswith(LATER):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            for each in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
+                said = each.value.value if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) else None
+                if isinstance(said, str) and RIDDLE.match(said.strip()):
+                    found.append(f"{file.relative_to(ROOT)}:{each.lineno}")
+    assert not found
