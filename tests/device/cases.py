@@ -615,7 +615,8 @@ def composed_8() -> None:
 def weights_of_losses() -> None:
     """Kept targets are counted while the model runs."""
     for device in (CPU, GPU):
-        weight = Weight(torch.tensor(3 + dist.get_rank(), device=device), dist.group.WORLD, Divisor())
+        kept = torch.tensor(3 + dist.get_rank(), device=device)
+        weight = Weight(lambda weights, kept=kept: kept, dist.group.WORLD, Divisor(), device)
         with weight:
             loss = torch.ones((), device=device)
         got = weight.of(loss)

@@ -166,8 +166,8 @@ MUTATIONS = [
     # Losses
     Mutation(
         "plugins/axonn_plugins/hosts/common/goldfish.py",
-        "        self._work.wait()",
-        "        pass",
+        "        self._work.wait()\n        if self._watch is not None and",
+        "        if self._watch is not None and",
         ("weights_of_losses",),
     ),
 ]
