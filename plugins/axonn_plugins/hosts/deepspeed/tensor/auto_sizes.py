@@ -27,7 +27,7 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     *("context", "context_length", "block_size"),
 )
-"""What models' configurations call the tokens of a sample."""
+"""Names that models' configurations have for the tokens of a sample."""
 _REFERENCE = Grid(gx=2, gy=2)
 
 
