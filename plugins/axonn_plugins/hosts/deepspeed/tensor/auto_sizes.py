@@ -132,7 +132,7 @@ def _candidates(
         volumes = step_volumes(model, placements, grid, samples // steps * tokens, steps)
         held = local_parameters(model, placements, grid)
         flops = 6.0 * held * grid.gz * samples * tokens  # two for each weight and token, and twice as many in backward
-        yield choose.candidate(grid, volumes, _state_bytes(raw, grid) * held, flops)
+        yield choose.candidate(grid, volumes, state_bytes(raw, grid) * held, flops)
 
 
 def _dealt(model: nn.Module, experts: Ted | None) -> int:
@@ -141,8 +141,8 @@ def _dealt(model: nn.Module, experts: Ted | None) -> int:
     return max(sizes, default=1) if experts is not None and experts.expert_tensor_parallel is not False else 1
 
 
-def _state_bytes(raw: Mapping[str, Any], grid: Grid) -> float:
-    """Of a parameter with Adam, on one rank; ZeRO's stages share over data."""
+def state_bytes(raw: Mapping[str, Any], grid: Grid) -> float:
+    """Bytes of one parameter with Adam on a rank: weight, gradient and states, of which ZeRO's stages share out over data."""
     stage = section(raw, "zero_optimization").get("stage", 0)
     half = enabled(raw, "fp16") or enabled(raw, "bf16")
     weights, gradients, optimizer = (2, 2, 12) if half else (4, 4, 8)
