@@ -45,6 +45,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
     ),
+    "report": Command(
+        "a run as one HTML page: loss, throughput, memory, communication", "axonn_plugins.cli.report", "RUN"
+    ),
     "layers": Command(
         'what plan = "auto" makes of a model\'s layers, and what each sends', "axonn_plugins.cli.layers", "MODEL"
     ),
