@@ -97,7 +97,7 @@ class StreamPass:
     def _answer(self, value: Tensor, kind: str) -> Tensor:
         leaf = value.detach().clone().requires_grad_()
         self._leaves[kind].append(leaf)
-        return leaf.view_as(leaf)
+        return leaf.clone()
 
     def _pure(self, tensor: Tensor, kind: str, what: str) -> None:
         """Refuse an activation of one kind that was made of another: its gradient would be that of a part.
@@ -166,8 +166,7 @@ class StreamPass:
         if not graded:
             return tensor
         if not kinds:
-            leaf = tensor.detach().clone().requires_grad_()
-            return leaf.view_as(leaf)
+            return tensor.detach().clone().requires_grad_().clone()
         made = self._answer(tensor, kinds[0])
         for kind in kinds[1:]:
             made = made + self._answer(tensor.new_zeros(()), kind)

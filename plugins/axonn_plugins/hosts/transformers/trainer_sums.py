@@ -132,12 +132,13 @@ def _predicted(self: Any, original: Callable[..., Any], model: Any, inputs: Any,
     found = last(inputs)
     if found is None:
         return original(model, inputs, *rest, **kw)
-    self._axonn_counted, part = False, found.part_of(inputs)
+    self._axonn_counted, self._axonn_weighed, part = False, False, found.part_of(inputs)
     flat = found.cut and count_votes(self, [find_batch_size(inputs) != found.kept])[0] > 0
     with counting(part):
         loss, logits, labels = original(model, part, *rest, **kw)
     if loss is not None:
-        loss = self.accelerator.reduce(loss, "mean")
+        with nullcontext() if self._axonn_weighed else counting(part):  # a step may have computed it in its own way
+            loss = self.accelerator.reduce(loss, "mean")
     if flat:  # one row whatever it holds, which is not left out by its place
         nothing = isinstance(labels, torch.Tensor) and isinstance(part, Nothing)
         return loss, logits, torch.full_like(labels, IGNORED) if nothing else labels
