@@ -1,4 +1,4 @@
-"""How a parallel model goes about its work; every choice but that of BatchNorm's statistics computes the same."""
+"""Options of a parallel model's work; every choice but that of BatchNorm's statistics computes the same."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Options:
 
     @property
     def scattered(self) -> bool:
-        """Whether activations are scattered."""
+        """True if activations are scattered."""
         return self.layout == "scattered"
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ class Command:
     usage: str = ""
 
     def main(self) -> Main:
-        """What runs it."""
+        """The function that runs the command."""
         return importlib.import_module(self.module).main
 
 
@@ -71,7 +71,7 @@ NAMED = {
 
 
 def find(arguments: list[str]) -> tuple[Main, list[str]]:
-    """What runs a command line, and what is left of it to read.
+    """Find the function that runs a command line, and the arguments that are left for it.
 
     Raises:
         ConfigError: there is no such command.
@@ -138,7 +138,7 @@ def _folders(prefix: str) -> dict[str, str]:
 
 
 def _installed() -> list[Path]:
-    """What axonn_recipes holds; it is not imported."""
+    """Files and folders of axonn_recipes, which is not imported."""
     package = importlib.util.find_spec("axonn_recipes")
     places = package.submodule_search_locations if package else None
     return [folder for place in places or () for folder in Path(place).iterdir()]

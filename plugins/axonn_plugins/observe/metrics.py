@@ -1,4 +1,4 @@
-"""What a run reports about itself: metrics.jsonl, TensorBoard events, loss.png and the line printed each step."""
+"""Metrics of a run: metrics.jsonl, TensorBoard events, loss.png and the line printed each step."""
 
 from __future__ import annotations
 

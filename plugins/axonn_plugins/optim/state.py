@@ -81,7 +81,7 @@ def read_state(
 def dense_parts(
     stores: list[Store], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> dict[Entry, tuple[int, int, dict[str, Any]]]:
-    """What this rank holds of every entry's state, in host memory; where it is shared every rank calls it, and nothing is gathered.
+    """This rank's part of every entry's state, in host memory; where it is shared every rank calls it, and nothing is gathered.
 
     Args:
         stores: all of them.

@@ -234,7 +234,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         return outputs
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
-        half = self.fp16_enabled() or self.bfloat16_enabled() or self.torch_autocast_enabled()
+        half = self.fp16_enabled() or self.bfloat16_enabled() or getattr(self._config, "torch_autocast_enabled", False)
         half = half or torch.is_autocast_enabled(self.mesh.device.type)
         # The module itself: DeepSpeed's forward counts passes and hooks the outputs.
         found = first_difference(

@@ -16,9 +16,10 @@ from deepspeed.utils import groups as stock
 _Group = dist.ProcessGroup
 _TENSOR = "expert_tensor_parallel_world_size"
 _TABLES = {
-    "expert": (stock._EXPERT_PARALLEL_GROUP, stock._EXPERT_PARALLEL_GROUP_RANKS),
-    "expert_data": (stock._EXPERT_DATA_PARALLEL_GROUP, stock._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+    "expert": (stock._EXPERT_PARALLEL_GROUP, getattr(stock, "_EXPERT_PARALLEL_GROUP_RANKS", {})),
+    "expert_data": (stock._EXPERT_DATA_PARALLEL_GROUP, getattr(stock, "_EXPERT_DATA_PARALLEL_GROUP_RANKS", {})),
 }
+"""Groups, and their ranks, which DeepSpeed 0.16 does not keep."""
 _before: dict[tuple[str, str], _Group | None] = {}
 """By axis and name, what was in a table when the first of the engines that are there came."""
 _tensor_before = [1]
