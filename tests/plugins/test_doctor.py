@@ -80,7 +80,9 @@ def test_the_bounds_are_those_of_setup_cfg():
         below = f",<{doctor._dotted(doctor.BELOW[name])}" if name in doctor.BELOW else ""
         assert f"{name}>={doctor._dotted(least)}{below}" in required
     extras = config["options.extras_require"]
-    hosts = {f"{name}>={doctor._dotted(least)},<{doctor._dotted(below)}" for name, (least, below) in doctor.HOSTS.items()}
+    hosts = {
+        f"{name}>={doctor._dotted(least)},<{doctor._dotted(below)}" for name, (least, below) in doctor.HOSTS.items()
+    }
     assert {*extras["megatron"].split(), *extras["huggingface"].split(), *extras["lightning"].split()} == hosts
     assert hosts - set(extras["lightning"].split()) <= set(extras["dev"].split("\n"))
 
