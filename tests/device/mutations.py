@@ -80,13 +80,7 @@ MUTATIONS = [
             ("states", "pruned"),
             place,
         )
-        for place in range(4)
-    ),
-    Mutation(
-        "plugins/axonn_plugins/optim/move.py",
-        "    settle(store.device for store in stores if store.host)",
-        "    pass",
-        ("pruned",),
+        for place in range(2)
     ),
     Mutation(
         "plugins/axonn_plugins/optim/access.py", "settle([store.device] if store.host else [])", "pass", ("states",)
@@ -94,9 +88,6 @@ MUTATIONS = [
     # Gradients that are summed
     Mutation(_REDUCER, "            self.handle.wait()", "            pass", ("states", "pruned")),
     Mutation(_REDUCER, "        self._wait()\n        return said", "        return said", ("states", "pruned")),
-    Mutation(
-        _REDUCER, "        self._wait()\n        for entry, bucket", "        for entry, bucket", ("states", "pruned")
-    ),
     Mutation(
         _REDUCER,
         "            self._wait()\n        bucket.local",
