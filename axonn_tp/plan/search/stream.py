@@ -43,7 +43,7 @@ class Seat:
 
     @property
     def trivial(self) -> bool:
-        """Whether the share is the whole stream."""
+        """True if the share is the whole stream."""
         return self.grid.gy == 1 and not (self.tokens and self.grid.gx > 1)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Seat:
         return F.pad(tensor, (0, 0, 0, -tensor.shape[-2] % self.grid.gx)).chunk(self.grid.gx, -2)[self.x]
 
     def holds(self, got: Tensor, whole: Tensor) -> bool:
-        """Whether `got` is the share of `whole`, padding aside."""
+        """True if `got` is the share of `whole`, padding aside."""
         expected = self.of(whole)
         if got.shape != expected.shape:
             return False
@@ -66,7 +66,7 @@ class Seat:
 
 
 class StreamPass:
-    """What layers answer in one simulated pass on a share of the stream.
+    """The answers of layers in one simulated pass on a share of the stream.
 
     Args:
         shadow: the model.
@@ -154,7 +154,7 @@ class StreamPass:
         return self._answer(result, "whole")
 
     def part(self, got: Tensor, whole: Tensor) -> Hashable:
-        """Whether a block's tensor is whole or a share of the stream, and what it was made of; nothing where it is neither."""
+        """A key that tells a whole tensor of a block from a share of the stream, and by its origin; nothing where it is neither."""
         kinds = tuple(kind for kind, leaves in self._leaves.items() if self._shadow.reaches(got, leaves))
         if whole.requires_grad and self._seat.holds(got, whole):
             return "share", kinds, got.requires_grad

@@ -38,6 +38,9 @@ class Command:
 
 COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "doctor": Command("say what is installed, what works here and what is missing", "axonn_plugins.cli.doctor"),
+    "check": Command(
+        "say what a ds_config.json comes to, without starting a rank", "axonn_plugins.cli.check", "DS_CONFIG [SCRIPT]"
+    ),
     "schema": Command('print the JSON schema of the "axonn" block', "axonn_plugins.cli.schema"),
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"

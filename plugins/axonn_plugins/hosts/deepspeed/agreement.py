@@ -1,4 +1,4 @@
-"""Whether all ranks can go on, and with the same thing, before any of them splits the model."""
+"""Agreement of all ranks, before any of them splits the model, on whether they can go on, and with the same settings."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def choose_sizes(
 
 @dataclass
 class Split:
-    """What becomes of a model.
+    """The split of a model: the kind and the placement of each layer that changes.
 
     Attributes:
         plan: by layer.
@@ -178,7 +178,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         return block.tensor_parallel or TensorParallel.model_validate({})
 
     def _find_split(self, model: nn.Module) -> Split:
-        """What becomes of the model; communicates nothing and changes nothing.
+        """Find the split of the model; communicates nothing and changes nothing.
 
         Raises:
             ValueError: it cannot be split.

@@ -1,4 +1,4 @@
-"""What the Trainer sums over samples, ranks and parameters, as in one process; without the block nothing is different."""
+"""Sums of the Trainer over samples, ranks and parameters, as in one process; without the block nothing is different."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_kept(self: Any) -> bool:
-    """Whether the engine weighs the readers' losses by the targets that the goldfish loss keeps."""
+    """True if the engine weighs the readers' losses by the targets that the goldfish loss keeps."""
     return self.model.training and _mask(self) is not None
 
 
