@@ -106,8 +106,13 @@ def embedding(width: int, number: int) -> Callable[[Tensor], Tensor]:
 
 
 def _settle(module: nn.Module, generator: torch.Generator) -> set[int]:
-    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches."""
+    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches.
+
+    One that does not call all that it may call later does so where it has a method ``axonn_call_all``.
+    """
     drawn: set[int] = set()
+    if (call_all := getattr(module, "axonn_call_all", None)) is not None:
+        call_all()
     for name, buffer in module._buffers.items():
         if buffer is not None:
             real = buffer.is_floating_point()
