@@ -93,6 +93,11 @@ class GradientReducer:
         finally:
             self._syncing = True
 
+    @property
+    def unsummed(self) -> bool:
+        """Whether this rank has a gradient that came, or was added to, after the last sum."""
+        return any(p.grad is not None and p not in self._summed for p in self._parameters)
+
     @torch.no_grad()
     def finish(self) -> None:
         """Wait until all sums are there; every rank calls it after the last backward pass of a step."""

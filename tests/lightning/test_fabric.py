@@ -22,6 +22,7 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy, files
 from axonn_tp import Grid, Mesh, Options
 from tests.distributed import run_ranks
+from tests.lightning.adversarial import alternating
 from tests.lightning.models import Language, groups, loader, loss_of
 
 GRIDS: dict[int, list[dict[str, Any]]] = {
@@ -96,10 +97,18 @@ def every(folder: Path) -> list[Any]:
         train(AxonnStrategy(**grid), save=folder / f"{world}-{number}") for number, grid in enumerate(GRIDS[world])
     ]
     if world == 2:
-        return found
+        adversaries = [fabric_of(AxonnStrategy(**grid)) for grid in GRIDS[2]]
+        return [*found, *([alternating(fabric, penalty) for penalty in (False, True)] for fabric in adversaries)]
     sharded = folder / "sharded"
     train(AxonnStrategy(gx=2, gz=2, state_dict_type="sharded"), save=sharded)
     assert (sharded / "manifest.json").is_file()
+    for nothing in (None, {"step": 0}, torch.optim.SGD([torch.ones(1)])):
+        with pytest.raises(
+            ConfigError, match='which only a model can take in; pass yours, as in fabric.load.*"model": model'
+        ):
+            fabric_of(AxonnStrategy(gx=4)).load(sharded, nothing)
+    with pytest.raises(ConfigError, match="not the models a, b and no optimizer; use state_dict_type"):
+        fabric_of(AxonnStrategy(gx=4, state_dict_type="sharded")).save(sharded, {"a": Language(), "b": Language()})
     resumed = [
         train(AxonnStrategy(gy=2), resume=folder / "2-0"),
         train(AxonnStrategy(gz=4, plan=PLAN), resume=folder / "one"),
@@ -114,8 +123,11 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
     same(wanted, serial())
     two = run_ranks(every, 2, tmp_path)
     four = run_ranks(every, 4, tmp_path)
-    for found in (*two[0], *four[0][:4], *four[1][:4]):
+    for found in (*two[0][:3], *four[0][:4], *four[1][:4]):
         same(found, wanted)
+    alone = [alternating(fabric_of("auto"), penalty) for penalty in (False, True)]
+    for found in two[0][3:]:
+        assert [*map(pytest.approx, alone)] == found
     for found in four[0][4:7]:
         same(found, wanted, steps=2)
     same(four[0][7], wanted)
@@ -142,11 +154,13 @@ def refusals() -> list[str]:
     for call in (
         lambda: model(torch.full((1, 3), dist.get_rank())),
         lambda: fabric.backward(model(torch.ones(1, 3, dtype=torch.int64)).sum() * (1 + dist.get_rank())),
+        lambda: model(torch.ones(1, 3, dtype=torch.int64)).sum().backward(),
+        lambda: torch.autograd.grad(model(torch.ones(1, 3, dtype=torch.int64)).sum(), model.up.bias),
         lambda: fabric.clip_gradients(model, torch.optim.SGD(model.parameters()), max_norm=1.0, norm_type=3),
         lambda: fabric.setup(Language(), torch.optim.LBFGS(Language().parameters())),
         lambda: fabric_of(AxonnStrategy(gy=2)).setup(model.module),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises((ConfigError, RuntimeError)) as caught:
             call()
         said.append(str(caught.value))
     return said
@@ -214,6 +228,8 @@ def test_what_is_refused_is_said_on_every_rank() -> None:
     words = (
         "what the model is called with differs",
         "the loss differs",
+        "call `fabric.backward(loss)`",
+        "call `fabric.backward(loss)`",
         "type 2 or inf",
         "LBFGS",
         "is split on Grid(gx=2",

@@ -144,6 +144,20 @@ def shuffled(strategy: Any, average: type) -> dict[str, Any]:
     return {"steps": trainer.global_step, "losses": module.losses, "weights": weights}
 
 
+def again(strategy: Any) -> list[float]:
+    """Losses of one epoch, and of another by another Trainer, whose optimizer is made for a model that is split already."""
+    torch.manual_seed(1)
+    module = Module()
+    for _ in range(2):
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        trainer = L.Trainer(
+            accelerator="cpu", devices=world, strategy=strategy(), max_epochs=1, enable_checkpointing=False, **quiet
+        )
+        trainer.fit(module, loader(trainer.world_size))
+    return module.losses
+
+
 def same(found: dict[str, Any], wanted: dict[str, Any], resumed: bool = False, within: float = 1e-9) -> None:
     half = len(wanted["losses"]) // 2 if resumed else 0
     assert found["steps"] == wanted["steps"]
@@ -162,6 +176,7 @@ def every(folder: Path) -> list[dict[str, Any]]:
         found.append(fit(AxonnStrategy(gz=2), folder / "manual-2", manual=True))
         found.append(fit(AxonnStrategy(gx=2), folder / "from-one", folder / "one" / "epoch=0.ckpt"))
         found += [shuffled(AxonnStrategy(gz=2), average) for average in AVERAGES]
+        found.append({"again": [again(lambda grid=grid: AxonnStrategy(**grid)) for grid in GRIDS[2]]})
         with pytest.raises(ConfigError, match="^ModelPruning prunes each rank's part of a weight by itself"):
             fit(AxonnStrategy(gx=2), folder / "pruned", callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
         assert refused() == ["AxonnStrategy: gx*gy*gz = 3*1*1 = 3 does not divide the 2 ranks of this run"] * 2
@@ -181,7 +196,7 @@ def refused() -> list[str]:
 
 def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
     wanted, manual = fit("auto", tmp_path / "one"), fit("auto", tmp_path / "manual", manual=True)
-    averaged = [shuffled("auto", average) for average in AVERAGES]
+    averaged, twice = [shuffled("auto", average) for average in AVERAGES], again(lambda: "auto")
     two = run_ranks(every, 2, tmp_path)
     four = run_ranks(every, 4, tmp_path)
     for found in two:
@@ -189,7 +204,8 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path) -> None:
         same(found[1], wanted)
         same(found[2], manual)
         same(found[3], wanted, resumed=True)
-        for full, serial in zip(found[4:], averaged, strict=True):
+        assert [*map(pytest.approx, found[6]["again"])] == [twice, twice]
+        for full, serial in zip(found[4:6], averaged, strict=True):
             assert full["steps"] == serial["steps"] == 10
             assert full["losses"] == pytest.approx(serial["losses"], abs=1e-9)
             # One process averages in float32: it copies the module before it makes that double.

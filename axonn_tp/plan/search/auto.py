@@ -291,6 +291,8 @@ class _Finder:
         if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
             raise Mismatch("the model could not be traced as a whole")
         assert self.shadow is not None
+        if self.shadow.replaced:
+            raise Mismatch("a forward was replaced by one that may go other ways than the guessed inputs show")
         widths = {self.sizes[group.transposed][1] for group in groups}
         widths |= {self.sizes[name][0] for group in groups for name in group.normal}
         over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))

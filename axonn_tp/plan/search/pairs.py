@@ -91,7 +91,13 @@ class Judge:
         """Parts, counts and heads by trial on the smallest module around the group, or why there are none."""
         assert self.shadow is not None
         name = self._around(group, traced)
-        run = traced.run if name == traced.name else self.shadow.whole(name, traced.run.arguments[name])
+        run = traced.run
+        if name != traced.name:
+            try:
+                run = self.shadow.whole(name, run.arguments[name])
+            except Exception as error:
+                let_out(error)
+                name = traced.name  # alone it is not called as it was, as with a cache that has been filled since
         common = math.gcd(*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0])
         probes = [p for p in _PRIMES if common % p == 0]
         if not probes:

@@ -39,7 +39,7 @@ class Shadow:
     """
 
     def __init__(self, model: nn.Module, reuse: bool = True) -> None:
-        self.model, drawn = weightless_copy(model)
+        self.model, drawn, self.replaced = weightless_copy(model)
         self.modules = dict(self.model.named_modules())
         self.linears = {name: size for name, module in self.modules.items() if (size := features(module))}
         self.likeness: Likeness | None = None
@@ -88,10 +88,10 @@ class Shadow:
             if cut is not None and cut.parts is not None:
                 output = cut.of(output)
             output.requires_grad_()
-            # A view, which may be changed in place where a leaf may not.
+            # A copy, which may be changed in place where a leaf may not.
             run.made.append((name, output))
             run.results[name].append(output.detach())
-            return output.view_as(output)
+            return output.clone()
 
         return forward
 
@@ -308,7 +308,7 @@ class _Whole:
 
     def answer(self, whole: Tensor, part: Hashable) -> Tensor:
         leaf = whole.detach().clone().requires_grad_(whole.requires_grad)
-        return leaf.view_as(leaf)
+        return leaf.clone()
 
     def repeated(self, first: str, name: str, calls: Mapping[str, int]) -> None:
         for inner, number in calls.items():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.layers.rms_norm import is_rms_norm
 from axonn_tp.plan.own_faults import let_out
+from axonn_tp.plan.placement import kept_whole
 from axonn_tp.plan.report import collapse
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.copies import is_embedding
@@ -97,7 +98,7 @@ class StreamPass:
     def _answer(self, value: Tensor, kind: str) -> Tensor:
         leaf = value.detach().clone().requires_grad_()
         self._leaves[kind].append(leaf)
-        return leaf.view_as(leaf)
+        return leaf.clone()
 
     def _pure(self, tensor: Tensor, kind: str, what: str) -> None:
         """Refuse an activation of one kind that was made of another: its gradient would be that of a part.
@@ -166,8 +167,7 @@ class StreamPass:
         if not graded:
             return tensor
         if not kinds:
-            leaf = tensor.detach().clone().requires_grad_()
-            return leaf.view_as(leaf)
+            return tensor.detach().clone().requires_grad_().clone()
         made = self._answer(tensor, kinds[0])
         for kind in kinds[1:]:
             made = made + self._answer(tensor.new_zeros(()), kind)
@@ -236,8 +236,10 @@ class Stream:
 
 def stream_modules(model: nn.Module, width: int) -> tuple[set[str], set[str]]:
     """Names of the embeddings and norms over `width` features that could be part of a split stream."""
-    embeddings, norms = set(), set()
+    embeddings, norms, whole = set(), set(), kept_whole(model)
     for name, module in model.named_modules():
+        if id(module) in whole:
+            continue
         if is_embedding(module) and module.embedding_dim == width:
             if not (module.max_norm or module.scale_grad_by_freq or module.sparse):
                 embeddings.add(name)

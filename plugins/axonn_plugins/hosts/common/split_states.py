@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonn_tp import Mesh, layout_of
@@ -29,3 +31,16 @@ def split_states(optimizer: Optimizer, mesh: Mesh) -> None:
     for parameter in parameters_of(optimizer):
         held = optimizer.state.get(parameter, {})
         held.update({key: own_part(value, parameter, mesh) for key, value in held.items()})
+
+
+@contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters of a split model have the serial ones' shapes, without values or memory, for code that sorts them by these."""
+    held = {parameter: parameter.data for parameter in model.parameters() if layout_of(parameter).axes}
+    for parameter, data in held.items():
+        parameter.data = data.new_zeros(()).expand(layout_of(parameter).serial_shape)
+    try:
+        yield
+    finally:
+        for parameter, data in held.items():
+            parameter.data = data

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from axonn_plugins.hosts.common.elementwise import check_optimizer
 from axonn_plugins.hosts.lightning import files
-from axonn_plugins.hosts.lightning.gradients import Gradients
+from axonn_plugins.hosts.lightning.bare_backward import allow_penalties
+from axonn_plugins.hosts.lightning.gradients import Gradients, finish, gradients_of
 from axonn_plugins.hosts.lightning.states import own_state, whole_state
 from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
 from axonn_tp import full_state_dict
@@ -28,6 +29,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
 
     def _join(self) -> None:
         super()._join()
+        allow_penalties(FabricStrategy)
         self._backward_sync_control = _SyncControl()
         self._gradients: dict[nn.Module, Gradients] = {}
 
@@ -55,7 +57,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         self.split(module, optimizers)
         if module not in self._gradients:
             module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
-        self._gradients[module] = Gradients(module, self.mesh)
+        self._gradients[module] = gradients_of(module, self.mesh)
         self._backward_sync_control.gradients = self._gradients
         return module, optimizers, scheduler
 
@@ -73,14 +75,12 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         return self.reduce(tensor, group, reduce_op)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *rest: Any, **named: Any) -> None:
-        """Backward, and the sums of gradients over readers."""
-        chosen = list(self._gradients.values()) if module not in self._gradients else [self._gradients[module]]
+        """Backward, and the sums over readers of the gradients of all models that the loss went through."""
         self.replicas.loss(tensor)
-        for gradients in chosen:
+        for gradients in self._gradients.values():
             gradients.prepare()
         super().backward(tensor, module, *rest, **named)
-        for gradients in chosen:
-            gradients.finish()
+        finish(self._gradients.values(), self.mesh)
 
     def clip_gradients_norm(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,18 @@ def load_folder(path: Any, state: Any, mesh: Mesh, strict: bool) -> dict[str, An
 
     Returns:
         What was not asked for.
+
+    Raises:
+        ConfigError: there is not one model, or more than one optimizer.
     """
     if isinstance(state, nn.Module):
         load(path, state, mesh)
         return {}
-    model, optimizer, rest = _sorted(state or {})
+    if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
+        raise ConfigError(
+            f'{path} is a folder of shards, which only a model can take in; pass yours, as in fabric.load({str(path)!r}, {{"model": model}})'
+        )
+    model, optimizer, rest = _sorted(state)
     found = load(path, model, mesh, optimizer)["rest"]
     for key, value in rest.items():
         if key not in found:
@@ -81,8 +88,13 @@ def _sorted(state: Mapping[str, Any]) -> tuple[nn.Module, Optimizer | None, dict
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     if len(models) != 1 or len(optimizers) > 1:
         raise ConfigError(
-            f"a folder of shards holds one model and at most one optimizer, not {sorted(models) or 'no model'} and {sorted(optimizers)}; "
-            'use state_dict_type = "full", or a checkpoint for each'
+            f"a folder of shards holds one model and at most one optimizer, not {_told('model', models)} and {_told('optimizer', optimizers)}; "
+            'use state_dict_type = "full", or a folder for each model with its optimizer'
         )
     rest = {key: value for key, value in state.items() if key not in models and key not in optimizers}
     return next(iter(models.values())), next(iter(optimizers.values()), None), rest
+
+
+def _told(kind: str, names: Iterable[str]) -> str:
+    names = sorted(names)
+    return f"the {kind}s {', '.join(names)}" if len(names) > 1 else f"{kind} {names[0]}" if names else f"no {kind}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ class Gradients:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._model, self._mesh = model, mesh
+        self._model, self.mesh = ref(model), mesh
         self._reducers: list[GradientReducer] = []
         self._known: set[int] = set()
         self._syncing = True
@@ -33,10 +34,20 @@ class Gradients:
 
     def prepare(self) -> None:
         """Before backward: parameters may be trained from now on that were frozen."""
-        new = [p for p in self._model.parameters() if p.requires_grad and id(p) not in self._known]
+        new = [p for p in self._parameters() if p.requires_grad and id(p) not in self._known]
         if new:
             self._known.update(map(id, new))
-            self._reducers.append(GradientReducer(new, self._mesh))
+            self._reducers.append(GradientReducer(new, self.mesh))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        model = self._model()
+        assert model is not None
+        return model.parameters()
+
+    @property
+    def unsummed(self) -> bool:
+        """Whether this rank has gradients of which no sum over readers has been made."""
+        return self._syncing and any(reducer.unsummed for reducer in self._reducers)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -55,15 +66,36 @@ class Gradients:
         """After backward: the gradients are sums; every rank calls it."""
         if not self._syncing or not self._reducers:
             return
-        parameters = [p for p in self._model.parameters() if id(p) in self._known]
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._mesh.device)
-        if self._mesh.size("grid") > 1:
-            dist.all_reduce(present, dist.ReduceOp.MAX, group=self._mesh.group("grid"))
+        parameters = [p for p in self._parameters() if id(p) in self._known]
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.mesh.device)
+        if self.mesh.size("grid") > 1:
+            dist.all_reduce(present, dist.ReduceOp.MAX, group=self.mesh.group("grid"))
         for reducer in self._reducers:
             reducer.finish()
         for parameter, found in zip(parameters, present.tolist(), strict=True):
             if not found:
                 parameter.grad = None
+
+
+_of: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
+
+
+def gradients_of(model: nn.Module, mesh: Mesh) -> Gradients:
+    """The sums of a model's gradients over a mesh; its parameters are watched once, whoever trains it next."""
+    if model not in _of or _of[model].mesh is not mesh:
+        _of[model] = Gradients(model, mesh)
+    return _of[model]
+
+
+def finish(every: Iterable[Gradients], mesh: Mesh) -> None:
+    """After a backward pass through some of several models: the gradients of these are sums; every rank calls it."""
+    every = list(every)
+    found = torch.tensor([gradients.unsummed for gradients in every], dtype=torch.uint8, device=mesh.device)
+    if mesh.size("grid") > 1 and len(every) > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.group("grid"))
+    for gradients, brought in zip(every, found.tolist(), strict=True):
+        if brought or len(every) == 1:
+            gradients.finish()
 
 
 def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:

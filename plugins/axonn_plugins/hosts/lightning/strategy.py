@@ -229,8 +229,8 @@ class AxonnStrategy:
         else:
             self._parallelize(module, sync_batch_norm)
             _split[module] = self.mesh
-            for optimizer in optimizers:
-                split_states(optimizer, self.mesh)
+        for optimizer in optimizers:
+            split_states(optimizer, self.mesh)
         module.to(self.root_device)
         self._scale_together()
 

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.split_states import whole_shapes
 from axonn_plugins.hosts.lightning import files
-from axonn_plugins.hosts.lightning.gradients import Gradients
+from axonn_plugins.hosts.lightning.gradients import Gradients, gradients_of
 from axonn_plugins.hosts.lightning.replicas import Readers, count_readers
 from axonn_plugins.hosts.lightning.states import own_state, whole_state
 from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
@@ -71,7 +72,8 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         # Before the split, for functions that sort parameters by their shapes; where there are any.
         early = fitting and not any(parameter.is_meta for parameter in module.parameters())
         if early:
-            self.setup_optimizers(trainer)
+            with whole_shapes(module):
+                self.setup_optimizers(trainer)
         self.split(module, map(_own, self.optimizers if fitting else []), self._layer_sync is not None)
         if fitting and not early:
             self.setup_optimizers(trainer)
@@ -81,7 +83,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         if fitting:
-            self._gradients = Gradients(module, self.mesh)
+            self._gradients = gradients_of(module, self.mesh)
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def model_to_device(self) -> None:
