@@ -41,6 +41,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "check": Command(
         "say what a ds_config.json comes to, without starting a rank", "axonn_plugins.cli.check", "DS_CONFIG [SCRIPT]"
     ),
+    "completion": Command(
+        "print the completion of these commands for a shell", "axonn_plugins.cli.completion", "SHELL"
+    ),
     "schema": Command('print the JSON schema of the "axonn" block', "axonn_plugins.cli.schema"),
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
