@@ -311,11 +311,11 @@ class Gathers:
             layer = after  # type: ignore[assignment]
 
     def _startable(self, phase: str, layer: GatheredLayer) -> bool:
-        """Whether a layer's shard can be gathered before it asks."""
+        """True if a layer's shard can be gathered before it asks."""
         return True
 
     def _wanted(self, phase: str, layer: GatheredLayer) -> tuple[Tensor, torch.dtype]:
-        """What a layer will ask for: its shard and type, in backward those of its forward."""
+        """The shard and type that a layer will ask for, in backward those of its forward."""
         shard = layer._shard().detach()
         found = shard, layer.compute_dtype(shard)
         return self._sources.get(layer, found) if phase == "backward" else found

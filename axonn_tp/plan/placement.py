@@ -43,7 +43,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def kept_whole(model: nn.Module) -> set[int]:
-    """What lies in nn.MultiheadAttention, which reads its projections' weights and never calls them, or where ``axonn_whole`` is true.
+    """Modules in nn.MultiheadAttention, which reads its projections' weights and never calls them, or where ``axonn_whole`` is true.
 
     So it is of modules that one rank calls alone.
     """

@@ -39,7 +39,7 @@ def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int], bool]:
 
 
 def _of_copy(held: Any, memo: dict[int, Any]) -> Any:
-    """What a function that replaces a forward holds, such as the forward that it calls: the copy's in the place of the model's."""
+    """The copy of an object that a function in a forward's place holds, such as the forward that it calls: the copy's for the model's."""
     if isinstance(held, nn.Module):
         return memo.get(id(held), held)
     if isinstance(held, MethodType):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import warnings
@@ -46,8 +45,8 @@ def stopping(parse: bool = False) -> Iterator[None]:
         tyro.cli = original
 
 
-def parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, type]:
-    """The parser of a command's options, and the dataclass that they become.
+def parser(words: Sequence[str]) -> tuple[Any, type]:
+    """The parser of a command's options, an `argparse.ArgumentParser`, and the dataclass that they become.
 
     Args:
         words: its name, such as ("cluster", "up").
