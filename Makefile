@@ -13,7 +13,7 @@ export PIP_USE_PEP517 := 1
 .PHONY: help setup train test docs wheel compatibility lint style types suite compiler clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@echo "  PYTHON=python3.12 picks the interpreter. The packages come from pip's own configuration:"
 	@echo "  set PIP_INDEX_URL or PIP_FIND_LINKS to choose another build of torch."
 

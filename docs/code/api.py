@@ -30,7 +30,7 @@ MODULES = {
     "axonn_plugins.planner.answer": "The planner",
     "axonn_plugins.observe.ledger": "The ledger of collectives",
 }
-"""What a user may import; everything else may change in any version."""
+"""The names that a user may import; everything else may change in any version."""
 
 PARTS = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -78,7 +78,7 @@ def _deferred(tree: ast.Module) -> dict[str, str]:
 
 
 def defined(name: str, module: str) -> ast.AST | None:
-    """What defines a name, followed through imports; None for what is no class and no function."""
+    """Find the definition of a name, followed through imports; None for one of no class and no function."""
     tree = ast.parse(file_of(module).read_text())
     for node in tree.body:
         if isinstance(node, Node) and node.name == name:

@@ -34,7 +34,7 @@ def blocks(annotation: Any) -> Iterator[type[Block]]:
 
 
 def kinds(annotation: Any) -> str:
-    """What a key takes, in words."""
+    """The values that a key takes, in words."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return "object"
     names = {int: "integer", float: "number", str: "string", bool: "true or false", type(None): ""}

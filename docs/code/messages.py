@@ -43,7 +43,7 @@ def sentences(file: Path) -> Iterator[str]:
 
 
 def _nested(tree: ast.AST, node: ast.JoinedStr) -> bool:
-    """Whether an f-string stands inside another one."""
+    """True if an f-string stands inside another one."""
     return any(
         isinstance(other, ast.FormattedValue) and any(one is node for one in ast.walk(other))
         for other in ast.walk(tree)

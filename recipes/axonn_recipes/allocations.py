@@ -1,4 +1,4 @@
-"""How much memory a call takes."""
+"""Memory that a call takes."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPT on an emulated cluster share: sizes and options."""
+"""The common part of benchmarks of a GPT on an emulated cluster: sizes and options."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_sections_are_picked() -> None:
         texts.pick(text, "d")
 
 
-NOUNS = ("axonn_tp", "samo", "ted_moe", "plugins")
+NOUNS = ("axonn_tp", "samo", "ted_moe", "plugins", "recipes", "docs/code")
 RIDDLE = re.compile(r"(?:What|Whether|How)\b")
 
 

@@ -1,1 +1,1 @@
-"""What all benchmarks share: sides that take turns, medians with quartiles, the table and what is written."""
+"""The common part of all benchmarks: sides that take turns, medians with quartiles, the table and the files."""

@@ -14,7 +14,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """How many times as long as ours theirs took, round by round."""
+    """Their time over ours, round by round: above 1, ours is faster."""
     return [over / under for over, under in zip(theirs, ours, strict=True)]
 
 

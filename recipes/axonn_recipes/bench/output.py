@@ -1,4 +1,4 @@
-"""What is said of a run: the table, results.json and pictures."""
+"""The output of a run: the table, results.json and pictures."""
 
 from __future__ import annotations
 

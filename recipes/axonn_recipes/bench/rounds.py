@@ -40,7 +40,7 @@ def in_turns(sides: Sequence[Kind], rounds: int) -> Iterator[tuple[int, Kind]]:
 
 
 def seconds(step: Callable[[], object]) -> float:
-    """What a step takes this rank; a GPU has then done all of it."""
+    """Time a step on this rank; a GPU has then done all of it."""
     _synchronize()
     began = time.perf_counter()
     step()
@@ -49,13 +49,13 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def together(step: Callable[[], object]) -> float:
-    """What a step takes this rank, which all ranks begin at once."""
+    """Time a step on this rank, which all ranks begin at once."""
     dist.barrier()
     return seconds(step)
 
 
 def slowest(step: Callable[[], object]) -> float:
-    """What a step, which all ranks begin at once, takes the slowest of them."""
+    """Time a step, which all ranks begin at once, on the slowest of them."""
     return over_ranks([together(step)], dist.ReduceOp.MAX)[0]
 
 

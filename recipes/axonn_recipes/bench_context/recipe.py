@@ -53,7 +53,7 @@ def run(settings: Settings) -> list[Side]:
 
 
 def measure(settings: Settings) -> list[Side]:
-    """What each rank does: build every side, check that all learn alike, and time them in turns.
+    """The work of each rank: build every side, check that all learn alike, and time them in turns.
 
     Raises:
         ConfigError: the sides do not compute the same losses.

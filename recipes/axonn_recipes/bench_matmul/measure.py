@@ -17,7 +17,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Products:
-    """What was measured, of a rank while all ranks do the same.
+    """Times of matrix products on a rank, while all ranks do the same.
 
     Attributes:
         device: what computes.

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def keys(found: Products) -> dict[str, str]:
-    """What goes into a machine file."""
+    """The keys of a machine file, and their values."""
     rate, half = found.fit
     return {
         "memory_bandwidth": f'"{found.memory_bandwidth / 1e9:.5g} GB/s"',

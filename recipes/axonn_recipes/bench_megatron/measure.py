@@ -1,4 +1,4 @@
-"""What each rank does: some steps of one side, their seconds, bytes and losses."""
+"""The work of each rank: some steps of one side, their seconds, bytes and losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNTIMED = 2
 
 @dataclass
 class Run:
-    """What a run of one side found; the same on every rank but for `sent`, which is this rank's.
+    """The results of a run of one side; the same on every rank but for `sent`, which is this rank's.
 
     Attributes:
         losses: of all steps.
@@ -74,7 +74,7 @@ def _noise(side: Training) -> Corpus:
 
 
 def _axes(side: Training) -> dict[str, str]:
-    """What the groups of this side's collectives are for, by torch's name of each."""
+    """The axes of this side's process groups, by torch's name of each."""
     from megatron.core import parallel_state
 
     named: dict[str, str] = {

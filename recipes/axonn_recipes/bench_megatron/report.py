@@ -1,4 +1,4 @@
-"""What is said of a run: a table, and time per step against ranks as in Figure 11 of paper 003."""
+"""The report of a run: a table, and time per step against ranks as in Figure 11 of paper 003."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def best(sides: list[Side], system: str) -> Side:
 
 
 def text(points: list[dict[str, Any]]) -> str:
-    """What to read of all points."""
+    """The report of all points, as text."""
     return "\n\n".join(point_text(point) for point in points)
 
 

@@ -1,4 +1,4 @@
-"""What is measured, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VARIANTS: Mapping[str, Mapping[str, bool]] = {
         "grad_reduce_in_bf16": True,
     },
 }
-"""What both sides may turn on; the first is how Megatron runs when not told otherwise."""
+"""Flags that both sides may turn on; the first set is Megatron's own defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ _NEEDED = {"hf": "transformers", "megatron": "megatron"}
 
 @dataclass
 class Found:
-    """What one launch of a side found; the same on every rank.
+    """The results of one launch of a side; the same on every rank.
 
     Attributes:
         losses: of the first steps.
@@ -105,7 +105,7 @@ def _starter(settings: Settings, stack: ExitStack) -> Callable[..., list[Any]]:
 
 
 def measure(settings: Settings, way: Way, weighed: bool) -> Found:
-    """What each rank does: build a side, take its first steps, and time some more.
+    """The work of each rank: build a side, take its first steps, and time some more.
 
     Args:
         settings: the run.

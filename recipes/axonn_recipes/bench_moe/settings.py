@@ -1,4 +1,4 @@
-"""What is measured, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _USUAL = {"hf": "2,4 2,8 1,8", "megatron": "1,4 1,8"}
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a side places a model.
+    """The placement of a model by one side.
 
     Attributes:
         ours: whether it is ours.
@@ -131,7 +131,7 @@ def _way(option: str, text: str, count: int) -> Way:
 
 
 def _check(settings: Settings, way: Way) -> None:
-    """Whether a side can be built.
+    """Refuse a side that cannot be built.
 
     Raises:
         ConfigError: it cannot.

@@ -1,4 +1,4 @@
-"""What each rank measures: arithmetic, memory, and rings within and between nodes (000, section 5.1.2, case 1)."""
+"""The measurements of each rank: arithmetic, memory, and rings within and between nodes (000, section 5.1.2, case 1)."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def copies(clock: Clock, device: torch.device, size: int) -> float:
 
 
 def _call(clock: Clock, rings: Rings, world: int) -> float:
-    """What a sum takes longer in a training step with layers split over two ranks than by itself: the same products, of more rows."""
+    """Seconds by which a sum in a training step with layers split over two ranks is longer than by itself: the same products, of more rows."""
     took = []
     for split in (1, 2):
         layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))

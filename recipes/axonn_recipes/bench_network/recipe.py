@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _products(kept: Path) -> dict[str, str]:
-    """What ``axonn bench matmul`` wrote into the file that was there."""
+    """The keys that ``axonn bench matmul`` wrote into the file that was there."""
     known = files.read("--machine", kept) if kept.is_file() else {}
     return {key: json.dumps(known[key]) for key in ("sustained", "product_half") if key in known}
 

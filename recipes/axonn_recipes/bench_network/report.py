@@ -55,7 +55,7 @@ def merged(text: str, keys: Mapping[str, str]) -> str:
 
 
 def described(found: Measured) -> str:
-    """What was measured, in words."""
+    """The measurements, in words."""
     lines = [
         f"{found.nodes} nodes of {found.ranks} ranks on {found.device}",
         f"matrix multiplication {found.tensor / 1e9:.4g} Gflop/s, element-wise {found.vector / 1e9:.4g}, memory "

@@ -1,4 +1,4 @@
-"""What each rank does: check every side's values at every size, and time them in turns."""
+"""The work of each rank: check every side's values at every size, and time them in turns."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _done(place: torch.device) -> None:
 
 
 def _calls(call: Call, whole: Tensor, own: Tensor, size: int) -> int:
-    """How many calls in a row are a turn, on all ranks: else, of what is short, when the ranks begin is most of the time."""
+    """Number of calls in a row that are a turn, on all ranks: with fewer, of short ones, the ranks' different starts would be most of the time."""
     began = _together(whole.device)
     call(whole, own)
     _done(whole.device)

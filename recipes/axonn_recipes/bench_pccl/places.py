@@ -11,7 +11,7 @@ from axonn_recipes.bench_pccl.settings import Places
 
 
 def on_each(places: Places, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What rank 0 of each cluster returned of `function(*arguments)`, which all of its ranks run."""
+    """Run `function(*arguments)` on all ranks of each cluster, and return the results of each rank 0."""
     found = []
     for nodes, ranks in places.layouts:
         if nodes == 1:

@@ -1,4 +1,4 @@
-"""What is said of a run: a table and pictures."""
+"""The report of a run: a table and pictures."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def by_place(numbers: dict[str, Any]) -> dict[tuple[str, int, int, int], dict[st
 
 
 def text(numbers: dict[str, Any]) -> str:
-    """What to read: milliseconds, medians with quartiles behind PCCL's."""
+    """The report as text: milliseconds, medians with quartiles behind PCCL's."""
     others = list(dict.fromkeys(cell["side"] for cell in numbers["cells"] if cell["side"] not in (OURS, NATIVE)))
 
     def times(sides: dict[str, dict[str, Any]], *names: str) -> float:
-        """How many times as fast as the best of these."""
+        """The time of the best of these over PCCL's."""
         return min(sides[name]["median"] for name in names if name in sides) / sides[OURS]["median"]
 
     columns: dict[str, Callable[[dict[str, dict[str, Any]]], str]] = {
@@ -113,7 +113,7 @@ def pictures(numbers: dict[str, Any]) -> dict[str, Picture]:
 def speedups(
     numbers: dict[str, Any], collective: str, ours: str, theirs: str
 ) -> dict[tuple[int, tuple[int, int]], float]:
-    """How many times as fast one side is as another, by bytes and (nodes, ranks a node)."""
+    """Time of one side over that of another, by bytes and (nodes, ranks a node)."""
     return {
         (size, (nodes, ranks)): sides[theirs]["median"] / sides[ours]["median"]
         for (kind, nodes, ranks, size), sides in by_place(numbers).items()

@@ -1,4 +1,4 @@
-"""What a run of ``axonn bench pccl --train`` is, read from the command line and checked before anything is started."""
+"""Settings of a run of ``axonn bench pccl --train``, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 

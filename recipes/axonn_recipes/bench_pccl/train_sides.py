@@ -1,4 +1,4 @@
-"""What each rank does: train by ZeRO-3 with one side's collectives and the other's, in turns."""
+"""The work of each rank: train by ZeRO-3 with one side's collectives and the other's, in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does: build the sides, check that they learn alike, and time their batches in turns."""
+"""The work of each rank: build the sides, check that they learn alike, and time their batches in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does for Figure 3.6: the bucketed optimizer's all-reduces, its updates, and one under the other."""
+"""The work of each rank for Figure 3.6: the bucketed optimizer's all-reduces, its updates, and one under the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a run: tables, CSV and pictures."""
+"""The report of a run: tables, CSV and pictures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEST_TORCH = "best of torch's schedules that do not split backward"
 
 
 def ratios(sides: Sequence[Side]) -> dict[str, dict[str, float]]:
-    """How many times as long as ours each other side took, round by round; and the best of torch's."""
+    """Time of each other side over ours, round by round; and of the best of torch's."""
     by_name = {side.name: side for side in sides}
     ours = by_name.pop(OURS, None) or by_name.pop(next(iter(HALVES)))
     found = {name: spread(in_rounds(side.seconds, ours.seconds)) for name, side in by_name.items()}

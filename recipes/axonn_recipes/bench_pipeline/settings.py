@@ -1,4 +1,4 @@
-"""What is measured, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 

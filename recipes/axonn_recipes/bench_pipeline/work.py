@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Pace:
-    """How long this rank's layers take.
+    """Seconds that this rank's layers take.
 
     A layer's forward pass takes `seconds`, its backward pass twice that, half for the input's gradient and half for the
     weight's; a slow rank takes `factor` times as long, and each pass of each microbatch a share of up to `jitter` more or less,

@@ -1,4 +1,4 @@
-"""What the planner says of the grids that are measured, on the machine as measured."""
+"""The planner's predictions for the grids that are measured, on the machine as measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a run: a table and a picture."""
+"""The report of a run: a table and a picture."""
 
 from __future__ import annotations
 

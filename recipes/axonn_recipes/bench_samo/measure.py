@@ -22,7 +22,7 @@ PLAIN, PRUNED = "dense", "samo"
 
 @dataclass
 class Side:
-    """What is timed.
+    """A side that is timed.
 
     Attributes:
         name: shown in the table.

@@ -1,4 +1,4 @@
-"""What is said of a run: tables."""
+"""The report of a run: tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Settings(ClusterRun):
 
 
 def resolve(options: Options) -> Settings:
-    """What the command line asks for.
+    """Make the settings that the command line asks for.
 
     Raises:
         ConfigError: the first mistake.

@@ -1,4 +1,4 @@
-"""What each rank does: build the sides, check that they learn alike, count, and time their steps in turns."""
+"""The work of each rank: build the sides, check that they learn alike, count, and time their steps in turns."""
 
 from __future__ import annotations
 

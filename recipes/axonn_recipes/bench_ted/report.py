@@ -1,4 +1,4 @@
-"""What is said of a run: tables and pictures."""
+"""The report of a run: tables and pictures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ratios(sides: list[Side]) -> list[dict[str, Any]]:
 
 
 def asked(sides: list[Side]) -> list[dict[str, Any]]:
-    """What is asked of TED with all on, with the bar; and what dropping and checkpointing alone do, as the paper has it.
+    """The bars that TED with all on is held to; and the effect of dropping and checkpointing alone, as the paper has it.
 
     A share is of time saved, an all-reduce's with that of the reduce-scatter which some become; None where the baseline
     sends nothing.

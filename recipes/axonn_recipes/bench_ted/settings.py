@@ -1,4 +1,4 @@
-"""What is measured, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Settings(Layers, ClusterRun):
 
 
 def resolve(options: Options) -> list[Settings]:
-    """What the command line asks for: a run for each number of nodes.
+    """Make the settings that the command line asks for: a run for each number of nodes.
 
     Raises:
         ConfigError: the first mistake.
@@ -120,7 +120,7 @@ def _nodes(text: str) -> list[int]:
 
 
 def _check(settings: Settings) -> None:
-    """Whether every side can be built.
+    """Refuse sizes with which a side cannot be built.
 
     Raises:
         ConfigError: one cannot.

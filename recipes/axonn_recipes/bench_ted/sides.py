@@ -26,7 +26,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Switches:
-    """What of TED is on."""
+    """TED's optimizations that are on."""
 
     drop: bool = False
     stash: bool = False

@@ -15,7 +15,7 @@ from ted_moe import Groups
 
 
 class Units:
-    """What DeepSpeed asks of Megatron's ``mpu``: tensor and data ranks."""
+    """The ``mpu`` that DeepSpeed expects of Megatron: tensor and data ranks."""
 
     def __init__(self, groups: Groups) -> None:
         for axis, name in (

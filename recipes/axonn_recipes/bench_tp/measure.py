@@ -1,4 +1,4 @@
-"""What each rank does: build every side, check that all learn alike, and time them in turns."""
+"""The work of each rank: build every side, check that all learn alike, and time them in turns."""
 
 from __future__ import annotations
 

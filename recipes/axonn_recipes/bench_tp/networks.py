@@ -1,4 +1,4 @@
-"""What the benchmark trains: a GPT on random bytes, or a diffusion U-Net on noise (003, Figure 12)."""
+"""The networks that the benchmark trains: a GPT on random bytes, or a diffusion U-Net on noise (003, Figure 12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a run: a table and a picture."""
+"""The report of a run: a table and a picture."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _numbers(side: Side, settings: Settings) -> dict[str, Any]:
 
 
 def brief(settings: Any, measured: list[Side]) -> dict[str, Any]:
-    """What was measured of sides without a computation of their own, as what JSON can hold; seconds and bytes, None where not counted."""
+    """The results of sides without a computation of their own, as JSON can hold them; seconds and bytes, None where not counted."""
     return {
         "torch": torch.__version__,
         "settings": asdict(settings),
@@ -70,7 +70,7 @@ def brief(settings: Any, measured: list[Side]) -> dict[str, Any]:
 
 
 def brief_text(numbers: dict[str, Any]) -> str:
-    """What to read of `brief`, of steps on a batch of token sequences."""
+    """The numbers of `brief` as text, of steps on a batch of token sequences."""
     tokens, sides = numbers["settings"]["batch"] * numbers["settings"]["context"], numbers["sides"]
     columns: dict[str, Callable[[Any], object]] = {
         "": lambda side: side["name"],
@@ -108,7 +108,7 @@ def comparisons(measured: list[Side]) -> list[dict[str, Any]]:
 
 
 def text(numbers: dict[str, Any]) -> str:
-    """What to read."""
+    """The report as text."""
     unit = NETWORKS[numbers["settings"]["network"]].unit
     shown = table(
         {

@@ -1,4 +1,4 @@
-"""What a run of the benchmark is, read from the command line and checked before anything is started."""
+"""Settings of a run of the benchmark, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Settings(ClusterRun):
 
     @property
     def trained(self) -> Network:
-        """What is trained."""
+        """The network that is trained."""
         return NETWORKS[self.network]
 
     @property
@@ -96,7 +96,7 @@ class Options(Where, Run):
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, has started this process as a rank."""
+    """True if torchrun, or another launcher that sets its variables, has started this process as a rank."""
     return {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
 
 
@@ -178,7 +178,7 @@ def _misfit(grid: Grid, settings: Settings) -> str | None:
 
 
 def _check(settings: Settings) -> None:
-    """Whether every peer can be built.
+    """Refuse sizes with which a peer cannot be built.
 
     Raises:
         ConfigError: one cannot.

@@ -34,7 +34,7 @@ _POLL, _GRACE, _MARGIN = 0.05, 5.0, 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a system ended.
+    """The end of a system: its results, or the reason that there are none.
 
     Attributes:
         name: of the system.
@@ -89,7 +89,7 @@ class Agent:
         return Outcome(name, time.monotonic() - begun, None if errors else found, errors)
 
     def _heard(self, store: Any, reader: Connection, process: Any, log: Path) -> tuple[Found | None, str | None]:
-        """What this rank's process reports, or why it does not."""
+        """Wait for the report of this rank's process, or the reason that there is none."""
         deadline = time.monotonic() + self.patience
         stopped = False
         while time.monotonic() < deadline:

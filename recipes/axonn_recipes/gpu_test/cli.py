@@ -111,7 +111,7 @@ def _ranks(options: Options, started: bool) -> tuple[int, int]:
 
 
 def _import_before_forks() -> None:
-    """What every system's processes would import: once, in the process from which they are forked."""
+    """Import once, in the process from which they are forked, the modules that every system's processes need."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from axonn_recipes.gpu_test.systems import SYSTEMS
 

@@ -10,7 +10,7 @@ from axonn_plugins.config import ConfigError
 
 
 def as_rank() -> bool:
-    """Whether a launcher started this process as a rank; srun's variables become torchrun's."""
+    """True if a launcher started this process as a rank; srun's variables become torchrun's."""
     # Set in srun's steps alone, not in the script of a job.
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         os.environ.update(_of_slurm())

@@ -1,4 +1,4 @@
-"""How large a run is, what a system reports of it, and the models that all systems train."""
+"""The size of a run, the reports of systems, and the models that all systems train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDED = 1e-5
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is.
+    """The size of a run.
 
     Attributes:
         device: "cuda", or "cpu" in a dry run.
@@ -111,7 +111,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether rounding explains it."""
+        """True if rounding explains it."""
         return self.difference <= self.allowed
 
 
@@ -149,7 +149,7 @@ class Figure:
 
 @dataclass
 class Found:
-    """What a system reports; `device` is the GPU's name, None on a CPU."""
+    """The report of a system; `device` is the GPU's name, None on a CPU."""
 
     checks: list[Check] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)

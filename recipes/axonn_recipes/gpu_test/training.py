@@ -39,7 +39,7 @@ def windows(config: GPTConfig, count: int, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Serial:
-    """What the serial model did.
+    """The losses and weights of the serial model.
 
     Attributes:
         losses: by step.

@@ -1,4 +1,4 @@
-"""What a run is: its command line and what that resolves to."""
+"""Settings of a run: its command line, and the configuration that it resolves to."""
 
 from __future__ import annotations
 

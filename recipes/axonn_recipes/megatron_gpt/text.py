@@ -45,7 +45,7 @@ def prepare(corpus: Corpus, prefix: Path, vocabulary: int) -> list[Path]:
 
 
 def read(prefix: Path) -> Corpus:
-    """What `prepare` wrote."""
+    """Read a corpus that `prepare` wrote."""
     training, validation = (_tokens(IndexedDataset(f"{prefix}_{part}")) for part in PARTS)
     return Corpus(training, validation, 1, str(prefix))
 

@@ -1,4 +1,4 @@
-"""What each rank does: Megatron's process groups, model and schedule, a step after another."""
+"""The work of each rank: Megatron's process groups, model and schedule, a step after another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from axonn_recipes.megatron_gpt.text import read
 
 @dataclass
 class Outcome:
-    """What a run found; the same on every rank.
+    """The results of a run; the same on every rank.
 
     Attributes:
         losses: of each step, in nats a byte.

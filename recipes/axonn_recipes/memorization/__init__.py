@@ -1,1 +1,1 @@
-"""What language models of several sizes learn by heart, and the goldfish loss against it: 002, section VIII."""
+"""Memorization by language models of several sizes, and the goldfish loss against it: 002, section VIII."""

@@ -1,4 +1,4 @@
-"""What is trained: a small GPT from nothing, or a checkpoint of HF."""
+"""The models that are trained: a small GPT from nothing, or a checkpoint of HF."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axonn_tp.checkpoint import lazy_loading
 
 
 class Model(Protocol):
-    """What the study asks of a model."""
+    """A model as the study sees it."""
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class Model(Protocol):
 
     @property
     def plan(self) -> Any:
-        """How its layers use the grid, as in the block."""
+        """The plan of its layers, as in the block."""
 
     def build(self) -> nn.Module:
         """The serial model, from torch's random numbers, or with weights that are still in their files."""
@@ -37,7 +37,7 @@ class Model(Protocol):
         """The mean loss of pages (rows, tokens)."""
 
     def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
-        """What it says of every token but the first: (rows, tokens - 1, vocabulary)."""
+        """Its logits for every token but the first: (rows, tokens - 1, vocabulary)."""
 
 
 @dataclass(frozen=True)

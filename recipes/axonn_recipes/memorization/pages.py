@@ -44,7 +44,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Order:
-    """What a seed makes of pages.
+    """An order of pages that a seed draws.
 
     Attributes:
         buckets: indices of pages, by bucket.

@@ -1,4 +1,4 @@
-"""What a run is going to do: models, grid, steps, tokens, and the memory of a rank by the planner's model."""
+"""The plan of a run: models, grid, steps, tokens, and the memory of a rank by the planner's model."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _put(file: Path, content: Any) -> None:
 
 
 def _cell(model: Model, pages: Pages, settings: Settings, loss: str, seed: int, folder: Path) -> dict[str, Any]:
-    """What `train` finds, or what the run's folder has of it."""
+    """Run `train`, or take its results from the run's folder."""
     file = folder / "cells" / f"{model.name}-{loss}-seed-{seed}.json"
     if file.is_file():
         return json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""What is said of a run: the table, results.json of the largest model, every number in cells.json, and the two pictures."""
+"""The report of a run: the table, results.json of the largest model, every number in cells.json, and the two pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from axonn_recipes.memorization.settings import BUCKETS, LOSSES, SUFFIX, Setting
 
 _COLORS = ("tab:gray", "tab:blue", "tab:orange", "tab:red")
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
-"""What `train` found, by model and loss: one for each seed."""
+"""The results of `train`, by model and loss: one for each seed."""
 
 
 def write(cells: Cells, settings: Settings, seeds: Sequence[int], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run of the study is, read from the command line and checked before anything is started."""
+"""Settings of a run of the study, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Settings:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - self.warmup) / self.steps)))
 
     def block(self, loss: str, labels: str, plan: Any) -> dict[str, Any]:
-        """What would stand under "axonn" in a DeepSpeed configuration.
+        """The block that would stand under "axonn" in a DeepSpeed configuration.
 
         Args:
             loss: standard, or goldfish.

@@ -1,4 +1,4 @@
-"""How the U-Net's layers use the grid."""
+"""The plan of the U-Net's layers on the grid."""
 
 from __future__ import annotations
 

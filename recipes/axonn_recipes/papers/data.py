@@ -50,7 +50,7 @@ class Number:
     needs: str
 
     def agrees(self, obtained: Value) -> bool:
-        """Whether what was obtained is as near as the tolerance says; what is not finite never is."""
+        """True if the obtained value is as near as the tolerance says; one that is not finite never is."""
         ours, theirs = obtained, self.published
         if isinstance(ours, bool | str | list) or isinstance(theirs, bool | str | list):
             return type(ours) is type(theirs) and ours == theirs
@@ -91,12 +91,12 @@ class Row:
 
     @property
     def lacking(self) -> str:
-        """What of it or of its numbers only a machine can show; empty where nothing is missing."""
+        """The parts of it or of its numbers that only a machine can show; empty where nothing is missing."""
         return "; ".join(dict.fromkeys(filter(None, [self.needs, *(one.needs for one in self.numbers)])))
 
     @property
     def coverage(self) -> str:
-        """How much of it is reproduced: full, partly, none, or n/a where it claims nothing."""
+        """The extent to which it is reproduced: full, partly, none, or n/a where it claims nothing."""
         if self.claim in WITHOUT_CLAIM:
             return "n/a"
         return "none" if not self.runs else "partly" if self.lacking else "full"

@@ -16,13 +16,13 @@ _BASES = {"gpt3-xl": "1.3B", "gpt3-2.7b": "2.7B", "gpt3-6.7b": "6.7B", "gpt3-13b
 
 
 class Other(NamedTuple):
-    """What another file has of a number."""
+    """A number as another file has it."""
 
     file: str
     value: float
 
     def contradicts(self, value: object) -> bool:
-        """Whether it is not what the rows have."""
+        """True if it is not the number that the rows have."""
         return not isinstance(value, int | float) or abs(value - self.value) > NEAR * abs(self.value)
 
 

@@ -1,4 +1,4 @@
-"""What an experiment gives: numbers by the names that the rows have for them, and pictures."""
+"""The results of an experiment: numbers by the names that the rows have for them, and pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from axonn_plugins.observe.figures import Picture
 from axonn_recipes.papers.data import Value
 
 Kind = Literal["model at the paper's scale", "measured here", "counted"]
-"""How numbers are obtained: from a model of the machine, by running on this one, or from sizes and formulas."""
+"""The way in which numbers are obtained: from a model of the machine, by running on this one, or from sizes and formulas."""
 MODEL: Kind = "model at the paper's scale"
 MEASURED: Kind = "measured here"
 COUNTED: Kind = "counted"
@@ -62,7 +62,7 @@ class Experiment:
 
     @property
     def unasked(self) -> bool:
-        """Whether it is run without being named."""
+        """True if it is run without being named."""
         return self.seconds <= UNASKED
 
     def form(self, quick: bool) -> Short | Experiment:

@@ -59,7 +59,7 @@ def cells(one: Compared) -> tuple[str, ...]:
 
 
 def summary(judged: Sequence[Judged]) -> str:
-    """How many rows and numbers agree."""
+    """Number of rows and of numbers that agree, in a sentence."""
     rows = Counter(one.verdict.partition(":")[0] for one in judged)
     numbers = Counter(one.verdict for row in judged for one in row.compared)
     said = [", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) for kinds in (rows, numbers)]
@@ -102,7 +102,7 @@ def page(judged: Sequence[Judged], pictures: Mapping[str, Sequence[Path]]) -> st
 
 
 def said(one: Judged) -> list[str]:
-    """What stands above a row's numbers."""
+    """The lines above a row's numbers."""
     row = one.row
     lines = [f"How: {one.how}. By itself: `{row.command}`"] if row.runs else []
     lines += [row.note] if row.note else []

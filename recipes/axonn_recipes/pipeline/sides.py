@@ -1,4 +1,4 @@
-"""What each side does: the same GPT on the same windows."""
+"""The training of each side: the same GPT on the same windows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from axonn_recipes.pipeline.settings import WEIGHT_DECAY, Settings  # noqa: E402
 
 @dataclass
 class Outcome:
-    """What a side did; of the first rank.
+    """The results of a side; of the first rank.
 
     Attributes:
         losses: by step, mean over the batch.

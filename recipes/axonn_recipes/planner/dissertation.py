@@ -1,4 +1,4 @@
-"""What chapter 5 of the dissertation takes from models and formulas: ranks, percentages of peak, time to solution."""
+"""Numbers of chapter 5 of the dissertation from models and formulas: ranks, percentages of peak, time to solution."""
 
 from __future__ import annotations
 

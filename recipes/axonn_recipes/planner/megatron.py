@@ -17,7 +17,7 @@ MODELLED = {
     "whole": Setting(whole=True),
     "whole, plain attention": Setting(whole=True, fused=False),
 }
-"""What is modelled: Megatron ran before attention was fused, and wrote its scores to memory."""
+"""The settings that are modelled: Megatron ran before attention was fused, and wrote its scores to memory."""
 CALCULON = (0.0365, 0.0887)
 """Its mean and largest error."""
 

@@ -1,4 +1,4 @@
-"""What an experiment gives: rows for a CSV file, a picture, and what was published of it as text."""
+"""The results of an experiment: rows for a CSV file, a picture, and the published numbers as text."""
 
 from __future__ import annotations
 

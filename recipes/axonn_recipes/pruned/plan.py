@@ -1,4 +1,4 @@
-"""How a network is trained, dense and pruned: the same steps in the same order of data."""
+"""The training of a network, dense and pruned: the same steps in the same order of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of both sides: a table, and the validation curves as a picture."""
+"""The report of both sides: a table, and the validation curves as a picture."""
 
 from __future__ import annotations
 

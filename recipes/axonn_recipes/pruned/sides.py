@@ -16,7 +16,7 @@ from samo.memory import measured
 
 
 class Side(Protocol):
-    """What the training loop needs."""
+    """A side as the training loop sees it."""
 
     @property
     def model(self) -> nn.Module:

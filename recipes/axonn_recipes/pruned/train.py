@@ -23,11 +23,11 @@ from axonn_recipes.pruned.sides import Dense, Pruned, Side
 
 
 class Problem(Protocol):
-    """What is learned."""
+    """The task that is learned."""
 
     @property
     def metric(self) -> str:
-        """What a validation measures, such as "perplexity"."""
+        """The quantity that a validation measures, such as "perplexity"."""
 
     @property
     def title(self) -> str:
@@ -54,7 +54,7 @@ class Problem(Protocol):
 
 @dataclass
 class Outcome:
-    """What a side did; the same on all ranks but for `seconds` and `state_bytes`.
+    """The results of a side; the same on all ranks but for `seconds` and `state_bytes`.
 
     Attributes:
         losses: mean over the batch, by step.

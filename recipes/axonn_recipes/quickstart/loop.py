@@ -19,7 +19,7 @@ from axonn_recipes.quickstart.sides import Side
 
 @dataclass
 class Outcome:
-    """How a run ended: losses by step, validation loss at the end, and the signal that stopped it, if one did."""
+    """The end of a run: losses by step, validation loss at the end, and the signal that stopped it, if one did."""
 
     losses: dict[int, float] = field(default_factory=dict)
     validation: float | None = None

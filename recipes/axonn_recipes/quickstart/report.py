@@ -1,4 +1,4 @@
-"""What a run is going to do: the grid, what a rank holds, and what a step communicates; all from shapes."""
+"""The plan of a run: the grid, the parameters and bytes of a rank, and the collectives of a step; all from shapes."""
 
 from __future__ import annotations
 

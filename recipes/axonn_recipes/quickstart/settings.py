@@ -1,4 +1,4 @@
-"""What a run of the quickstart is: its settings, their defaults, and the DeepSpeed configuration they resolve to."""
+"""Settings of a run of the quickstart: their defaults, and the DeepSpeed configuration that they resolve to."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _STEP = re.compile(r"step_\d+")
 
 
 class Side(Protocol):
-    """What the training loop needs."""
+    """A side as the training loop sees it."""
 
     first: bool
 
@@ -44,7 +44,7 @@ class Side(Protocol):
         """Loss on the held-out text."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """True if the flag is set on any rank."""
 
     def save(self, number: int) -> Path:
         """Write a checkpoint of the state after step `number`; complete or absent."""

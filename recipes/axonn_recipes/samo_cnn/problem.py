@@ -1,4 +1,4 @@
-"""What is learned: the classes of images."""
+"""The task that is learned: the classes of images."""
 
 from __future__ import annotations
 

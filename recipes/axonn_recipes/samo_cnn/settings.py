@@ -1,4 +1,4 @@
-"""What a run is, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned: the next byte of a text, or the next token of a tokenised one."""
+"""The task that is learned: the next byte of a text, or the next token of a tokenised one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of both sides: a table, and the validation curves as in Figure 7.7."""
+"""The report of both sides: a table, and the validation curves as in Figure 7.7."""
 
 from __future__ import annotations
 

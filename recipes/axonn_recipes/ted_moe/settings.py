@@ -1,4 +1,4 @@
-"""What a run is, read from the command line and checked before anything is started."""
+"""Settings of a run, read from the command line and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = ("layers", "heads", "hidden", "context")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a GPT with experts is trained.
+    """Settings of the training of a GPT with experts.
 
     Attributes:
         experts: in every second block.
@@ -70,7 +70,7 @@ class Settings(Training):
 
     @property
     def degrees(self) -> Degrees:
-        """How TED splits the model."""
+        """The degrees by which TED splits the model."""
         return Degrees(self.tensor, self.expert, self.ranks // (self.tensor * self.expert))
 
     @property

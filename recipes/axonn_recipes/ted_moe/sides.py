@@ -31,7 +31,7 @@ COUNTED_STEP, ALLOCATING_STEP = 2, 3
 
 @dataclass
 class Outcome:
-    """What a side did, of rank 0 where ranks differ.
+    """The results of a side, of rank 0 where ranks differ.
 
     Attributes:
         losses: mean over the batch, by step.

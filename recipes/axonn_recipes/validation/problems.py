@@ -23,7 +23,7 @@ TIMESTEPS = 1000
 
 @dataclass(frozen=True)
 class Size:
-    """How large the models and a step's batch are."""
+    """The size of the models and of a step's batch."""
 
     gpt: GPTConfig
     unet: UNetConfig
@@ -48,7 +48,7 @@ SIZES = {
 
 
 def gpt_plan(sizes: GPTConfig) -> dict[str, LayerPlan]:
-    """How the GPT's layers use the grid."""
+    """The plan of the GPT's layers on the grid."""
     return {
         **{"tokens": LayerPlan("embedding"), "positions": LayerPlan("embedding")},
         **{"*.ln?": LayerPlan("norm"), "norm": LayerPlan("norm")},
@@ -60,7 +60,7 @@ def gpt_plan(sizes: GPTConfig) -> dict[str, LayerPlan]:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained.
+    """The model that is trained, and its data.
 
     Attributes:
         build: makes the serial model, whose weights follow from torch's seed; called with a batch it gives the mean loss.

@@ -1,4 +1,4 @@
-"""What is said of a run: JSON with every loss, and a picture in the form of paper 003's Figure 8."""
+"""The report of a run: JSON with every loss, and a picture in the form of paper 003's Figure 8."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def differences(self) -> np.ndarray:
-        """How far the losses are apart, by step."""
+        """The difference of the losses, by step."""
         return np.abs(np.subtract(self.serial, self.parallel))
 
     @property
@@ -61,7 +61,7 @@ class Pair:
 
     @property
     def good(self) -> bool:
-        """Whether every loss is within the bound."""
+        """True if every loss is within the bound."""
         return self.worst <= self.bound
 
     def verdict(self) -> str:

@@ -1,4 +1,4 @@
-"""What the devices can do, beside which the other figures are to be read."""
+"""The speed of the devices, beside which the other figures are to be read."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _overlap(scale: Scale, settings: Settings, grid: Grid) -> list[Figure]:
-    """How much longer a step takes where nothing overlaps, and how much of the communication is hidden."""
+    """The factor by which a step is longer where nothing overlaps, and the share of the communication that is hidden."""
     took = {}
     for stage in (_NONE, _ALL):
         side = timed(stage, True, partial(sides.ours, settings, grid, options_of(stage)), scale)

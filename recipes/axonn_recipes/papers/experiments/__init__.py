@@ -1,4 +1,4 @@
-"""What obtains the rows' numbers, by the names that `rows.toml` has for them."""
+"""The experiments that obtain the rows' numbers, by the names that `rows.toml` has for them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Times = dict[tuple[str, str, int, int], float]
 
 @cache
 def times(cluster: str) -> Times:
-    """What the simulator gives, with the latencies that it takes for best: those that its file has last."""
+    """Times by the simulator, with the latencies that it takes for best: those that its file has last."""
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(StringIO()):
             simulate_cli.main([*OPTIONS, "--cluster", cluster, "--out", folder])

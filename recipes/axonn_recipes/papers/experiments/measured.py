@@ -1,4 +1,4 @@
-"""What is measured on this machine: benchmarks and recipes of the suite, run as their commands and read by their results.json."""
+"""Measurements on this machine: benchmarks and recipes of the suite, run as their commands and read by their results.json."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _stages(found: dict[str, Any]) -> dict[str, Value]:
 
 
 def _memory(found: dict[str, Any]) -> dict[str, Value]:
-    """What room for fewer stages gains: the fewest, offloaded, beside the most, on the device."""
+    """The gain of room for fewer stages: the fewest, offloaded, beside the most, on the device."""
     few, many = (pick(found["runs"], key=lambda run: run["settings"]["stages"]) for pick in (min, max))
     return {"four nodes here: batch time saved": less(few["sides"][1]["median"], many["sides"][0]["median"])}
 

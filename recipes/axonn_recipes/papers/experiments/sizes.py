@@ -50,7 +50,7 @@ def _scales(recipe: str) -> dict[str, Any]:
 
 
 def scales(folder: Path) -> Found:
-    """What recipes run at the papers' scale: their scales.json."""
+    """The scales of recipes at the papers' size: their scales.json."""
     values: dict[str, Value] = {}
     mixtures, pruned, images = _scales("ted_moe"), _scales("samo_gpt"), _scales("samo_cnn")["paper"]
     for name, scale in {"XL": "gpt3_xl", "2.7B": "gpt3_2.7b"}.items():
