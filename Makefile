@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USE_PEP517 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs lint style types suite compiler clean
+.PHONY: help setup train test docs wheel compatibility lint style types suite compiler clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,6 +33,12 @@ suite:
 docs: $(READY) ## build the documentation into the folder site, without network once its tools are there
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/code/build.py
+
+wheel: $(READY) ## build sdist and wheel into dist, and check the wheel alone in a bare environment
+	$(BIN)/python -m tests.release.wheel
+
+compatibility: $(READY) compiler ## run what can be of each version of Python, torch and the hosts; write docs/reference/compatibility.md
+	$(BIN)/python -m tests.release.compatibility --write docs/reference/compatibility.md
 
 lint: style types ## ruff and mypy
 

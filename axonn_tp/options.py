@@ -1,4 +1,4 @@
-"""How a parallel model goes about its work; every choice but that of BatchNorm's statistics computes the same."""
+"""Options of a parallel model's work; every choice but that of BatchNorm's statistics computes the same."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Options:
             gradient is computed: one all-gather more for each layer, and activations kept that are smaller by gx or gy.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
             recomputation: a number, ``"all"``, or a size such as ``"2GiB"`` for as many as that memory holds.
+        bucket_bytes: weights that are gathered over z one after another share a call until it gathers so many bytes, and sums of their
+            gradients likewise; 0: each has its own.
         gradient_dtype: ``"float32"``: gradients of parameters of lower precision are summed over ranks and accumulated over
             backward passes in float32, and `.grad` is float32 (as Megatron's ``accumulate_allreduce_grads_in_fp32``); weight
             gradients that autocast computes in lower precision are summed over z in float32 too, with twice the bytes. None:
@@ -55,6 +57,7 @@ class Options:
     reshard_after_forward: bool = False
     regather_inputs: bool = False
     cache_gathers: int | str = 0
+    bucket_bytes: int = 2**18
     gradient_dtype: str | None = None
     sync_batch_norm: bool = False
     tune_matmuls: bool = False
@@ -73,11 +76,15 @@ class Options:
                 f'gradient_dtype = "float32" needs tensors with a grad_dtype, which torch {torch.__version__} lacks; '
                 "install torch 2.13, or leave it out"
             )
+        if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool) or self.bucket_bytes < 0:
+            raise ValueError(
+                f"bucket_bytes = {self.bucket_bytes!r} is no number of bytes; give one, or 0 to have each weight gathered alone"
+            )
         self.cached()
 
     @property
     def scattered(self) -> bool:
-        """Whether activations are scattered."""
+        """True if activations are scattered."""
         return self.layout == "scattered"
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:

@@ -113,7 +113,7 @@ def parallelize(
 
 
 class _Forward:
-    """What a model's hooks know of it; a copy of the model has its own."""
+    """The state that a model's hooks share; a copy of the model has its own."""
 
     def __init__(self, model: nn.Module, tuner: Tuner | None) -> None:
         self.tuner = tuner

@@ -124,7 +124,7 @@ class EarlyBird:
         return [count / max(size, 1) for count in total(counts, self._shards).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the search knows, masks with eight elements a byte, of this rank; for `torch.save`."""
+        """The search's state on this rank, masks with eight elements a byte; for `torch.save`."""
         masks = None if self.masks is None else {name: pack(mask) for name, mask in self.masks.items()}
         shapes = {name: list(shape) for name, shape in self._shapes.items()}
         return {

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels take a step or a compression, and the tables that they read.
+"""The choice of Triton's kernels for a step or a compression, and the tables that they read.
 
 Triton is optional. Where it is missing, on a CPU, and for an optimizer or option that the kernels do not know, the torch
 version does the work. State is kept where torch's optimizer keeps it, under its names, so the two can take turns.
@@ -28,13 +28,13 @@ def kernels() -> ModuleType | None:
 
 
 def runs(tensor: Tensor) -> bool:
-    """Whether kernels run on this tensor: on CUDA, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1)."""
+    """True if kernels run on this tensor: on CUDA, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1)."""
     interpreted = tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return tensor.dtype in _DTYPES and (interpreted or tensor.device.type == "cuda") and kernels() is not None
 
 
 def knows(inner: torch.optim.Optimizer) -> bool:
-    """Whether the kernel does exactly what this optimizer does: torch's Adam or AdamW with plain options."""
+    """True if the kernel does exactly what this optimizer does: torch's Adam or AdamW with plain options."""
     if type(inner) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     strange = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -76,7 +76,7 @@ def adam(inner: torch.optim.Optimizer, store: Store, plans: dict[Store, Plan], f
 
 
 class Plan:
-    """How one launch updates all segments of a store.
+    """One launch that updates all segments of a store, with its table of work and counts of steps.
 
     The number of the step is each segment's own, as in torch; the tensors of `state["step"]` are views of one vector here, so
     that counting costs one call.

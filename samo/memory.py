@@ -1,4 +1,4 @@
-"""How many bytes training keeps: the dissertation's model (000, equations 4.1 to 4.5), ours, and what a run really holds.
+"""Bytes that training keeps: the dissertation's model (000, equations 4.1 to 4.5), ours, and those of a real run.
 
 φ is the number of parameters, p the share that is pruned, f = 1 − p. Model state is weights, gradients and optimizer state, not
 activations.
@@ -53,7 +53,7 @@ def paper_bytes(phi: int, sparsity: float, state: int = ADAM, itemsize: int = 2)
 
 
 def paper_saving(phi: int, sparsity: float) -> float:
-    """What the dissertation's SAMO saves of 20φ bytes, equations 4.4 and 4.5: (24p − 6)φ."""
+    """Bytes that the dissertation's SAMO saves of 20φ, equations 4.4 and 4.5: (24p − 6)φ."""
     return (24 * sparsity - 6) * phi
 
 
@@ -148,7 +148,7 @@ def index_bytes(layer: Layer) -> int:
 
 
 def predicted(layers: Sequence[Layer], state: int = ADAM, itemsize: int = 2, ranks: int = 1, tile: int = TILE) -> Bytes:
-    """What `samo.Optimizer` keeps on a rank for parameters of one dtype.
+    """Bytes that `samo.Optimizer` keeps on a rank for parameters of one dtype.
 
     Left out are the optimizer's counters, such as Adam's 4 bytes a parameter and tile.
 
@@ -174,7 +174,7 @@ def predicted(layers: Sequence[Layer], state: int = ADAM, itemsize: int = 2, ran
 
 
 def measured(optimizer: Optimizer) -> Bytes:
-    """What a `samo.Optimizer` holds on this rank, counted from its tensors; its state exists after the first step."""
+    """Bytes that a `samo.Optimizer` holds on this rank, counted from its tensors; its state exists after the first step."""
     stores, entries = optimizer.stores, optimizer.entries
     return Bytes(
         weights=sum(entry.parameter.nbytes for entry in entries),

@@ -81,7 +81,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _processor() -> list[str]:
-    """What -march=native goes by: a home folder may be shared by machines of several kinds."""
+    """Lines of /proc/cpuinfo by which -march=native chooses: a home folder may be shared by machines of several kinds."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})

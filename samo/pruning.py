@@ -93,7 +93,7 @@ def smallest(found: Magnitudes, sparsity: float, scope: str) -> dict[str, Tensor
 
 
 def pruned_of(size: int, sparsity: float) -> int:
-    """How many elements of a parameter are pruned by itself: one stays below a sparsity of 1."""
+    """Number of elements that are pruned of a parameter by itself: one stays below a sparsity of 1."""
     count = round(sparsity * size)
     return min(count, size - 1) if size and sparsity < 1 else count
 
@@ -131,7 +131,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def sparsity_table(masks: Mapping[str, Tensor], model: Parameters) -> str:
-    """What masks keep, by layer, as lines to print.
+    """Lines to print of the elements that masks keep, by layer.
 
     Args:
         masks: by parameter name.

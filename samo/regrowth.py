@@ -30,7 +30,7 @@ class Regrowth:
     start_step: int = 0
 
     def due(self, step: int) -> bool:
-        """Whether the gradients of the step after so many are for a change."""
+        """True if the gradients of the step after so many are for a change of the mask."""
         return self.start_step < step < self.end_step and (step - self.start_step) % self.interval == 0
 
     def share(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""How sparsity grows over a run: pruned each so many steps, while the network trains on and recovers."""
+"""Sparsity that grows over a run: pruned each so many steps, while the network trains on and recovers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Schedule:
             )
 
     def due(self, step: int) -> bool:
-        """Whether to prune after so many optimizer steps."""
+        """True if it is time to prune after so many optimizer steps."""
         if not self.start_step <= step <= self.end_step:
             return False
         return step == self.end_step or (step - self.start_step) % self.interval == 0

@@ -22,7 +22,7 @@ _DIGIT = 11
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank's part of a parameter is of the whole.
+    """The place of a rank's part in the whole parameter.
 
     Attributes:
         shape: of the whole parameter.
@@ -201,7 +201,7 @@ class Magnitudes:
         return masks
 
     def kept(self, masks: Mapping[str, Tensor]) -> dict[str, int]:
-        """How many elements of each whole parameter these masks keep, on all ranks together.
+        """Number of elements of each whole parameter that these masks keep, on all ranks together.
 
         Args:
             masks: by name, of the parts that this process holds.

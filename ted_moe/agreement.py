@@ -1,4 +1,4 @@
-"""What ranks ask each other before any of them sends tokens, so that none waits for what does not come, or gets what it did not ask for."""
+"""Questions between ranks before any of them sends tokens, so that none waits for what does not come, or gets what it did not ask for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUGH, _WATCHED = 0.01, 3
 
 
 def question(capacity: int, alike: Sequence[int], place: int, places: int) -> list[int]:
-    """What a rank puts into the maximum over its block.
+    """Make the row of integers that a rank puts into the maximum over its block.
 
     Args:
         capacity: slots an expert that it needs.
@@ -41,7 +41,7 @@ def question(capacity: int, alike: Sequence[int], place: int, places: int) -> li
 
 
 def answer(maxima: Sequence[int], places: int, rough: int = 0) -> tuple[int, tuple[int, int, int, int] | None]:
-    """What the block's maxima say.
+    """Read the largest capacity from the maxima of a block, and find the first tensor group whose ranks differ.
 
     Args:
         maxima: of every rank's `question`.

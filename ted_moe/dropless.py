@@ -24,7 +24,7 @@ from ted_moe.gating import Routes
 
 
 def share_out(counts: Tensor, shares: int) -> Tensor:
-    """How many rows of each expert are in each share, if row number i is in share i modulo T.
+    """Count the rows of each expert in each share, if row number i is in share i modulo T.
 
     Args:
         counts: rows of each expert, E; rows are numbered expert by expert.
@@ -40,7 +40,7 @@ def share_out(counts: Tensor, shares: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sending:
-    """What a rank sends.
+    """The rows that a rank sends: where each route lies, and how many go to each expert rank.
 
     Attributes:
         slots: k × S: each route's row, share after share; beyond the last one: there is none.
@@ -72,7 +72,7 @@ def plan_sending(routes: Routes, table: Tensor, share: int, ranks: int) -> Sendi
 
 @dataclass(frozen=True)
 class Receiving:
-    """What a rank receives, and the ranks with the other shares.
+    """The rows that a rank receives, in the order of its experts, and how many come from each rank.
 
     Attributes:
         order: where each row is among those of all shares, share after share, each padded to `length`; sorted by expert.
@@ -129,7 +129,7 @@ def through_experts(
     gathered: bool,
     fused: bool,
 ) -> Tensor:
-    """What the experts make of the tokens.
+    """Send the tokens to their experts, run these and bring the outputs back.
 
     Args:
         tokens: S × M, the same on all tensor ranks.

@@ -28,14 +28,14 @@ class Column(nn.Linear):
     splits: dict[str, tuple[int, int]]
     """By parameter: the dim that is split over the tensor ranks, and in how many equal parts, each split by itself."""
     sums: bool
-    """Whether this layer itself sums its input's gradient over the tensor ranks."""
+    """True if this layer itself sums its input's gradient over the tensor ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Share of the output."""
         return F.linear(self.enter(input), self.weight, self.bias)
 
     def enter(self, input: Tensor) -> Tensor:
-        """What is multiplied by the weight."""
+        """Return the input that the weight multiplies."""
         return copy_to(input, self.groups, "tensor") if self.sums else input
 
 
@@ -45,14 +45,14 @@ class Row(nn.Linear):
     groups: Axes
     splits: dict[str, tuple[int, int]]
     sums: bool
-    """Whether this layer itself sums its output over the tensor ranks, and adds its bias."""
+    """True if this layer itself sums its output over the tensor ranks, and adds its bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The output, or this rank's part of the sum."""
         return self.leave(F.linear(input, self.weight), self.bias)
 
     def leave(self, product: Tensor, bias: Tensor | None) -> Tensor:
-        """What is made of the product with the weight; the bias may be one for each row."""
+        """Sum the product with the weight over the ranks that split it, and add the bias, of which there may be one for each row."""
         # As a linear under autocast; the sums need the same type on the rank that adds the bias and on the others.
         bias = None if bias is None else bias.to(product.dtype)
         if self.sums:
@@ -76,7 +76,7 @@ class _AddOnce(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How an expert is split.
+    """The layers that split an expert, and the kind of each.
 
     Attributes:
         layers: column and row linears by name; empty: the expert stays whole on every tensor rank.
@@ -153,7 +153,7 @@ class _Uses(TorchFunctionMode):
 
 
 def _direct(expert: nn.Module, example: Tensor, layers: dict[str, LayerPlan]) -> bool:
-    """Whether only column linears read the expert's input, all of them, and its output is that of the only row linear."""
+    """True if the column linears alone, and all of them, read the expert's input, and its output is that of the only row linear."""
     read, gave, handles = [], [], []
     for name, plan in layers.items():
         layer = expert.get_submodule(name)

@@ -34,7 +34,7 @@ class Routes:
 
 @dataclass(frozen=True)
 class Gate:
-    """How tokens are routed; the arguments of DeepSpeed's `MoE` of these names.
+    """The routing of tokens; fields are the arguments of DeepSpeed's `MoE` of these names.
 
     Attributes:
         dropless: no expert has a capacity; what is said of capacities and `drop_tokens` does not count.
@@ -73,7 +73,7 @@ class Gate:
         return tokens * (0.99 + 0.02 * noise)
 
     def random(self, training: bool) -> bool:
-        """Whether experts, or who finds room in them, are drawn by lot."""
+        """True if experts, or who finds room in them, are drawn by lot."""
         noisy = training and self.noisy_gate_policy in ("Jitter", "RSample")
         return noisy or (self.k == 1 and self.use_rts) or (self.k == 2 and self.top2_2nd_expert_sampling)
 

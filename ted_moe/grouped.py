@@ -21,7 +21,7 @@ def run(experts: Sequence[nn.Module], rows: Tensor, counts: list[int]) -> Tensor
 
 
 def run_each(experts: Sequence[nn.Module], rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """What each expert makes of its rows; also of none, so that its gradients are zeros.
+    """Run each expert on its rows, also on none, so that its gradients are zeros.
 
     Args:
         experts: alike.
@@ -46,7 +46,7 @@ def _fast(rows: Tensor) -> bool:
 
 
 def groupable(experts: Sequence[nn.Module], alignment: int = 1) -> bool:
-    """Whether experts have weights in linears alone, and no hooks, which would be called for the first expert only.
+    """True if experts have weights in linears alone, and no hooks, which would be called for the first expert only.
 
     Args:
         experts: of one kind, whose modules call their children by attribute.

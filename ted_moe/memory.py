@@ -1,4 +1,4 @@
-"""How many bytes TED's training keeps on a GPU: the dissertation's model (000, equations 7.1 to 7.7), and ours by part.
+"""Bytes that TED's training keeps on a GPU: the dissertation's model (000, equations 7.1 to 7.7), and ours by part.
 
 An MoE is a base transformer whose every second layer has E experts for its MLP. *Shared* are the parameters outside experts, which
 the dissertation calls non-expert. Training is in mixed precision with Adam and ZeRO-1: 2 bytes each for a weight and its
@@ -24,7 +24,7 @@ CAPACITY_FLOOR = 4
 
 @dataclass(frozen=True)
 class Degrees:
-    """How an MoE is split over GPUs, equation 7.1: G_tensor × G_expert × G_data^exp = G_tensor × G_data^nonexp = G.
+    """Degrees by which an MoE is split over GPUs, equation 7.1: G_tensor × G_expert × G_data^exp = G_tensor × G_data^nonexp = G.
 
     Attributes:
         tensor: ranks that split each matrix, of experts too.
@@ -222,7 +222,7 @@ def state_bytes(local: Parameters, degrees: Degrees) -> float:
 
 
 def step_bytes(local: Parameters, degrees: Degrees, tile: int | None = None) -> float:
-    """What the optimizer's step needs besides (section 7.2): 4 bytes an element for gradients in float32.
+    """Bytes that the optimizer's step needs besides (section 7.2): 4 for each element whose gradient is in float32.
 
     They are made for a parameter group at a time, experts or the others, and with tiles for `tile` elements at a time. That experts
     have E times fewer replicas to share the work is equation 7.7.
@@ -237,7 +237,7 @@ def step_bytes(local: Parameters, degrees: Degrees, tile: int | None = None) -> 
 
 
 def stock_step_bytes(local: Parameters, degrees: Degrees) -> float:
-    """What the step of stock DeepSpeed's ZeRO-1 needs besides: 6 bytes an element of its longest group.
+    """Bytes that the step of stock DeepSpeed's ZeRO-1 needs besides: 6 for each element of its longest group.
 
     It flattens a group's gradients before it makes them float32. Groups of experts have `STOCK_GROUP` elements at most.
     """
@@ -264,7 +264,7 @@ def stash_bytes(
     dropping: bool = True,
     fused: bool = True,
 ) -> int:
-    """What communication-aware checkpointing stashes besides: the output of every collective of the first forward (section 7.3.2).
+    """Bytes that communication-aware checkpointing stashes besides: the output of every collective of the first forward (section 7.3.2).
 
     A layer without experts has two all-reduces. One with experts has the all-reduce of attention, two all-to-alls and the experts'
     all-reduce; with duplicate token dropping the all-to-alls are G_tensor times smaller and each is followed by an all-gather; the fused

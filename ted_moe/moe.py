@@ -218,7 +218,7 @@ class MoE(nn.Module):
         return None if capacity is None else Agreement(capacity, tokens, self.groups, drawn)
 
     def _through_experts(self, tokens: Tensor, routes: Routes, room: Agreement | None) -> Tensor:
-        """What the experts make of the tokens, S × M."""
+        """Run the experts on the tokens, S × M, wherever these experts are; S × M again."""
         groups, experts = self.groups, list(self.local)
         ranks = groups.size("tensor")
         # Where experts are not split, tensor ranks that sent the same tokens would count them twice.

@@ -52,7 +52,7 @@ class Stashing:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is kept now."""
+        """The tensors that are kept now."""
         return self._stash.kept
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -92,7 +92,7 @@ class Autocast:
 
 
 class Stash:
-    """What one call communicated, for the contexts of torch's selective checkpointing.
+    """The tensors that one call communicated, for the contexts of torch's selective checkpointing.
 
     ``checkpoint(block, x, use_reentrant=False, context_fn=lambda: Stash().contexts())`` does what
     ``checkpoint(Stashing(block), x)`` does.
@@ -113,7 +113,7 @@ class Stash:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is kept now."""
+        """The tensors that are kept now."""
         return [kept.tensor for kept in self._kept]
 
     @property

@@ -24,7 +24,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once the work has ended, well or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:

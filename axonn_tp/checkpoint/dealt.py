@@ -53,7 +53,7 @@ class DealtNames:
         return f"{before}{own}{after}" if home == dealt.home else None
 
     def _parts(self, name: str) -> tuple[str, int, str, Dealt | None]:
-        """What is before a module's number, the number, what is behind it, and the list that it is in."""
+        """Split a name at a module's number: the text before it, the number, the text behind it, and the list that the module is in."""
         # Names of tensors in a checkpoint have a word before the model's; one list's name may end another's.
         fitting = [prefix for prefix in self._lists if f".{prefix}" in f".{name}"]
         if not fitting:

@@ -119,5 +119,5 @@ def drop_old(folder: Path, keep_last: int) -> None:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What in a complete checkpoint is not as it was written; see `sums.damage`."""
+    """Parts of a complete checkpoint that are not as they were written; see `sums.damage`."""
     return sums.damage(folder, MANIFEST, MARKER, part, parts)

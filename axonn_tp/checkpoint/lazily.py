@@ -51,7 +51,7 @@ def lazy_loading() -> Iterator[None]:
 
 
 def wanted() -> bool:
-    """Whether this code runs inside `lazy_loading`."""
+    """True within `lazy_loading`."""
     return _wanted > 0
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer and its scheduler, by the serial model's parameter names.
+"""The part of a checkpoint that is an optimizer's and its scheduler's, by the serial model's parameter names.
 
 So it depends neither on the grid nor on how parameters are grouped, or flattened and partitioned as under ZeRO.
 """
@@ -121,14 +121,14 @@ def _kept(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a state, as a count of steps, is the same on all ranks."""
+    """True if a value of the state, such as a count of steps, is the same on all ranks."""
     return (
         value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim())
     )
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says of its parameters, as learning rates."""
+    """The options of a parameter group, such as its learning rate, without its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 

@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank holds of a serial tensor.
+    """This rank's shard of a serial tensor.
 
     Attributes:
         tensor: a tensor of the rank's local shape, or a flat part of it.

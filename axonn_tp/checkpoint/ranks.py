@@ -51,7 +51,7 @@ class Ranks:
         return found
 
     def together(self, function: Callable[[], T], only: int | None = None) -> T:
-        """What the function returns; where it fails on one rank it fails on all, so that none waits for another.
+        """Call the function and return its result; where it fails on one rank it fails on all, so that none waits for another.
 
         Args:
             function: communicates nothing.

@@ -42,7 +42,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-"""What safetensors calls torch's types."""
+"""Names that safetensors has for torch's types."""
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 

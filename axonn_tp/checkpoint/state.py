@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model, by the serial model's names.
+"""The part of a checkpoint that is a model's, by the serial model's names.
 
 Tensors that lie on the grid become `Shard`s; the rest, equal on all ranks, goes into a dict, the *notes*.
 """

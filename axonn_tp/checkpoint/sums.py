@@ -43,7 +43,7 @@ def checksums(folder: Path, pieces: Iterable[Piece]) -> list[int]:
 
 
 def sums_of(pieces: Iterable[Piece], found: Iterable[int]) -> Sums:
-    """What a manifest keeps of pieces, in the order of `cut`."""
+    """The checksums of pieces as a manifest keeps them, in the order of `cut`."""
     sums: Sums = {}
     for (name, _, length), value in zip(pieces, found, strict=True):
         sums.setdefault(name, []).append((length, value, name))
@@ -97,7 +97,7 @@ def damage(folder: Path, manifest: str, marker: str, part: int = 0, parts: int =
 
 
 def in_words(wrong: Iterable[str]) -> str:
-    """What `damage` found on all ranks, as a part of a sentence."""
+    """Word the damage that was found on all ranks as a part of a sentence."""
     names = sorted(set(wrong))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return "; ".join(names[:3]) + more

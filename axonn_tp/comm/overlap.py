@@ -3,7 +3,8 @@
 The order of gathers is learned from the last pass: when a layer asks for its weight, the gathers of the layers that
 followed it last time are started. A weight's gradient is reduce-scattered when it is there and waited for as late as
 autograd allows: by a node that was made before the model's forward began, which the engine therefore runs last.
-All ranks run the same passes, so all start the same collectives in the same order.
+Small weights that follow each other share a gather, and gradients that do a reduce-scatter (`axonn_tp.comm.bundle`).
+All ranks run the same passes, so all start the same collectives of the same tensors in the same order.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from axonn_tp.comm.collectives import Pending, scatter_from, start_all_gather, start_sum_of_shares
+from axonn_tp.comm.bundle import Bundle, fits, start_all_gathers
+from axonn_tp.comm.collectives import scatter_from, start_sum_of_shares
+from axonn_tp.comm.sums_of_shares import Sums
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.options import Options
 
 
 class GatheredLayer(Protocol):
-    """What is asked of a layer whose weight is gathered."""
+    """A layer whose weight is gathered, as the overlap of collectives sees it."""
 
     mesh: Mesh
     gathers: Gathers
@@ -39,20 +42,18 @@ class GatheredLayer(Protocol):
         """The type in which gradients that are computed in `dtype` are summed over z."""
 
     def send(self, grad: Tensor) -> Tensor:
-        """What is summed over z of a gradient of the weight's block."""
+        """The gradient of the weight's block in the form in which it is summed over z."""
 
     def receive(self, grad: Tensor) -> Tensor:
-        """What autograd adds to the shard's gradient."""
+        """The gradient that autograd adds to the shard's."""
 
 
 _AHEAD = 4
 """Weights that are gathered while one is used, where they are kept until backward all the same."""
-_WHOLE_AT_ONCE = 4
-"""Reduce-scatters under way that hold more than the share they will give."""
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: a forward seen now is a recomputation."""
+    """True if autograd is running: a forward seen now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -76,32 +77,6 @@ def _exchange(before: list[Any], after: list[Any]) -> None:
         _pop_mode()
     for mode in after:
         _push_mode(mode)
-
-
-class Sums:
-    """Reduce-scatters of weight gradients that are under way, by the node of the graph that will wait for each."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._started: dict[Any, Pending | Tensor] = {}
-
-    def start(self, node: Any, grad: Tensor) -> None:
-        """Begin that of a block's gradient, flat."""
-        whole = [(one, sum_) for one, sum_ in self._started.items() if isinstance(sum_, Pending) and sum_.whole]
-        if len(whole) == _WHOLE_AT_ONCE:
-            oldest, sum_ = whole[0]
-            self._started[oldest] = sum_.wait()
-        self._started[node] = start_sum_of_shares(grad, self.mesh, "z")
-
-    def share(self, node: Any) -> Tensor | None:
-        """The shard's gradient, waited for; None where no reduce-scatter was begun for the node."""
-        found = self._started.pop(node, None)
-        return found.wait() if isinstance(found, Pending) else found
-
-    def clear(self) -> None:
-        """Forget those of a backward that was broken off."""
-        for node in list(self._started):
-            self.share(node)
 
 
 class _Deferred(torch.autograd.Function):
@@ -162,13 +137,15 @@ class _Gather:
 
     Attributes:
         key: of what.
+        bundle: has the result.
+        number: its place there.
         values: what is sent, which must live until then.
-        pending: its result.
     """
 
     key: _Key
+    bundle: Bundle
+    number: int
     values: Tensor
-    pending: Pending
 
 
 class Gathers:
@@ -176,7 +153,7 @@ class Gathers:
 
     Args:
         mesh: the mesh.
-        options: `overlap_reduce_scatter`, `overlap_all_gather` and `cache_gathers` are read.
+        options: `overlap_reduce_scatter`, `overlap_all_gather`, `cache_gathers` and `bucket_bytes` are read.
 
     Attributes:
         order: a digest of which layers asked for their weights so far, the same on all ranks of z unless they ran other passes.
@@ -193,7 +170,7 @@ class Gathers:
         self._sources: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
         self._numbers: dict[GatheredLayer, int] = {}
         self._forwards = 0
-        self.sums = Sums(mesh)
+        self.sums = Sums(mesh, options.bucket_bytes)
         self.order = 0
 
     def __deepcopy__(self, memo: dict) -> Gathers:
@@ -207,7 +184,7 @@ class Gathers:
     def begin(self, layers: Sequence[GatheredLayer]) -> None:
         """The model's forward begins: forget what the last step left, and make the nodes that backward runs last."""
         for gather in self._pending.values():
-            gather.pending.wait()
+            gather.bundle.wait()
         if not in_backward():
             self.sums.clear()
         for store in (self._pending, self._stand_ins, self._kept, self._sources, self._last):
@@ -233,7 +210,7 @@ class Gathers:
 
     @property
     def in_forward(self) -> bool:
-        """Whether the model's forward is running, and so all ranks are in the same place."""
+        """True if the model's forward is running, and so all ranks are in the same place."""
         return self._forwards > 0
 
     def block(self, layer: GatheredLayer) -> Tensor:
@@ -265,19 +242,24 @@ class Gathers:
                 return kept[1]
         gather = self._pending.pop(layer, None)
         if gather is None or gather.key != key:
-            gather = self._gather(shard, dtype)
+            (gather,) = self._gather([(shard, dtype)])
         if self.options.overlap_all_gather and (phase == "backward" or self.in_forward):
             self._successor[phase, self._last.get(phase)] = layer
             self._last[phase] = layer
             self._start_successors(phase, layer)
-        flat = gather.pending.wait()
+        flat = gather.bundle.take(gather.number)
         if phase == "forward" and layer.training:
             self._keep(layer, key, flat)
         return flat
 
-    def _gather(self, shard: Tensor, dtype: torch.dtype) -> _Gather:
-        values = shard.to(dtype)
-        return _Gather(_key(shard, dtype), values, start_all_gather(values, self.mesh, "z"))
+    def _gather(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[_Gather]:
+        """Begin to gather shards, each in a type, all in one."""
+        values = [shard.to(dtype) for shard, dtype in wanted]
+        bundle = start_all_gathers(values, self.mesh, "z")
+        return [
+            _Gather(_key(*one), bundle, number, sent)
+            for number, (one, sent) in enumerate(zip(wanted, values, strict=True))
+        ]
 
     def source(self, layer: GatheredLayer) -> Tensor:
         """The shard that the layer's last block was made of."""
@@ -288,23 +270,55 @@ class Gathers:
         self._kept.pop(layer, None)
 
     def _start_successors(self, phase: str, after: GatheredLayer | None) -> None:
-        """Start the gathers of the layers that followed last time; where weights stay until backward, of several."""
+        """Start the next gather of the layers that followed last time; where weights stay until backward, several."""
         stay = phase == "forward" and torch.is_grad_enabled() and not self.options.reshard_after_forward
         for _ in range(_AHEAD if stay else 1):
-            after = self._successor.get((phase, after))
-            if after is None or not self._start(phase, after):
+            after = self._start_next(phase, after)
+            if after is None:
                 return
 
-    def _start(self, phase: str, layer: GatheredLayer) -> bool:
-        """Start a layer's gather unless it is there; whether it could be."""
-        if layer in self._pending or layer in self._kept:
-            return True
-        shard = layer._shard().detach()
-        dtype = layer.compute_dtype(shard)
-        if phase == "backward":
-            shard, dtype = self._sources.get(layer, (shard, dtype))
-        self._pending[layer] = self._gather(shard, dtype)
+    def _start_next(self, phase: str, after: GatheredLayer | None) -> GatheredLayer | None:
+        """Start a gather of the layers that follow, unless it is there; the last of them, None where none could be started."""
+        layer = self._successor.get((phase, after))
+        if layer is None or layer in self._kept:
+            return layer
+        if layer in self._pending:
+            return self._last_beside(phase, layer)
+        run: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
+        held = 0
+        while layer is not None and self._startable(phase, layer) and not {layer} & {*run, *self._pending, *self._kept}:
+            shard, dtype = self._wanted(phase, layer)
+            size = shard.numel() * dtype.itemsize * self.mesh.size("z")
+            # A layer that is called twice leads back to those that followed its first call.
+            again = phase == "forward" and layer in self._sources
+            joins = fits(held, size, self.options.bucket_bytes) and not again
+            if run and not (joins and dtype == next(iter(run.values()))[1]):
+                break
+            run[layer], held = (shard, dtype), held + size
+            layer = self._successor.get((phase, layer))
+        if not run:
+            return None
+        self._pending.update(zip(run, self._gather(list(run.values())), strict=True))
+        return next(reversed(run))
+
+    def _last_beside(self, phase: str, layer: GatheredLayer) -> GatheredLayer:
+        """The last of the layers that follow one whose gather is under way and are in the same."""
+        while True:
+            here, after = self._pending[layer], self._successor.get((phase, layer))
+            following = None if after is None else self._pending.get(after)
+            if following is None or following.bundle is not here.bundle or following.number <= here.number:
+                return layer
+            layer = after  # type: ignore[assignment]
+
+    def _startable(self, phase: str, layer: GatheredLayer) -> bool:
+        """True if a layer's shard can be gathered before it asks."""
         return True
+
+    def _wanted(self, phase: str, layer: GatheredLayer) -> tuple[Tensor, torch.dtype]:
+        """The shard and type that a layer will ask for, in backward those of its forward."""
+        shard = layer._shard().detach()
+        found = shard, layer.compute_dtype(shard)
+        return self._sources.get(layer, found) if phase == "backward" else found
 
     def _keep(self, layer: GatheredLayer, key: _Key, flat: Tensor) -> None:
         held = sum(kept.nbytes for _, kept in self._kept.values())

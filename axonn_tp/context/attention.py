@@ -153,7 +153,7 @@ class _Keys:
         return k.new_empty((*k.shape[:2], self.work.chunks.size, k.shape[-1] + v.shape[-1]))
 
     def exchange(self) -> Exchange | None:
-        """How others' are gathered, if they are."""
+        """The gathering of other ranks' keys and values; None where nothing is gathered."""
         return Exchange(self.work.shared, self.work.sight, self.like) if self.work.how == "gather" else None
 
     def split(self, pair: Tensor) -> tuple[Tensor, Tensor]:

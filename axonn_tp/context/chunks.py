@@ -67,7 +67,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a query sees by its place.
+    """The keys that a query sees, by its place.
 
     Attributes:
         causal: itself and what is before it; otherwise everything.
@@ -84,7 +84,7 @@ class Sight:
             )
 
     def between(self, query: int, key: int, size: int) -> str:
-        """How much of a chunk of keys a chunk of queries sees: ``"none"``, ``"part"`` or ``"whole"``."""
+        """The share of a chunk of keys that a chunk of queries sees: ``"none"``, ``"part"`` or ``"whole"``."""
         if not self.causal:
             return "whole"
         if key > query:
@@ -97,7 +97,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Heads:
-    """What attention is given of one token of all this rank's samples.
+    """The heads that attention is given of one token of all this rank's samples.
 
     Attributes:
         samples: that this rank attends in.
@@ -119,11 +119,11 @@ class Heads:
         return self.samples * self.keys * (self.key + self.value)
 
     def fit(self, ranks: int) -> bool:
-        """Whether as many heads of queries come to each of so many ranks."""
+        """True if as many heads of queries come to each of so many ranks."""
         return self.queries % ranks == 0
 
     def copies(self, ranks: int) -> int:
-        """How often each head of keys is there where heads are dealt out, so that every rank has those of its queries."""
+        """Number of copies of each head of keys where heads are dealt out, so that every rank has those of its queries."""
         return math.lcm(self.keys, ranks) // self.keys
 
     def dealt(self, ranks: int) -> int:
@@ -152,7 +152,7 @@ class Block:
 
 @lru_cache(maxsize=1024)
 def blocks(chunks: Chunks, rank: int | None, sight: Sight, documents: bool) -> tuple[Block, ...]:
-    """What a rank computes, its own keys first.
+    """The blocks of scores that a rank computes, its own keys first.
 
     Args:
         chunks: the sequence.

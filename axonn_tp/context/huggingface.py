@@ -56,7 +56,7 @@ def adopt(model: nn.Module) -> Published | None:
 
 
 def takes(published: Published | None, model: nn.Module, name: str) -> bool:
-    """Whether a model has this argument of HF's, or hands it on."""
+    """True if a model has this argument of HF's, or hands it on."""
     if published is None or name not in inspect.signature(published.models[0].forward).parameters:
         return False
     own = inspect.signature(model.forward).parameters
@@ -144,7 +144,7 @@ def _mask(
     device: Any = None,
     **_: Any,
 ) -> Tensor:
-    """What layers are given as their mask, also when they are recomputed: the call and the window that it stands for."""
+    """The mask that layers are given, also when they are recomputed: the call and the window that it stands for."""
     if use_vmap:
         raise ValueError("the model makes a mask by a function of its own, of places that shared sequences do not have")
     chunk = getattr(config, "attention_chunk_size", None)

@@ -20,7 +20,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of queries and keys.
+    """The settings by which queries and keys become scores.
 
     Attributes:
         scale: times q·k.

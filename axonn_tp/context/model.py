@@ -48,7 +48,7 @@ class Part:
 
 
 class SharedSequences:
-    """What the modules of a model know of it.
+    """The state that the modules of a model share while sequences lie on several ranks.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""How keys and values, and by heads queries and outputs, come to where they are needed, and gradients back."""
+"""Transport of keys and values, and by heads of queries and outputs, to where they are needed, and of gradients back."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Exchange:
         return dict(zip(self.wanted, pending.wait().unbind(), strict=True))
 
     def give_back(self, grads: dict[int, Tensor]) -> list[tuple[int, Tensor]]:
-        """What others have found of this rank's chunks, for what it has found of theirs."""
+        """Exchange gradients: those that others have found of this rank's chunks for those that it has found of theirs."""
         pieces = [grads[chunk] if chunk in grads else torch.zeros_like(self._like) for chunk in self.wanted]
         found = self._start(pieces, self._in, self._out).wait()
         return [(chunk, part) for (_, chunk), part in zip(self._read, found.unbind(), strict=True)]
 
 
 class Ring:
-    """What a rank holds, to the next one.
+    """Passes on to the next rank the tensors that this one holds.
 
     Args:
         shared: the sequence.

@@ -21,7 +21,7 @@ _UNNAMED = "its output or its loss differs"
 
 
 class Runs(Protocol):
-    """What runs the model."""
+    """Runs the model."""
 
     mesh: Mesh
     how: str | None
@@ -52,7 +52,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _outputs(model: nn.Module, run: Callable[[], Any]) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
-    """What each module gives, in order, and the model."""
+    """Outputs of each module in order, and those of the model."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -133,7 +133,7 @@ def _apart(
     expected: list[Tensor],
     mask: Tensor | None,
 ) -> str:
-    """What differs, in words."""
+    """Name the first layer whose outputs differ, and by how much, in words."""
     first, unclear = "", ""
     for (name, share), (other, whole) in zip(shares, wholes, strict=False):
         if name != other:

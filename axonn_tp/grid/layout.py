@@ -1,4 +1,4 @@
-"""How a parameter lies on the grid: pure arithmetic on shapes, and the slicing that follows from it.
+"""The layout of a parameter on the grid: pure arithmetic on shapes, and the slicing that follows from it.
 
 A parameter of 3D PMM is cut into blocks by x and y, and the block, flattened, is cut once more over z
 (Ŵ in Algorithm 3; with one rank along z it keeps its shape). Whatever does not divide is padded with zeros: blocks where the layer allows it, the
@@ -85,11 +85,11 @@ class Layout:
         return math.ceil(numel / grid.gz) if self.over_z else numel
 
     def counted_here(self, coordinates: Mapping[str, int], axes: Iterable[str] = ("x", "y", "z")) -> bool:
-        """Whether this rank counts the parameter in a sum over `axes`, so that no replica is counted twice."""
+        """True if this rank counts the parameter in a sum over `axes`, so that no replica is counted twice."""
         return all(coordinates[axis] == 0 for axis in axes if axis not in self.axes)
 
     def homes(self, grid: Grid) -> int:
-        """How many ranks have a parameter of their own; 1 where it is one of all."""
+        """Number of ranks that have a parameter of their own; 1 where it is one of all."""
         return math.prod(grid.size(axis) for axis in self.home)
 
     def home_at(self, grid: Grid, coordinates: Mapping[str, int]) -> int:

@@ -24,7 +24,7 @@ _NO_VALUES = tuple(
 ) + tuple(getattr(_aten, f"new_{kind}") for kind in ("empty", "empty_strided", "zeros", "ones", "full"))
 _recording = 0
 _latest: list[Any] = [None, None]
-"""What the last rectangle was read of that had to be computed: who makes it, and the whole."""
+"""The source and the whole of the last tensor that had to be computed for a rectangle of it."""
 
 
 @contextmanager
@@ -246,7 +246,7 @@ def _joined(args: tuple, stacked: bool, cut: Cut, dims: int) -> Tensor:
 
 
 def _done(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What an operation gives on the values; where it changes a lazy tensor, that tensor."""
+    """Apply an operation to the values; returns its result, or where it changes a lazy tensor, that tensor."""
     lazy = {id(v.source.hold()): v for v in tree_leaves((args, kwargs)) if isinstance(v, LazyTensor)}
     given, named = tree_map(lambda v: v.source.hold() if isinstance(v, LazyTensor) else v, (args, kwargs))
     return tree_map(lambda value: lazy.get(id(value), value), func(*given, **named))

@@ -1,4 +1,4 @@
-"""What a rank holds of a serial tensor, as rectangles: what a checkpoint needs to be read on another grid.
+"""A rank's part of a serial tensor, as rectangles: a checkpoint needs them to be read on another grid.
 
 A z-shard is a flat range of a block, and ZeRO cuts it further, so that placements of whole dims cannot express it; but
 a flat range of a row-major block is a few rectangles: part of a row, whole rows, part of a row.

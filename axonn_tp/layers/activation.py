@@ -27,7 +27,7 @@ unwatched = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(frozen=True)
 class ActivationSplit:
-    """How an activation is split.
+    """The axes that split an activation's features and tokens.
 
     Attributes:
         over: of x and y, the axes of more than one rank among whose ranks it differs.
@@ -187,7 +187,7 @@ def _each(change: Any, arg: Any) -> Any:
 
 
 def split_of(tensor: Tensor) -> ActivationSplit | None:
-    """How a tensor is split over x and y; None for a plain one."""
+    """The split of a tensor over x and y; None for a plain one."""
     return tensor.__dict__["axonn_split"] if type(tensor) is Activation else None
 
 

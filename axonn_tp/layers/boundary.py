@@ -45,7 +45,7 @@ def whole_activation(share: Tensor, mesh: Mesh, features: int) -> Tensor:
 
 
 def share_again(whole: Tensor, share: Tensor, mesh: Mesh) -> Tensor:
-    """What is whole on every rank, split as an activation of the same shape was before `whole_activation`."""
+    """Split a tensor that is whole on every rank as an activation of the same shape was before `whole_activation`."""
     split = split_of(share)
     if split is None:
         return whole
@@ -59,6 +59,6 @@ def share_again(whole: Tensor, share: Tensor, mesh: Mesh) -> Tensor:
 
 
 def _scattered(share: Tensor) -> Tokens | None:
-    """How its tokens lie, where they are scattered over x."""
+    """The place of its tokens where they are scattered over x; None where they are not."""
     split = split_of(share)
     return None if split is None or split.tokens is None or split.tokens.ranks == 1 else split.tokens

@@ -220,7 +220,7 @@ class Conv(SplitWeight):
         return output if bias is None else output + self.operation.spread(bias)
 
     def _check_channels(self, input: Tensor) -> bool:
-        """Whether the input's channels are scattered over the output axis as well.
+        """True if the input's channels are scattered over the output axis as well.
 
         Raises:
             ValueError: the channels are none that this layer takes.

@@ -55,7 +55,7 @@ def _states(device: torch.device) -> list[Tensor]:
 
 
 def drawing(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch's draws random numbers when it is called so."""
+    """True if a function of torch's draws random numbers when it is called so."""
     if function not in _DRAWING:
         return False
     if function in _ATTENTION:

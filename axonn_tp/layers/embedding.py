@@ -79,7 +79,7 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
         return split_among(self.looked_up(input), self.mesh, ("x", "y"), tokens)
 
     def looked_up(self, input: Tensor) -> Tensor:
-        """What `forward` gives, as a plain tensor."""
+        """The rows that were looked up, as a plain tensor."""
         if self.scatter_tokens:
             rows = self._look_up(filled(input, -1, self.mesh.size("x")))
             return scatter_from(rows, self.mesh, "x", dim=-2)

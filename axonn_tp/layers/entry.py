@@ -1,4 +1,4 @@
-"""How a tensor enters the products that read it, once for all of them (q, k and v; gate and up).
+"""The way of a tensor into the products that read it, once for all of them (q, k and v; gate and up).
 
 Forward it is gathered for the first reader and handed to the others. Backward each reader adds its input gradient to
 one sum; the last one starts the sum's reduction (Algorithm 3, line 12) and computes its weight's gradient meanwhile.
@@ -20,7 +20,7 @@ from axonn_tp.layers.product import Operation, Route, Weight, start_scatter
 
 
 class _Pass:
-    """What one backward pass has of a tensor so far."""
+    """The parts of a tensor that one backward pass has so far."""
 
     def __init__(self, task: int) -> None:
         self.task, self.given, self.left = task, 0, 0
@@ -57,7 +57,7 @@ class Entry:
         return start_all_gather(share, self.mesh, self.route.output, self.dim, 1, self._tokens)
 
     def reference(self, share: Tensor) -> Tensor:
-        """What the products read, by a differentiable collective."""
+        """The input of the products, by a differentiable collective."""
         if self.route.takes == "split":
             return copy_to(share, self.mesh, self.route.output)
         return gather_to(share, self.mesh, self.route.output, self.dim, whole=self._tokens)
@@ -81,7 +81,7 @@ class Entry:
             now.gather = self.gather(share)
 
     def again(self) -> Tensor:
-        """What `start_again` gathers."""
+        """The whole input, gathered a second time by `start_again`."""
         now = self._now()
         assert now.gather is not None
         if now.whole is None:
@@ -146,7 +146,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(share: Tensor, route: Route, layer: Weight, tokens: int | None = None) -> Entered:
-    """What a product reads of this rank's share of its input.
+    """The input of a product, from this rank's share of it, and the entry that reduces its gradient.
 
     Args:
         share: the input as it came.
@@ -164,7 +164,7 @@ def enter(share: Tensor, route: Route, layer: Weight, tokens: int | None = None)
 
 
 class SharedInput:
-    """What the readers of one tensor have in common.
+    """The input that several layers read, gathered for the first of them.
 
     Args:
         readers: how many layers read it.
@@ -185,7 +185,7 @@ class SharedInput:
         self._served: set[int] = set()
 
     def __call__(self, layer: Weight, input: Tensor, key: tuple, make: Callable[[], Entered]) -> Entered:
-        """What the first reader made of the input, or makes now.
+        """The input as the first reader has made it, or as this one makes it now.
 
         Args:
             layer: the reader.

@@ -1,4 +1,4 @@
-"""What `state_dict` gives and `load_state_dict` takes of a split layer: whole tensors, as the serial model's, never shards.
+"""State dicts of split layers: `state_dict` gives and `load_state_dict` takes whole tensors, as the serial model's, never shards.
 
 `state_dict` gathers them, so that every rank calls it; each gets them all, on the CPU. `load_state_dict` communicates nothing.
 """
@@ -36,7 +36,7 @@ def as_shards() -> Iterator[None]:
 
 
 def in_shards() -> bool:
-    """Whether this code runs inside `as_shards`."""
+    """True within `as_shards`."""
     return _as_shards.get()
 
 
@@ -91,7 +91,7 @@ def give_whole(
 
 
 def _wholes(destination: dict[str, Any], mesh: Mesh) -> Any:
-    """What this call of `state_dict` has gathered; the first time, once all ranks are here."""
+    """The whole tensors of this call of `state_dict`, gathered the first time, once all ranks are here."""
     if _call.destination() is not destination:
         if not dist.is_initialized():
             raise ValueError("state_dict() gathers weights from all ranks; call it before destroy_process_group()")
@@ -109,7 +109,7 @@ def taken_shards(
     prefix: str,
     errors: list[str],
 ) -> dict[str, Any]:
-    """What `load_state_dict` is to copy into a layer: this rank's shards of the whole tensors that it was given.
+    """Cut from the whole tensors that `load_state_dict` was given this rank's shards, which it is to copy into a layer.
 
     Args:
         module: the layer.

@@ -109,7 +109,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         return split_among(output, self.mesh, self.split.split_over, tokens)
 
     def _tokens(self, input: Tensor) -> Tokens | None:
-        """How the input's tokens lie, where they are scattered or it has been flattened.
+        """The place of the input's tokens, where they are scattered or the input has been flattened.
 
         Raises:
             ValueError: they are scattered, and their number is unknown.
@@ -179,7 +179,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         return output if real == width else F.pad(output[..., :real], (0, width - real), value=float("-inf"))
 
     def _check_width(self, input: Tensor) -> bool:
-        """Whether the input's features are scattered over the output axis as well.
+        """True if the input's features are scattered over the output axis as well.
 
         Raises:
             ValueError: the width is none that this layer takes.

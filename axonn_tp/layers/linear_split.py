@@ -1,4 +1,4 @@
-"""How a linear layer lies on the grid: shares of its weight, what it takes and gives, and what it communicates."""
+"""A linear layer on the grid: shares of its weight, layouts of its input and output, and its collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axonn_tp.options import Options
 
 @dataclass(frozen=True)
 class LinearSplit:
-    """How a linear layer uses the grid.
+    """The use that a linear layer makes of the grid's axes.
 
     Attributes:
         transposed: contract over x and split the output over y.
@@ -53,7 +53,7 @@ class LinearSplit:
         return (self.output,) if self.gives == "split" else (self.output, self.contracted)
 
     def route(self, scattered_input: bool) -> Route:
-        """How the product's input and output travel.
+        """The way of the product's input and output between ranks.
 
         Args:
             scattered_input: the input's features are scattered over the output axis too, as its width tells.
@@ -82,7 +82,7 @@ class LinearSplit:
         return Layout((n,), split, parts=self.parts, even=even, partial=partial)
 
     def can_scatter(self, n: int, grid: Grid) -> bool:
-        """Whether n output features, and the heads, divide by both axes."""
+        """True if n output features, and the heads, divide by both axes."""
         ranks = grid.size(self.output) * grid.size(self.contracted)
         heads = self.heads if self.heads is not None else n // self.parts
         return self.pad_vocabulary or ((n // self.parts) % ranks == 0 and heads % ranks == 0)
@@ -157,7 +157,7 @@ def linear_collectives(
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the linear of HF's GPT-2 family, which keeps its weight as (in, out)."""
+    """True if the module is the linear of HF's GPT-2 family, which keeps its weight as (in, out)."""
     kinds = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
     return ("transformers.pytorch_utils", "Conv1D") in kinds
 

@@ -155,7 +155,7 @@ class Materialiser:
 
     @contextmanager
     def _hidden(self, writer: nn.Module, storages: set[int]) -> Iterator[None]:
-        """What `writer` would write to besides is out of its reach: it may be split already, or has its own turn."""
+        """Put tensors that `writer` would write to besides out of its reach: they may be split already, or have their own turn."""
         hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for storage in self._touched[id(writer)] - storages:
             for table, name in self._places[storage]:

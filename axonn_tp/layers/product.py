@@ -31,7 +31,7 @@ from axonn_tp.grid.mesh import Grid, Mesh
 
 @dataclass(frozen=True)
 class Route:
-    """How activations come to a product and leave it.
+    """The way of activations to a product and from it.
 
     Attributes:
         contracted: axis over which the input's features are split and the output is summed.
@@ -50,7 +50,7 @@ class Route:
     parts: int = 1
 
     def leaving(self, rows: int, grid: Grid) -> list[Collective]:
-        """What one forward and backward pass communicates over the contracted axis, one of size 1 included.
+        """Collectives of one forward and backward pass over the contracted axis, one of size 1 included.
 
         Args:
             rows: elements of the product's output on one rank before it is summed (tokens × its features).
@@ -59,7 +59,7 @@ class Route:
         return _both_ways(self.contracted, rows, self.gives, grid)
 
     def entering(self, columns: int, grid: Grid, again: bool = False) -> list[Collective]:
-        """What one forward and backward pass communicates over the output axis, one of size 1 included.
+        """Collectives of one forward and backward pass over the output axis, one of size 1 included.
 
         Args:
             columns: elements of the product's input on one rank (tokens × its features).
@@ -115,7 +115,7 @@ class Matmul:
 
 
 class Weight(Protocol):
-    """What a product needs of the layer it belongs to."""
+    """The part of a layer that its product needs."""
 
     mesh: Mesh
     operation: Operation
@@ -138,7 +138,7 @@ class Source(Protocol):
 
     @property
     def entry(self) -> Any:
-        """What gathers it again."""
+        """The entry that gathers the input again."""
 
     @property
     def share(self) -> Tensor:
@@ -239,7 +239,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 
 
 def reference(input: Tensor, block: Tensor, bias: Tensor | None, route: Route, layer: Weight) -> Tensor:
-    """What `Product` computes, from a differentiable collective."""
+    """The result of `Product`, from a differentiable collective."""
     mesh, operation = layer.mesh, layer.operation
     output = operation.forward(input, block, None)
     if route.gives == "split":

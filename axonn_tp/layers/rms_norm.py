@@ -30,7 +30,7 @@ def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:
 
 
 def is_rms_norm(module: nn.Module, in_own_type: bool = False) -> bool:
-    """Whether a module is an RMSNorm over its last dim: torch's, or one that computes the same from a weight alone.
+    """True if a module is an RMSNorm over its last dim: torch's, or one that computes the same from a weight alone.
 
     Args:
         module: any module.

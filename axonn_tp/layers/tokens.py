@@ -1,4 +1,4 @@
-"""How the tokens of an activation lie on a rank, followed from the layer that made it to the one that reads it.
+"""The place of an activation's tokens on a rank, followed from the layer that made it to the one that reads it.
 
 Of a scattered activation a rank holds ⌈tokens/ranks⌉ rows, the last ranks' padded, so that their number does not tell how many
 tokens there are: 7 and 8 are both 2 on 4 ranks. Code between layers may flatten an activation to a matrix; the rows are then

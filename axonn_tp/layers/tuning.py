@@ -145,7 +145,7 @@ class Tuner:
         return best if times and times[product.given] > WORTH * times[best] else product.given
 
     def gain(self, product: Product) -> float:
-        """How many times faster a product is than as given."""
+        """The time of a product as it is given over that of the way chosen: above 1, the choice is faster."""
         times = self.times[product]
         return times[product.given] / times[self.choice(product)]
 
@@ -167,7 +167,7 @@ class Tuner:
                 )
 
     def table(self) -> str:
-        """What was measured, in milliseconds, and what runs; the largest gain first."""
+        """Times in milliseconds and the way that runs, a row for each product; the largest gain first."""
         rows: list[tuple[str, ...]] = [("m", "k", "n", "dtype", "given", *MODES, "runs", "gain")]
         for product in sorted(self.times, key=self.gain, reverse=True):
             times = self.times[product]

@@ -26,7 +26,7 @@ _NAME = re.compile(r"\d+x\d+x\d+ \w+ ([NT][NT])")
 
 @dataclass(frozen=True)
 class Machine:
-    """What measured times hold for: the device, torch's version, the library behind its matmul, and settings that change it."""
+    """The conditions under which measured times hold: the device, torch's version, the library behind its matmul, and settings that change it."""
 
     device: str
     version: str

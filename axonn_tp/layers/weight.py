@@ -1,4 +1,4 @@
-"""What layers whose parameters are stored in shards have in common."""
+"""The common part of layers whose parameters are stored in shards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Split(nn.Module):
     mesh: Mesh
     layouts: Mapping[str, Layout]
     hands_out_shards = False
-    """Whether `state_dict` and `load_state_dict` are about shards, as a host's own checkpoints may want them."""
+    """True if `state_dict` and `load_state_dict` are about shards, as a host's own checkpoints may want them."""
     lies_apart = False
-    """Whether the mesh is the same ranks on a grid of this layer's own, as experts' is."""
+    """True if the mesh is the same ranks on a grid of this layer's own, as experts' is."""
 
     def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         self.mesh, self.layouts = mesh, layouts
@@ -89,11 +89,11 @@ class SplitWeight(Split):
         return self.gathers.options.summed_in(dtype)
 
     def send(self, grad: Tensor) -> Tensor:
-        """What is summed over z of a gradient of the weight's block, flat: in the type of `summed_in`."""
+        """The gradient of the weight's block, flat, as it is summed over z: in the type of `summed_in`."""
         return grad.to(self.summed_in(grad.dtype))
 
     def receive(self, grad: Tensor) -> Tensor:
-        """What autograd adds to the shard's `.grad`, given its gradient summed over z, of one backward pass."""
+        """The gradient that autograd adds to the shard's `.grad`: that of one backward pass, summed over z."""
         return grad
 
     def block(self) -> Tensor:

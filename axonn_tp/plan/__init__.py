@@ -1,1 +1,1 @@
-"""What each layer of a model becomes, by rules, and whether that computes the same."""
+"""Plans: the place of each layer in the parallel model, by rules, and a check that it computes the same."""

@@ -1,4 +1,4 @@
-"""What to call a model with, guessed from its own description, when nobody says."""
+"""Arguments to call a model with, guessed from its own description, when nobody says."""
 
 from __future__ import annotations
 

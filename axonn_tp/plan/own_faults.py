@@ -22,6 +22,6 @@ def let_out(error: Exception) -> None:
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Whether an error is a mistake in code, and code of this package made it: not the model's, and not torch's."""
+    """True if an error is a mistake in code, and code of this package made it: not the model's, and not torch's."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, _MISTAKES) and bool(frames) and frames[-1].filename.startswith(_HERE)

@@ -1,4 +1,4 @@
-"""What a plan makes of a model, and what each layer sends, as a table."""
+"""The report of a plan: the kind of each layer of a model, and the bytes that it sends, as a table."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def at_times(self) -> bool:
-        """Whether there are layers that are called for some inputs only."""
+        """True if there are layers that are called for some inputs only."""
         return any(row.why == AT_TIMES for row in self.rows)
 
     def bytes_sent(self, tokens: int) -> Fraction:
@@ -110,7 +110,7 @@ class Report:
         return "\n".join([f"axonn auto plan, {sizes}", *table, total, rest, *filter(None, [self.note]), *self.advice()])
 
     def advice(self) -> list[str]:
-        """What can be done about layers that are in no pair, a sentence for each reason in the table."""
+        """Remedies for layers that are in no pair, a sentence for each reason in the table."""
         reasons = {row.why for row in self.rows if row.kind in ("self_contained", "replicated")}
         return [f'"{why}": {told}' for why, told in _ADVICE.items() if any(why in reason for reason in reasons)]
 

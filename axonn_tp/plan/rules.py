@@ -1,4 +1,4 @@
-"""What a layer becomes, and its place in the parallel model: layouts and collectives that follow from it."""
+"""Rules: the kind of a layer, and its place in the parallel model, with the layouts and collectives that follow from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer becomes.
+    """The kind of a layer in the parallel model, and its settings.
 
     Attributes:
         kind: a key of `KINDS`.
@@ -156,7 +156,7 @@ class Placement:
         return {name: norm_layout(shape, self.scatter_tokens) for name, shape in own.items()}
 
     def collectives(self, tokens: int, grid: Grid) -> list[Collective]:
-        """What one forward and backward pass over `tokens` rows of this rank's x-y plane communicates.
+        """Collectives of one forward and backward pass over `tokens` rows of this rank's x-y plane.
 
         Rows of a convolution are images × positions of its input; its padding is taken to keep the image's size. What
         a GroupNorm communicates, where a group is cut, depends on the number of images and is left out.
@@ -196,7 +196,7 @@ def linear_split(
     loss_split: bool = False,
     scatter: bool = False,
 ) -> LinearSplit:
-    """How a linear or a convolution of a plan uses the grid.
+    """The use that a linear or a convolution of a plan makes of the grid.
 
     Args:
         layer: its plan.

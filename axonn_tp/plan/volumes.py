@@ -1,4 +1,4 @@
-"""What a rank sends in a training step on a grid, by axis, from the placements alone: no processes, nothing changes."""
+"""Bytes that a rank sends in a training step on a grid, by axis, from the placements alone: no processes, nothing changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACROSS = {"data": ("data",), "batch": ("z", "data"), "tokens": ("x", "z", "data
 
 @dataclass(frozen=True)
 class Volume:
-    """What goes over one axis.
+    """Bytes and calls over one axis.
 
     Attributes:
         sent: bytes that a rank sends under the ring algorithms (000, equations 5.1 to 5.5).
@@ -105,7 +105,7 @@ class _Alike:
 
 
 def _layouts(model: nn.Module, placements: Sequence[Placement]) -> Counter[tuple[Layout, torch.dtype | None]]:
-    """How many parameters there are of each layout and type; the type is None where nothing is trained."""
+    """Number of parameters of each layout and type; the type is None where nothing is trained."""
     known: dict[_Alike, dict[str, Layout]] = {}
     split: dict[int, Layout] = {}
     for placement in placements:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from svg import BLUE, COLOURS, GREEN, GREY, ORANGE, PALE, VIOLET, Drawing, Point
@@ -250,7 +251,90 @@ def context() -> Drawing:
     return drawing
 
 
-DRAWINGS = (pmm, ted, samo, pccl, pipeline, context)
+@dataclass(frozen=True)
+class Measured:
+    """A step's time beside a peer's, as a README has it.
+
+    Attributes:
+        key: the line of the block, as one writes it.
+        what: the system and what was timed.
+        peer: the other side.
+        theirs: its median, in the unit.
+        ours: the suite's.
+        unit: of both.
+        source: the README that has both, with the command.
+    """
+
+    key: str
+    what: str
+    peer: str
+    theirs: str
+    ours: str
+    unit: str
+    source: str
+
+
+MEASURED = (
+    Measured(
+        '"tensor_parallel": {"gx": 2, "gz": 4}',
+        "Step of a GPT: 8 ranks, 4 nodes, 500 Mbit/s",
+        "FSDP2",
+        "5.710",
+        "2.468",
+        "s",
+        "recipes/axonn_recipes/bench_tp/README.md",
+    ),
+    Measured(
+        '"ted": {"tensor": 2}',
+        "Step of a GPT with experts: 8 ranks, 4 nodes, 150 Mbit/s",
+        "DeepSpeed-MoE",
+        "1827",
+        "1615",
+        "ms",
+        "recipes/axonn_recipes/bench_ted/README.md",
+    ),
+    Measured(
+        '"samo": {"sparsity": 0.9}',
+        "Optimizer step: 32 million parameters, 90 % pruned",
+        "dense AdamW",
+        "24.9",
+        "4.8",
+        "ms",
+        "recipes/axonn_recipes/bench_samo/README.md",
+    ),
+)
+
+
+def gain() -> Drawing:
+    """Lines of ds_config.json, and a step's time beside a stock peer with what each switches on."""
+    drawing = Drawing(
+        880,
+        322,
+        "Three lines of a block in ds_config.json, and for what each switches on a step's time beside that of a stock peer",
+    )
+    code = "Menlo, Consolas, monospace"
+    drawing.box(24, 24, 366, 280)
+    drawing.text(44, 50, "ds_config.json", anchor="start", bold=True)
+    drawing.text(44, 74, '"axonn": {', size=13, anchor="start", font=code)
+    drawing.text(44, 292, "}", size=13, anchor="start", font=code)
+    for number, one in enumerate(MEASURED):
+        y = 48 + number * 84
+        drawing.text(60, y + 54, one.key, size=13, anchor="start", font=code)
+        drawing.line([(390, y + 50), (424, y + 50)], arrow=True)
+        drawing.text(436, y + 12, one.what, size=13, anchor="start", bold=True)
+        for row, (side, value, colour) in enumerate(((one.peer, one.theirs, GREY), ("with it", one.ours, BLUE))):
+            top = y + 22 + row * 25
+            long = 220 * float(value) / float(one.theirs)
+            drawing.text(542, top + 16, side, size=13, anchor="end")
+            drawing.box(550, top, long, 22, colour)
+            drawing.text(558 + long, top + 16, f"{value} {one.unit}", size=13, anchor="start", bold=bool(row))
+    drawing.text(
+        436, 316, "Two cores of a CPU; nodes and network emulated on one machine.", size=12, anchor="start", colour=GREY
+    )
+    return drawing
+
+
+DRAWINGS = (gain, pmm, ted, samo, pccl, pipeline, context)
 
 
 def main() -> None:

@@ -39,9 +39,11 @@ class Drawing:
         anchor: str = "middle",
         bold: bool = False,
         colour: str = INK,
+        font: str = "",
     ) -> None:
-        """Words whose baseline is at y; anchor is start, middle or end."""
+        """Words whose baseline is at y; anchor is start, middle or end, font another family than the drawing's."""
         weight = ' font-weight="600"' if bold else ""
+        weight += f' font-family="{font}"' if font else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(said)}</text>'
         )

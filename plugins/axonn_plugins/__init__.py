@@ -1,6 +1,6 @@
 """Plugins that bring AxoNN, TED, SAMO and PCCL to DeepSpeed and Megatron-core."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def activate() -> None:

@@ -130,7 +130,7 @@ class _Finder(MetaPathFinder):
 
 
 def _runs(name: str) -> bool:
-    """Whether a module is being imported now."""
+    """True if a module is being imported now."""
     return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 

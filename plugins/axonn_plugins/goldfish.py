@@ -14,7 +14,7 @@ from torch import Tensor
 
 Strategy = Literal["hash", "ordered_hash", "static", "seeded"]
 IGNORED = -100
-"""What a label is where it does not count."""
+"""The label of a position that does not count."""
 PUBLISHED_SEED = 2971215073
 _SIZE = 1_000_003
 _FACTOR = 6364136223846793005  # Knuth's, for sums modulo 2^64

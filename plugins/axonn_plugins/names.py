@@ -17,7 +17,7 @@ _HOMES = (_HERE.parent, _HERE.parent.parent)
 
 
 def hidden(name: str) -> str:
-    """What Python finds under the name of one of our packages where that is not ours; empty where it is.
+    """The file that Python finds under the name of one of our packages where that is not ours; empty where it is.
 
     A folder without ``__init__.py`` hides nothing: it gives way to a package, of an editable installation as of any other.
 

@@ -94,7 +94,7 @@ def _without(block: nn.Module, experts: Experts) -> nn.Module:
 
 @torch.no_grad()
 def _is_by_token(block: nn.Module, width: int) -> bool:
-    """Whether a module gives for each token what is the token's alone."""
+    """True if a module computes each token's output from that token alone."""
     weight = next(block.parameters())
     training = [module for module in block.modules() if module.training]
     tokens = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).to(weight)
@@ -158,7 +158,7 @@ def stand_ins(model: nn.Module, blocks: Mapping[str, Experts]) -> Iterator[None]
 
 
 def _is_router(module: nn.Module, experts: Experts) -> bool:
-    """Whether a module scores the experts: one matrix, with a row for each."""
+    """True if a module scores the experts: its one matrix has a row for each expert."""
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     return module is not experts.module and len(matrices) == 1 and matrices[0].shape[0] == experts.count
 

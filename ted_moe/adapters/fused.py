@@ -26,7 +26,7 @@ from ted_moe.topology import Groups
 
 @dataclass(frozen=True)
 class Choices:
-    """What of TED is on.
+    """TED's optimizations that are on.
 
     Attributes:
         duplicate_token_dropping: tensor ranks send a share of the tokens each.
@@ -39,7 +39,7 @@ class Choices:
 
 @dataclass
 class Dealt:
-    """What an experts module knows of the other ranks.
+    """An experts module as this rank has it, and the ranks with the rest of it.
 
     Attributes:
         found: the module as it was.
@@ -61,12 +61,12 @@ class Dealt:
 
     @property
     def split(self) -> bool:
-        """Whether this rank has shares of experts."""
+        """True if this rank holds shards of experts."""
         return any(cut.dim is not None for cut in self.cuts.values())
 
     @property
     def whole(self) -> bool:
-        """Whether tensor ranks have different experts, whole ones."""
+        """True if each tensor rank has other experts, and has them whole."""
         return self.groups.topology.expert_tensor == 1
 
     def mix(self, module: nn.Module, tokens: Tensor, routes: Routes) -> Tensor:
@@ -147,7 +147,7 @@ class SpreadExperts(_Part):
 
 
 class _Once(torch.autograd.Function):
-    """What one rank adds before a sum over ranks, each of which gets the whole gradient back; the others add zeros."""
+    """The summand that one rank adds before a sum over ranks, each of which gets the whole gradient back; the others add zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, here: bool) -> Tensor:
@@ -159,7 +159,7 @@ class _Once(torch.autograd.Function):
 
 
 def once(tensor: Tensor, here: bool) -> Tensor:
-    """What one of the ranks whose outputs are summed adds, as a bias is; its gradient is the same on all of them.
+    """The tensor itself on one of the ranks whose outputs are summed, zeros on the others, as for a bias; its gradient is the same on all of them.
 
     Args:
         tensor: the same on these ranks.
@@ -215,7 +215,7 @@ def _holders(module: nn.Module) -> dict[str, Any]:
 
 
 def layout_for(shape: tuple[int, ...], cut: Cut, grid: Grid) -> Layout:
-    """How a parameter lies on the experts' grid: a stack of experts, laid flat, is cut between experts by z."""
+    """The layout of a parameter on the experts' grid: z cuts a flattened stack between experts."""
     if cut.common:
         return Layout(shape)
     split = () if cut.dim is None or grid.gx == 1 else ((cut.dim, "x"),)

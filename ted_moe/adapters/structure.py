@@ -27,7 +27,7 @@ _TOKENS = 5
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter lies on the experts' ranks.
+    """The cut of one parameter between the experts' ranks.
 
     Attributes:
         dim: split over the tensor ranks; None: it is not.
@@ -161,7 +161,7 @@ def _numbers(module: nn.Module, pattern: re.Pattern) -> dict[str, int]:
 
 
 def _widths(module: nn.Module, count: int) -> list[int]:
-    """What may be the features of a token, the likeliest first."""
+    """Candidates for the number of features of a token, the likeliest first."""
     named = [
         getattr(module, name) for name in ("hidden_dim", "hidden_size") if isinstance(getattr(module, name, None), int)
     ]
@@ -198,7 +198,7 @@ class Local:
         return made
 
     def __call__(self, parameters: Mapping[str, Tensor], training: bool, *arguments: Tensor) -> Tensor:
-        """What the module makes of (hidden, indices, weights)."""
+        """Run the module on (hidden, indices, weights) with other parameters, and return its output."""
         try:
             for name, tensor in parameters.items():
                 holder, _, own = name.rpartition(".")
@@ -224,7 +224,7 @@ def _draw(experts: Experts, count: int, generator: torch.Generator) -> dict[str,
 
 @torch.no_grad()
 def _sums_its_experts(experts: Experts) -> bool:
-    """Whether a small copy gives, of tokens with two experts each, the weighted sum of what it gives with one."""
+    """True if a small copy gives, of tokens with two experts each, the weighted sum of its outputs with one."""
     generator = torch.Generator().manual_seed(0)
     parameters = _draw(experts, 2, generator)
     code = Local(experts.module, (experts.count, 2))
@@ -247,7 +247,7 @@ def _close(got: Tensor, expected: Any) -> bool:
 
 
 def splittable(experts: Experts, ranks: int) -> Mapping[str, Cut] | None:
-    """How the inner features of each expert are split over tensor ranks so that their outputs add up; None: they cannot be."""
+    """Find cuts of each expert's inner features between tensor ranks whose outputs add up; None where there are none."""
     for cuts in _candidates(experts, ranks):
         if _adds_up(experts, cuts, ranks):
             return cuts

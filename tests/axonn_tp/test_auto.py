@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ class Mixing(nn.Module):
             # Right forward, but backward each share would give the gate the gradient of its features only.
             "gate": lambda: h * self.gate(x),
             "good": lambda: F.silu(h),
+            "in place": lambda: h.mul_(2).tanh_(),
         }
         x = self.down(between[self.kind]())
         if self.kind == "gate":
@@ -243,9 +245,9 @@ def test_outputs_of_known_families_equal_serial(names: list[str]) -> None:
 
 
 def test_only_what_a_share_computes_right_is_split() -> None:
-    for kind in ("softmax", "mean", "flip", "shared", "width", "gate", "good"):
+    for kind in ("softmax", "mean", "flip", "shared", "width", "gate", "good", "in place"):
         plan, report = auto_plan(Mixing(kind), Grid(2, 1, 1, 1))
-        assert bool(plan) == (kind == "good"), (kind, report)
+        assert bool(plan) == (kind in ("good", "in place")), (kind, report)
 
 
 def test_attention_that_reads_the_input_width_stays_whole() -> None:
@@ -367,6 +369,34 @@ def test_a_published_plan_is_taken_where_nothing_can_be_run() -> None:
     plan, report = auto_plan(model, Grid(2, 1, 1, 1))
     assert plan["model.layers.0.self_attn.q_proj"].heads == 2
     assert "its model's tp_plan" in str(report)
+
+
+def test_a_published_plan_splits_what_meets_together_or_not_at_all() -> None:
+    model = FAMILIES["llama"][0]()
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn, layer.self_attn.q_proj = None, nn.Sequential(layer.self_attn.q_proj)
+    plan, _ = auto_plan(model, Grid(2, 1, 1, 1))
+    assert {name for name in plan if "self_attn" in name} == set()
+    assert plan["model.layers.0.mlp.up_proj"].kind == "normal"
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_forward_that_calls_the_one_it_replaces(bound: bool) -> None:
+    model = FAMILIES["llama"][0]()
+    expected, _ = auto_plan(model, Grid(2, 2, 1, 1))
+    original, numbers = model.forward, {"heads": 1}
+
+    def forward(self: nn.Module, *given: Any, twice: bool = False, **named: Any) -> Any:
+        assert twice or numbers
+        return original(*given, **named)
+
+    model.forward = forward.__get__(model) if bound else functools.partial(forward, model)
+    plan, report = auto_plan(model, Grid(2, 2, 1, 1))
+    pairs = {name: layer for name, layer in expected.items() if layer.kind in ("normal", "transposed")}
+    assert plan == pairs and len(pairs) == 14
+    assert "traced and simulated" in str(report) and "a forward was replaced" in report.note
+    assert original.__self__ is model and model.forward is not original
 
 
 def unguessable_plan() -> str:

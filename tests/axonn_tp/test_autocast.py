@@ -69,7 +69,7 @@ def autocast_on_grids() -> list:
     return [
         (grid, autocast_pass(grid, options))
         for grid in (Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(2, 2))
-        for options in (Options(), Options(layout="replicated"))
+        for options in (Options(bucket_bytes=0), Options(bucket_bytes=0, layout="replicated"))
     ]
 
 

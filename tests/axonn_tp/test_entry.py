@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
-from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, place
+from axonn_tp import Collective, Grid, LayerPlan, Mesh, Options, auto_plan, place
+from tests.axonn_tp.counting import joined_over_z
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import batch_for
 from tests.axonn_tp.test_grids import TOLERANCE, train_one_step
@@ -101,7 +102,7 @@ def test_readers_of_one_tensor_equal_serial() -> None:
         assert max(found.values()) < TOLERANCE, {case: e for case, e in found.items() if not e < TOLERANCE}
 
 
-def counted(family: str) -> list[tuple[str, list[str], list[str], int]]:
+def counted(family: str) -> list[tuple[str, list[Collective], list[Collective], int]]:
     """What goes over x, y and z in one pass, and what the placements say."""
     found = []
     for mesh in meshes(GRIDS):
@@ -114,7 +115,7 @@ def counted(family: str) -> list[tuple[str, list[str], list[str], int]]:
             plan, report = auto_plan(model, grid)
             placements = place(model, grid, plan, options)
             rows = 4 // grid.batch * 8
-            wanted = [str(c) for p in placements for c in p.collectives(rows, grid)]
+            wanted = [c for p in placements for c in p.collectives(rows, grid)]
             shared = sum(len(p.readers) > 1 for p in placements)
             axonn_tp.parallelize(model, mesh, plan, options)
             loss_of, batch = batch_for(model)
@@ -122,7 +123,7 @@ def counted(family: str) -> list[tuple[str, list[str], list[str], int]]:
             loss_of(model, *batch).backward()
             with Ledger(mesh.axis_names()) as ledger:
                 loss_of(model, *batch).backward()
-            found.append((f"{grid} {options}", sorted(map(str, ledger.collectives)), sorted(wanted), shared))
+            found.append((f"{grid} {options}", joined_over_z(ledger.collectives), joined_over_z(wanted), shared))
     return found
 
 

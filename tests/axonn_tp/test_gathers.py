@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import axonn_tp
+from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Mesh, Options
 from tests.axonn_tp.test_grids import largest_error
 from tests.distributed import run_ranks
@@ -106,6 +108,88 @@ def changed_between() -> str:
 
 def test_a_weight_that_changed_after_its_forward_is_refused_as_by_torch() -> None:
     assert all("modified by an inplace operation" in message for message in run_ranks(changed_between, 2))
+
+
+class Several(nn.Module):
+    """Five equal layers, of which one is frozen, one is called at times only, and one twice."""
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, everything: bool) -> Tensor:
+        if self.recomputed:
+            return checkpoint(self.inner, x, everything, use_reentrant=False)
+        return self.inner(x, everything)
+
+    def inner(self, x: Tensor, everything: bool) -> Tensor:
+        for number in (0, 1, 2, 3, 4, 0):
+            x = x if number == 3 and not everything else torch.tanh(self.layers[number](x))
+        return x
+
+
+BLOCK = 8 * 8 * 8
+"""Bytes of a layer's weight in float64."""
+
+
+KINDS = ("all_gather", "reduce_scatter")
+
+
+def in_buckets() -> Iterator[tuple[str, float, list, list]]:
+    """By how many layers share calls: errors of gradients, which layers have none, and calls and elements of steps of two microbatches."""
+    mesh = Mesh.create(1, 1, 2)
+    x = torch.randn(2, 4, 8)
+    for name, options in OPTIONS.items():
+        for together in (0, 2, 5):
+            for recomputed in (False, True) if name != "plain" else (False,):
+                torch.manual_seed(2)
+                serial = Several(recomputed)
+                chosen = replace(options, bucket_bytes=together * BLOCK)
+                parallel = axonn_tp.parallelize(copy.deepcopy(serial), mesh, {}, chosen)
+                error, absent, calls = 0.0, [], []
+                for everything in (True, True, False, False):
+                    with Ledger(mesh.axis_names()) as ledger:
+                        for model, mine in ((serial, x), (parallel, [mesh.shard_batch(part) for part in x])):
+                            model.zero_grad()
+                            for part in mine:
+                                model(part, everything).square().mean().backward()
+                    axonn_tp.sync_gradients(parallel.parameters(), mesh)
+                    absent.append([n for n, layer in enumerate(parallel.layers) if layer.weight.grad is None])
+                    error = max(error, largest_error(serial, parallel, mesh, lambda p: p.grad))
+                    made = {kind: [c.elements for c in ledger.collectives if c.op == kind] for kind in KINDS}
+                    calls.append([(len(elements), sum(elements)) for elements in made.values()])
+                yield f"{name} {recomputed} {together}", error, absent, calls
+
+
+def of_buckets() -> list:
+    torch.manual_seed(dist.get_world_size())
+    torch.set_default_dtype(torch.float64)
+    return list(in_buckets())
+
+
+def test_layers_that_share_calls_get_the_same_gradients_for_the_same_bytes() -> None:
+    for found in run_ranks(of_buckets, 2):
+        for case, error, absent, _ in found:
+            assert error < 1e-10, case
+            assert absent == [[1], [1], [1, 3], [1, 3]], case
+        steps = {case: calls for case, _, _, calls in found}
+        for case, calls in steps.items():
+            alone = steps[f"{case.rpartition(' ')[0]} 0"]
+            # Recomputed layers are asked for in two orders: what is gathered last may be for naught.
+            allowed = 2 * 32 if case.startswith("resharded True") else 0
+            for (gathers, sums), (gathers_alone, sums_alone) in zip(calls, alone, strict=True):
+                assert sums[1] == sums_alone[1] and gathers[1] <= gathers_alone[1] + allowed, case
+        # A layer's second gradient is waited for at once; its second gather is alone.
+        assert [[calls for calls, _ in step] for step in steps["plain False 0"]] == [
+            [14, 10],
+            [14, 10],
+            [13, 8],
+            [12, 8],
+        ]
+        assert [[calls for calls, _ in step] for step in steps["plain False 2"]] == [[12, 6], [10, 6], [9, 6], [8, 6]]
+        assert [[calls for calls, _ in step] for step in steps["plain False 5"]] == [[10, 4], [6, 4], [6, 4], [6, 4]]
 
 
 class Tied(nn.Module):

@@ -103,7 +103,7 @@ def sharded(build: Any, loss: Any, grid: Grid, reshard: bool, bias: bool, **how:
     mesh = Mesh(grid)
     theirs = fsdp(build(bias), grid, reshard)
     plan = gpt_plan(CONFIG.heads) if build is gpt else {}
-    ours = axonn_tp.parallelize(build(bias), mesh, plan, Options(reshard_after_forward=reshard))
+    ours = axonn_tp.parallelize(build(bias), mesh, plan, Options(reshard_after_forward=reshard, bucket_bytes=0))
     return (
         train(ours, loss(ours, mesh.shard_batch, **how), lambda: axonn_tp.sync_gradients(ours.parameters(), mesh)),
         train(theirs, loss(theirs, mesh.shard_batch, **how)),

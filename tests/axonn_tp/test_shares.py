@@ -10,9 +10,10 @@ from torch import Tensor
 from axonn_plugins.cluster import Cluster, lacking
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, Mesh
-from axonn_tp.comm.collectives import Collective, reduce_scatter, start_sum_of_shares
+from axonn_tp.comm.bundle import fits, start_all_gathers, start_sums_of_shares
+from axonn_tp.comm.collectives import Collective, all_gather, reduce_scatter, start_sum_of_shares
 from axonn_tp.comm.gloo_reduce_scatter import less_between_nodes
-from axonn_tp.comm.overlap import _WHOLE_AT_ONCE
+from axonn_tp.comm.sums_of_shares import _WHOLE_AT_ONCE
 from tests.axonn_tp.test_grids import gpt_plan
 from tests.distributed import run_ranks
 
@@ -52,6 +53,45 @@ def test_shares_are_exact_to_one_rounding_and_counted_as_what_they_are() -> None
             assert roundings <= 1 and counted, (name, roundings)
 
 
+def bundled() -> list[tuple[str, bool, list[Collective]]]:
+    """Whether several tensors in a call give what each gives alone, bit for bit, and the calls."""
+    mesh, found = Mesh(Grid(1, 1, 4)), []
+    for dtype in DTYPES:
+        tensors = [drawn(dist.get_rank(), size, dtype) for size in (4, 24, 1000)]
+        tensors = [*tensors[:1], tensors[1].view(8, 3), *tensors[2:]]
+        with Ledger(mesh.axis_names()) as ledger:
+            gathers, sums = start_all_gathers(tensors, mesh, "z"), start_sums_of_shares(tensors, mesh, "z")
+            both = [[bundle.take(number) for number in range(3)] for bundle in (gathers, sums)]
+        alone = [
+            [all_gather(one, mesh, "z") for one in tensors],
+            [start_sum_of_shares(one, mesh, "z").wait() for one in tensors],
+        ]
+        same = all(
+            torch.equal(a, b)
+            for mine, theirs in zip(both, alone, strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        )
+        found.append((str(dtype), same, ledger.collectives))
+    return found
+
+
+def test_tensors_that_share_a_call_get_what_each_gets_alone() -> None:
+    for found in run_ranks(bundled, 4):
+        for name, same, calls in found:
+            assert same, name
+            assert calls == [Collective("all_gather", "z", 4, 1028), Collective("reduce_scatter", "z", 4, 1028)], name
+
+
+def test_calls_are_filled_in_order_and_what_is_larger_goes_alone() -> None:
+    calls: list[list[int]] = []
+    for size in (10, 30, 60, 1, 200, 5, 99, 100):
+        if not calls or not fits(sum(calls[-1]), size, 100):
+            calls.append([])
+        calls[-1].append(size)
+    assert calls == [[10, 30, 60], [1], [200], [5], [99], [100]]
+    assert not fits(1, 1, 0) and fits(0, 1, 0)
+
+
 def test_shares_are_exchanged_where_that_sends_less_between_nodes() -> None:
     assert all(less_between_nodes(ranks, ranks) and less_between_nodes(1, ranks) for ranks in (2, 3, 8, 64))
     assert less_between_nodes(2, 8) and not less_between_nodes(4, 8)
@@ -64,17 +104,18 @@ def gradients(layers: int) -> float:
     from axonn_recipes.models.gpt import GPT, GPTConfig
 
     mesh, found = Mesh(Grid(1, 1, 2)), []
-    for overlap in (True, False):
+    chosen = [axonn_tp.Options(bucket_bytes=most) for most in (0, 2**13, 2**18)]
+    for options in (*chosen, axonn_tp.Options(overlap_reduce_scatter=False)):
         torch.manual_seed(1)
         config = GPTConfig(vocabulary=32, context=8, layers=layers, heads=4, hidden=16)
-        options = axonn_tp.Options(overlap_reduce_scatter=overlap)
         model = axonn_tp.parallelize(GPT(config).double(), mesh, gpt_plan(config.heads), options)
         ids = torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
         model(ids[0], ids[1]).backward()
         # Two forward passes, one backward: a weight has two gradients under way.
         (model(ids[0], ids[1]) + 2 * model(ids[1], ids[0])).backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
-    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+    *others, alone = found
+    return max(float((a - b).abs().max()) for other in others for a, b in zip(other, alone, strict=True))
 
 
 def test_more_reduce_scatters_than_may_be_under_way() -> None:

@@ -15,8 +15,9 @@ from torch import nn
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
-from axonn_tp import Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
+from axonn_tp import Collective, Grid, LayerPlan, Mesh, Options, auto_plan, factorisations, place
 from axonn_tp.options import LAYOUTS
+from tests.axonn_tp.counting import joined_over_z
 from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import TOLERANCE, Expected, batch_for, serial_steps, three_steps
 from tests.distributed import meshes, run_ranks
@@ -67,7 +68,7 @@ def trained(
 
 def counted(
     name: str, model: nn.Module, parallel: nn.Module, mesh: Mesh, plan: dict[str, LayerPlan], options: Options
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[Collective], list[Collective]]:
     loss_of, batch = batch_for(model)
     with Ledger(mesh.axis_names()) as ledger:
         loss_of(parallel, *(mesh.shard_batch(tensor) for tensor in batch)).backward()
@@ -76,7 +77,7 @@ def counted(
         # Positions are looked up once for all sequences.
         of_one = placement.name.endswith(("wpe", "positions"))
         wanted += placement.collectives(8 if of_one else rows, mesh.grid)
-    return sorted(map(str, ledger.collectives)), sorted(map(str, wanted))
+    return joined_over_z(ledger.collectives), joined_over_z(wanted)
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,8 @@ def weighed_forms() -> dict[str, float]:
     known = Divisor()
     known.known = True
     return {
-        name: of(Weight(kept, None, known).of(make(torch.tensor(1.5)))).item() for name, (make, of) in FORMS.items()
+        name: of(Weight(lambda weights: kept, None, known, kept.device).of(make(torch.tensor(1.5)))).item()
+        for name, (make, of) in FORMS.items()
     }
 
 
@@ -250,10 +251,24 @@ def over_kept(logits: Tensor, targets: Tensor) -> Tensor:
     return no_mean(logits, targets) / (targets != -100).sum().clamp(min=1)
 
 
+CLASS_WEIGHTS = torch.rand(WORDS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def weighed(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=CLASS_WEIGHTS)
+
+
+def weighed_but_counted(logits: Tensor, targets: Tensor) -> Tensor:
+    given = {"weight": CLASS_WEIGHTS, "reduction": "sum"}
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), **given) / (targets != -100).sum()
+
+
 DIVIDED: dict[str, tuple[Any, int]] = {
     "sum": (no_mean, 4),
     "of all targets": (of_all, 1),
     "of those kept": (over_kept, 1),
+    "by class weights": (weighed, 1),
+    "of weighed ones by their number": (weighed_but_counted, 1),
 }
 """Losses of a script's own, and by how much one process's is more than the mean of four readers'."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -72,6 +73,16 @@ def test_drawings_are_those_of_their_code(draw) -> None:
     assert (drawings.FOLDER / f"{draw.__name__}.svg").read_text() == str(draw()), "run: python docs/code/drawings.py"
 
 
+def test_the_first_drawing_says_what_was_measured() -> None:
+    """Each row of it stands in its README, and as a ratio in ours."""
+    first = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    for one in drawings.MEASURED:
+        source = (ROOT / one.source).read_text()
+        assert one.theirs in source and one.ours in source
+        assert one.peer in first and one.source in first
+    assert [f"{float(one.theirs) / float(one.ours):.1f}" for one in drawings.MEASURED] == ["2.3", "1.1", "5.2"]
+
+
 def test_sections_are_picked() -> None:
     text = "# T\n\nintro\n\n## A\n\na\n\n### B\n\nb\n\n## C\n\n```\n# no heading\n```\n"
     assert [one.title for one in texts.sections(text)] == ["", "T", "A", "B", "C"]
@@ -79,3 +90,20 @@ def test_sections_are_picked() -> None:
     assert texts.join(texts.pick(text, "", "A")).split() == ["intro", "##", "C", "```", "#", "no", "heading", "```"]
     with pytest.raises(ValueError, match="no section"):
         texts.pick(text, "d")
+
+
+NOUNS = ("axonn_tp", "samo", "ted_moe", "plugins")
+RIDDLE = re.compile(r"(?:What|Whether|How)\b")
+
+
+@pytest.mark.parametrize("folder", NOUNS)
+def test_docstrings_say_what_a_thing_is(folder: str) -> None:
+    """They open with the thing or what is done, not with a clause: "True if ...", "Number of ...", "The bytes that ..."."""
+    found = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            for each in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
+                said = each.value.value if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) else None
+                if isinstance(said, str) and RIDDLE.match(said.strip()):
+                    found.append(f"{file.relative_to(ROOT)}:{each.lineno}")
+    assert not found

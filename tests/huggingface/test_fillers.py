@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.distributed import run_ranks
 
 pytest.importorskip("transformers")
 from axonn_plugins.hosts.transformers import means, trainer_sums  # noqa: E402
 from axonn_plugins.hosts.transformers.accelerate_patch import ask  # noqa: E402
-from axonn_plugins.hosts.transformers.last_batch import Last, Nothing  # noqa: E402
+from axonn_plugins.hosts.transformers.last_batch import Last, Nothing, counting, divides  # noqa: E402
+from axonn_plugins.hosts.transformers.uneven import gathered  # noqa: E402
 
 
 def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +53,30 @@ def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> 
     found = step(trainer, None, Last(rows=2, own=0, share=0.0).part_of(batch))
     found.backward()
     assert found.item() == 0 and logits.grad is not None and not logits.grad.any() and trainer.compute_loss is mean
+
+
+def of_readers(tensor: Tensor) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts) if tensor.dim() else torch.stack(parts)
+
+
+def of_different_rows() -> dict[str, Any]:
+    """Three readers, with 4, 2 and no rows of a batch of 12: the share of the second is that of a full batch."""
+    reader = dist.get_rank()
+    own = (4, 2, 0)[reader]
+    part = Last(rows=4, own=own, share=own / 2).part_of({"x": torch.arange(4.0)})
+    with counting(part):
+        known = divides()
+        rows = gathered(part["x"].repeat(2), of_readers)
+        mean = gathered(part["x"].mean() if own else torch.tensor(torch.nan), of_readers)
+        none = gathered(torch.zeros(0, 2), of_readers)
+    assert divides() and not known
+    means = [mean.mean(), mean.detach().float()[:2].mean(), mean[1:].mean()]
+    return {"rows": rows.tolist(), "means": [float(one) for one in means], "sum": float(mean.sum()), "none": none.shape}
+
+
+def test_what_readers_of_different_rows_gather() -> None:
+    for found in run_ranks(of_different_rows, 3):
+        assert found["rows"] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 1] and found["none"] == (0, 2)
+        assert found["means"] == pytest.approx([7 / 6, 7 / 6, 0.5]) and found["sum"] == 2

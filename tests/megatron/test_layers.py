@@ -20,6 +20,7 @@ from axonn_tp.layers.cross_entropy import loss_collectives
 from axonn_tp.layers.embedding import embedding_collectives, embedding_layout
 from axonn_tp.layers.layer_norm import norm_collectives
 from axonn_tp.layers.linear_split import LinearSplit, linear_collectives
+from tests.axonn_tp.counting import joined_over_z
 from tests.distributed import run_ranks
 from tests.megatron import training
 from tests.megatron.training import Case
@@ -187,7 +188,7 @@ def test_ranks_drop_the_same_where_they_hold_the_same(layout: str) -> None:
     assert (streams[0] == streams[1]).all() == (layout == "replicated")
 
 
-def _counted(grids: list[tuple[Grid, str]]) -> list[tuple[str, list[str], list[str]]]:
+def _counted(grids: list[tuple[Grid, str]]) -> list[tuple[str, list[Collective], list[Collective]]]:
     training.on_cpu()
     found = []
     for grid, layout in grids:
@@ -200,7 +201,7 @@ def _counted(grids: list[tuple[Grid, str]]) -> list[tuple[str, list[str], list[s
                     with model.no_sync():
                         training.loss_of(model, tokens).mean().backward()
                 wanted = _expected(mesh.grid, layout, 2 * training.SEQUENCE)
-                found.append((f"{grid} {layout}", sorted(map(str, ledger.collectives)), sorted(map(str, wanted))))
+                found.append((f"{grid} {layout}", joined_over_z(ledger.collectives), joined_over_z(wanted)))
     return found
 
 

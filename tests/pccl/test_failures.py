@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl.build import load
+from tests.matrix import thorough
 from tests.pccl import kills
 from tests.pccl.stress import join
 
@@ -127,7 +128,7 @@ def _waits_elsewhere(call: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "all_to_all_single"])
+@pytest.mark.parametrize("call", ["all_reduce", thorough("all_to_all_single")])
 def test_who_holds_up_another_group_is_named(call: str) -> None:
     text = launch(_waits_elsewhere, 3, call)[0]
     assert text.startswith(

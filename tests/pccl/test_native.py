@@ -28,7 +28,7 @@ def _run(*command: object) -> str:
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the programs, compiled with a sanitizer."""
     folder = tmp_path_factory.mktemp(request.param.split(",")[0])
-    flags = ["-std=c++20", "-O1", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
+    flags = ["-std=c++20", "-O0", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
     torchs = {"shim", "device", "module", "module_doors"}
     alone = ENGINE / "engine.cpp"  # its constants have the names of others'
     together = folder / "together.cpp"  # the standard library's headers are read once

@@ -1,5 +1,6 @@
 import configparser
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from axonn_plugins import build_locks
+from axonn_plugins.cli import doctor as doctor_command
 from axonn_plugins.hosts.transformers import accelerate_patch
 from axonn_plugins.observe import doctor
 from axonn_plugins.observe.doctor import Check
@@ -26,7 +28,7 @@ def plain_environment(monkeypatch):
 @pytest.fixture
 def installed(monkeypatch):
     """Distributions as the doctor sees them; a test edits the versions."""
-    versions = {"axonn-plugins": "0.1.0", "torch": "2.13.0+cpu", "deepspeed": "0.19.8", "pydantic": "2.14.3"}
+    versions = {"axonn-plugins": "0.2.0", "torch": "2.13.0+cpu", "deepspeed": "0.19.8", "pydantic": "2.14.3"}
     entry = importlib.metadata.EntryPoint("axonn", "axonn_plugins.autoload:activate", "torch.backends")
     monkeypatch.setattr(doctor, "_installed_version", versions.get)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [entry])
@@ -46,6 +48,21 @@ def test_a_ready_environment(installed, capsys):
     assert doctor.main() == 0
     out = capsys.readouterr().out
     assert "a group of one rank works" in out and out.endswith("The core is ready.\n")
+
+
+def test_the_report_as_json(installed, capsys, monkeypatch):
+    monkeypatch.setattr(
+        doctor, "report", lambda: [Check("torch", "ok", "2.13.0"), Check("gloo", "problem", "no", "do")]
+    )
+    assert doctor_command.main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ready"] is False and found["checks"][1] == {
+        "name": "gloo",
+        "state": "problem",
+        "detail": "no",
+        "remedy": "do",
+        "core": True,
+    }
 
 
 def test_it_runs_as_a_program_without_a_traceback():
@@ -78,9 +95,14 @@ def test_the_bounds_are_those_of_setup_cfg():
     config.read(ROOT / "setup.cfg")
     required = config["options"]["install_requires"].split()
     for name, least in doctor.REQUIRED.items():
-        assert f"{name}>={doctor._dotted(least)}" in required
-    bounds = f">={doctor._dotted(doctor.MEGATRON_FROM)},<{doctor._dotted(doctor.MEGATRON_BELOW)}"
-    assert config["options.extras_require"]["megatron"].split() == [f"megatron-core{bounds}"]
+        below = f",<{doctor._dotted(doctor.BELOW[name])}" if name in doctor.BELOW else ""
+        assert f"{name}>={doctor._dotted(least)}{below}" in required
+    extras = config["options.extras_require"]
+    hosts = {
+        f"{name}>={doctor._dotted(least)},<{doctor._dotted(below)}" for name, (least, below) in doctor.HOSTS.items()
+    }
+    assert {*extras["megatron"].split(), *extras["huggingface"].split(), *extras["lightning"].split()} == hosts
+    assert hosts - set(extras["lightning"].split()) <= set(extras["dev"].split("\n"))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +111,14 @@ def test_the_bounds_are_those_of_setup_cfg():
 def test_megatron_core_never_breaks_the_core(installed, version, state):
     if version:
         installed["megatron-core"] = version
-    (check,) = doctor._megatron_core()
+    check = named(doctor._hosts(), "megatron-core")
     assert check.state == state and not check.core
+
+
+def test_a_deepspeed_that_was_not_tried_is_told(installed):
+    installed["deepspeed"] = "0.20.1"
+    newest = named(doctor._versions(), "deepspeed's newest")
+    assert newest.state == "problem" and not newest.core and "deepspeed>=0.16,<0.20" in newest.remedy
 
 
 @pytest.mark.parametrize("variable", ["AXONN_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD"])

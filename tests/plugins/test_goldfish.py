@@ -185,32 +185,45 @@ def test_labels_of_a_pipelines_loss() -> None:
 
 
 SHAPE = 3, 7, 11
+WEIGHTS = torch.rand(SHAPE[2], generator=torch.Generator().manual_seed(2))
 WATCHED = {
-    "cross-entropy": (lambda x, y, kept: F.cross_entropy(x, y), True),
-    "a module": (lambda x, y, kept: nn.CrossEntropyLoss()(x, y), True),
-    "likelihood": (lambda x, y, kept: F.nll_loss(x.log_softmax(-1), y), True),
-    "a sum": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum"), False),
-    "a sum of each row": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") / SHAPE[0], False),
-    "all targets": (lambda x, y, kept: F.cross_entropy(x, y, reduction="none").mean(), False),
-    "a count": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") / (y != -100).sum(), True),
-    "a number": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum").div(kept), True),
-    "its inverse": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") * (1 / kept), True),
+    "cross-entropy": (lambda x, y, kept: F.cross_entropy(x, y), "targets"),
+    "a module": (lambda x, y, kept: nn.CrossEntropyLoss()(x, y), "targets"),
+    "likelihood": (lambda x, y, kept: F.nll_loss(x.log_softmax(-1), y), "targets"),
+    "a sum": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum"), None),
+    "a sum of each row": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") / SHAPE[0], None),
+    "all targets": (lambda x, y, kept: F.cross_entropy(x, y, reduction="none").mean(), None),
+    "a count": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") / (y != -100).sum(), "targets"),
+    "a number": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum").div(kept), "targets"),
+    "its inverse": (lambda x, y, kept: F.cross_entropy(x, y, reduction="sum") * (1 / kept), "targets"),
     "a mask": (
         lambda x, y, kept: (F.cross_entropy(x, y, reduction="none") * (y != -100)).sum() / (y != -100).float().sum(),
-        True,
+        "targets",
     ),
-    "those kept": (lambda x, y, kept: F.cross_entropy(x, y, reduction="none")[y != -100].mean(), True),
-    "unseen": (lambda x, y, kept: -x.log_softmax(-1)[y != -100].mean(), True),
+    "those kept": (lambda x, y, kept: F.cross_entropy(x, y, reduction="none")[y != -100].mean(), "targets"),
+    "class weights": (lambda x, y, kept: F.cross_entropy(x, y, weight=WEIGHTS), "weights"),
+    "class weights of a module": (lambda x, y, kept: nn.CrossEntropyLoss(WEIGHTS)(x, y), "weights"),
+    "a sum of class weights": (
+        lambda x, y, kept: F.cross_entropy(x, y, WEIGHTS, reduction="sum") / WEIGHTS[y[y != -100]].sum(),
+        "weights",
+    ),
+    "weighed, a count": (lambda x, y, kept: F.cross_entropy(x, y, WEIGHTS, reduction="sum") / kept, "targets"),
+    "unseen": (lambda x, y, kept: -x.log_softmax(-1)[y != -100].mean(), "targets"),
 }
-"""Losses, and whether they are divided by the number of kept targets."""
+"""Losses, and what they are divided by: the number of kept targets, the sum of their class weights, or something else."""
 
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_what_divides_a_loss_is_seen(name: str) -> None:
-    loss, divides = WATCHED[name]
+    loss, divides_by = WATCHED[name]
     logits, targets = torch.randn(SHAPE), tokens(SHAPE[0], SHAPE[1], SHAPE[2])
     targets[0, :4] = -100
     kept = int((targets != -100).sum())
-    with Watch(kept) as watch:
+
+    def count(weights: Tensor | None) -> Tensor:
+        left = targets[targets != -100]
+        return torch.tensor(kept) if weights is None else weights[left].sum()
+
+    with Watch(count) as watch:
         loss(logits.flatten(0, 1), targets.flatten(), kept)
-    assert watch.divides == divides
+    assert watch.divides_by == divides_by

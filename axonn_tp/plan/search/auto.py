@@ -275,7 +275,7 @@ class _Finder:
         return made
 
     def stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
-        """What splits the residual stream besides the pairs, and a sentence on it for the report."""
+        """Find the split of the residual stream besides the pairs, and a sentence on it for the report."""
         try:
             return self._stream(plan)
         except Exception as error:
@@ -291,6 +291,8 @@ class _Finder:
         if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
             raise Mismatch("the model could not be traced as a whole")
         assert self.shadow is not None
+        if self.shadow.replaced:
+            raise Mismatch("a forward was replaced by one that may go other ways than the guessed inputs show")
         widths = {self.sizes[group.transposed][1] for group in groups}
         widths |= {self.sizes[name][0] for group in groups for name in group.normal}
         over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))

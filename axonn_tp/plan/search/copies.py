@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -14,8 +16,8 @@ from axonn_tp.layers.linear_split import features
 _LARGEST_PARAMETER = 1 << 22
 
 
-def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int]]:
-    """The copy, and the ids of its buffers that had no values, of a model on the meta device: these are drawn.
+def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int], bool]:
+    """The copy; the ids of its buffers that had no values, of a model on the meta device: these are drawn; and whether a forward was replaced.
 
     Raises:
         Exception: the model cannot be copied.
@@ -27,9 +29,47 @@ def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int]]:
         memo[id(parameter)] = _stand_in(parameter, id(parameter) in bare, generator)
     copied = copy.deepcopy(model, memo).eval()
     drawn: set[int] = set()
+    replaced = False
     for module in copied.modules():
         drawn |= _settle(module, generator)
-    return copied, drawn
+        forward = vars(module).get("forward")
+        if (of_copy := _of_copy(forward, memo)) is not forward:
+            module.forward, replaced = of_copy, True
+    return copied, drawn, replaced
+
+
+def _of_copy(held: Any, memo: dict[int, Any]) -> Any:
+    """The copy of an object that a function in a forward's place holds, such as the forward that it calls: the copy's for the model's."""
+    if isinstance(held, nn.Module):
+        return memo.get(id(held), held)
+    if isinstance(held, MethodType):
+        function, owner = _of_copy(held.__func__, memo), _of_copy(held.__self__, memo)
+        return held if function is held.__func__ and owner is held.__self__ else MethodType(function, owner)
+    if isinstance(held, partial):
+        function = _of_copy(held.func, memo)
+        return held if function is held.func else partial(function, *held.args, **held.keywords)
+    if not isinstance(held, FunctionType) or id(held) in memo:
+        return held
+    memo[id(held)] = held  # a function may hold itself
+    cells = [cell if _empty(cell) else _cell(cell, memo) for cell in held.__closure__ or ()]
+    if all(one is other for one, other in zip(cells, held.__closure__ or (), strict=True)):
+        return held
+    made = FunctionType(held.__code__, held.__globals__, held.__name__, held.__defaults__, tuple(cells))
+    made.__kwdefaults__ = held.__kwdefaults__
+    made.__dict__.update(held.__dict__)
+    return made
+
+
+def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    found = _of_copy(cell.cell_contents, memo)
+    return cell if found is cell.cell_contents else CellType(found)
+
+
+def _empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
 
 
 def _weights_of_shadowed(model: nn.Module) -> Iterator[int]:
@@ -66,8 +106,13 @@ def embedding(width: int, number: int) -> Callable[[Tensor], Tensor]:
 
 
 def _settle(module: nn.Module, generator: torch.Generator) -> set[int]:
-    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches."""
+    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches.
+
+    One that does not call all that it may call later does so where it has a method ``axonn_call_all``.
+    """
     drawn: set[int] = set()
+    if (call_all := getattr(module, "axonn_call_all", None)) is not None:
+        call_all()
     for name, buffer in module._buffers.items():
         if buffer is not None:
             real = buffer.is_floating_point()

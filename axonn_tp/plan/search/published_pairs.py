@@ -38,12 +38,12 @@ def published_pairs(
     by_parent: dict[str, dict[str, list[str]]] = {}
     for name in modules:
         style = styles.get(name)
-        if name in free and style in ("colwise", "rowwise"):
+        if style in ("colwise", "rowwise"):
             by_parent.setdefault(name.rpartition(".")[0], {}).setdefault(style, []).append(name)
     for parent, layers in by_parent.items():
         normal, transposed = layers.get("colwise", []), layers.get("rowwise", [])
-        if not normal or len(transposed) != 1:
-            continue
+        if not normal or len(transposed) != 1 or not {*normal, *transposed} <= {*free}:
+            continue  # what meets is split together or not at all, and one of these cannot be
         head_dim = getattr(modules[parent], "head_dim", getattr(modules[parent], "head_size", None))
         by_head = isinstance(head_dim, int)
         if by_head or "att" not in parent.rpartition(".")[2].lower():

@@ -39,7 +39,7 @@ class Shadow:
     """
 
     def __init__(self, model: nn.Module, reuse: bool = True) -> None:
-        self.model, drawn = weightless_copy(model)
+        self.model, drawn, self.replaced = weightless_copy(model)
         self.modules = dict(self.model.named_modules())
         self.linears = {name: size for name, module in self.modules.items() if (size := features(module))}
         self.likeness: Likeness | None = None
@@ -88,10 +88,10 @@ class Shadow:
             if cut is not None and cut.parts is not None:
                 output = cut.of(output)
             output.requires_grad_()
-            # A view, which may be changed in place where a leaf may not.
+            # A copy, which may be changed in place where a leaf may not.
             run.made.append((name, output))
             run.results[name].append(output.detach())
-            return output.view_as(output)
+            return output.clone()
 
         return forward
 
@@ -105,7 +105,7 @@ class Shadow:
 
     @property
     def reads(self) -> int:
-        """How much was read so far of what differs between repeated blocks."""
+        """Number of reads so far of attributes that differ between repeated blocks."""
         return self.likeness.reads if self.likeness is not None else 0
 
     def whole(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> Run:
@@ -245,7 +245,7 @@ class Shadow:
     def seated(
         self, seat: Answers, run: Run, cuts: Mapping[str, Cut], counts: list[Local], reuse: bool
     ) -> list[Tensor]:
-        """What the model returns in a pass on a share of its stream; with `reuse`, of blocks that are alike one is run.
+        """The model's outputs in a pass on a share of its stream; with `reuse`, of blocks that are alike one is run.
 
         Raises:
             Mismatch: a layer did not get what it is to get.
@@ -264,7 +264,7 @@ class Shadow:
 
     @staticmethod
     def reaches(tensor: Tensor, leaves: list[Tensor]) -> bool:
-        """Whether `tensor` was made of one of the leaves."""
+        """True if `tensor` was made of one of the leaves."""
         return bool(Reach({id(leaf): 1 for leaf in leaves})(tensor))
 
     def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int = 0) -> list[Tensor]:
@@ -308,7 +308,7 @@ class _Whole:
 
     def answer(self, whole: Tensor, part: Hashable) -> Tensor:
         leaf = whole.detach().clone().requires_grad_(whole.requires_grad)
-        return leaf.view_as(leaf)
+        return leaf.clone()
 
     def repeated(self, first: str, name: str, calls: Mapping[str, int]) -> None:
         for inner, number in calls.items():

@@ -32,15 +32,24 @@ class Command:
     usage: str = ""
 
     def main(self) -> Main:
-        """What runs it."""
+        """The function that runs the command."""
         return importlib.import_module(self.module).main
 
 
 COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "doctor": Command("say what is installed, what works here and what is missing", "axonn_plugins.cli.doctor"),
+    "check": Command(
+        "say what a ds_config.json comes to, without starting a rank", "axonn_plugins.cli.check", "DS_CONFIG [SCRIPT]"
+    ),
+    "completion": Command(
+        "print the completion of these commands for a shell", "axonn_plugins.cli.completion", "SHELL"
+    ),
     "schema": Command('print the JSON schema of the "axonn" block', "axonn_plugins.cli.schema"),
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
+    ),
+    "report": Command(
+        "a run as one HTML page: loss, throughput, memory, communication", "axonn_plugins.cli.report", "RUN"
     ),
     "layers": Command(
         'what plan = "auto" makes of a model\'s layers, and what each sends', "axonn_plugins.cli.layers", "MODEL"
@@ -71,7 +80,7 @@ NAMED = {
 
 
 def find(arguments: list[str]) -> tuple[Main, list[str]]:
-    """What runs a command line, and what is left of it to read.
+    """Find the function that runs a command line, and the arguments that are left for it.
 
     Raises:
         ConfigError: there is no such command.
@@ -138,7 +147,7 @@ def _folders(prefix: str) -> dict[str, str]:
 
 
 def _installed() -> list[Path]:
-    """What axonn_recipes holds; it is not imported."""
+    """Files and folders of axonn_recipes, which is not imported."""
     package = importlib.util.find_spec("axonn_recipes")
     places = package.submodule_search_locations if package else None
     return [folder for place in places or () for folder in Path(place).iterdir()]

@@ -19,7 +19,7 @@ from axonn_tp import Grid, auto_plan
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What plan = "auto" makes of a model's layers on a grid, what each sends, and why; takes seconds, one core and no weights.
+    """The layers of a model under plan = "auto" on a grid, the bytes that each sends, and why; takes seconds, one core and no weights.
 
     Attributes:
         gx: ranks that split the output features of a pair's first layers.

@@ -62,7 +62,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def _sentence(event: wrong.ParseErrorEvent) -> str | None:
-    """What is wrong; None where tyro is to say it."""
+    """Word a mistake; None where tyro is to say it."""
     if isinstance(event, wrong.UnrecognizedArgs):
         return f"unrecognized arguments: {' '.join(event.tokens)}"
     if isinstance(event, wrong.MissingArgs):
@@ -86,7 +86,7 @@ def _sentence(event: wrong.ParseErrorEvent) -> str | None:
 
 
 def _misread(argument: Any, message: str) -> str:
-    """What is wrong with a value, of which tyro's message has the text in quotes."""
+    """Word a value that cannot be read, of which tyro's message has the text in quotes."""
     kind = argument.lowered.metavar or ""
     takes = {"INT": "a whole number", "FLOAT": "a number"}.get(kind, kind)
     given = " ".join(re.findall(r"'([^']*)'", message.partition("\n")[0]))

@@ -100,7 +100,7 @@ class Cluster:
 
 
 def place_rank(switch: Switch, ranks_per_node: int) -> Callable[[int], dict[str, str]]:
-    """How `axonn_plugins.cluster.launch.launch` puts a rank into its node.
+    """Make the function by which `axonn_plugins.cluster.launch.launch` puts a rank into its node.
 
     Raises:
         ConfigError: `ranks_per_node` is not a positive integer.

@@ -170,7 +170,7 @@ def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[An
 
 
 def exit_in_words(code: int) -> str:
-    """How a process ended, by its exit code."""
+    """The end of a process in words, by its exit code."""
     return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 

@@ -74,7 +74,7 @@ def _variable(pid: int, name: str) -> str | None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not yet waited for does not."""
+    """True if a process runs; one that has ended and is not yet waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

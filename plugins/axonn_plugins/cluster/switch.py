@@ -60,7 +60,7 @@ class Switch:
 
     @property
     def token(self) -> str:
-        """What marks the environment of processes in the cluster; no two switches have the same."""
+        """The mark in the environment of processes in the cluster; no two switches have the same."""
         return f"{self.name}:{self.pid}:{self.started}"
 
     def namespaces(self) -> list[Path]:
@@ -114,7 +114,7 @@ def read(pid: int) -> Switch | None:
 
 
 def lacking() -> str | None:
-    """What this machine lacks to emulate a cluster and what to do about it, in one sentence; None if nothing."""
+    """A sentence on the first thing that this machine lacks to emulate a cluster, and its remedy; None if nothing."""
     if sys.platform != "linux":
         return "an emulated cluster is made of Linux's network namespaces; use a Linux machine"
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""What a cluster is asked to be: its number of nodes, latency, bandwidth and name, read strictly."""
+"""Settings of a cluster: its number of nodes, latency, bandwidth and name, read strictly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all parts of the ``"axonn"`` block share."""
+"""Base classes of all parts of the ``"axonn"`` block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(BaseModel):
 
     @classmethod
     def given_keys(cls, value: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a block is given: all but nulls, where null is not a value of its own."""
+        """The keys of a block that are given: all but nulls, where null is not a value of its own."""
         return {key: each for key, each in value.items() if each is not None or not cls._ignores_null(key)}
 
     @classmethod

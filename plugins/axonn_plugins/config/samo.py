@@ -110,7 +110,7 @@ _NAMES = ("magnitude", "early_bird", "random", "snip", "nonzero")
 
 
 class Schedule(Block):
-    """How sparsity grows from one pruning to the next (Zhu & Gupta, arXiv 1710.01878)."""
+    """Sparsity that grows from one pruning to the next (Zhu & Gupta, arXiv 1710.01878)."""
 
     end_step: Size = Field(
         description="Optimizer steps after which the sparsity is reached and nothing more is pruned."

@@ -17,7 +17,7 @@ LayerKind = Literal[
 
 
 class Layer(Block):
-    """What the layers that match a pattern become."""
+    """The kind of the layers that match a pattern, and its settings."""
 
     kind: LayerKind = Field(
         description="normal: linear or convolution that contracts over y and splits its output over x. transposed: the other way round. "

@@ -1,1 +1,1 @@
-"""What a run tells of itself: collectives, traces, metrics, and the state of the environment."""
+"""Records of a run: collectives, traces, metrics, and the state of the environment."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,17 @@ State = Literal["ok", "missing", "problem", "optional-missing"]
 
 # The same bounds as setup.cfg; a test holds them together.
 REQUIRED = {"torch": (2, 8), "deepspeed": (0, 16), "pydantic": (2,)}
-MEGATRON_FROM, MEGATRON_BELOW = (0, 16), (0, 21)
+BELOW = {"deepspeed": (0, 20)}
+HOSTS = {
+    "megatron-core": ((0, 16), (0, 21)),
+    "transformers": ((5,), (6,)),
+    "accelerate": ((1,), (2,)),
+    "peft": ((0, 18), (0, 22)),
+    "trl": ((1,), (2,)),
+    "lightning": ((2, 5), (2, 7)),
+}
+"""From which version of a host on, and below which: parts of them are replaced."""
+MEGATRON_FROM, MEGATRON_BELOW = HOSTS["megatron-core"]
 
 _INSTALL = "run `make setup` in the checkout of axonn-plugins, or pip install that folder"
 _PROBE_SECONDS = 120
@@ -71,21 +82,23 @@ class Check:
 def report() -> list[Check]:
     """Look at everything; takes a few seconds, because torch is imported and a process group is tried."""
     core = [_versions, _entry_point, _package_found, _devices, _gloo]
-    rest = [_other_backends, _pccl, _compiler, _build_locks, _megatron_core, _megatron_checkout, _apex, _optional_parts]
+    rest = [_other_backends, _pccl, _compiler, _build_locks, _hosts, _megatron_checkout, _apex, _optional_parts]
     return [check for section in core + rest for check in _guarded(section, core=section in core)]
 
 
-def main() -> int:
-    """Print the report; 0 when what the core needs is there, 1 otherwise."""
+def main(as_json: bool = False) -> int:
+    """Print the report, as text or as one JSON object; 0 when what the core needs is there, 1 otherwise."""
     checks = report()
-    names, states = max(len(check.name) for check in checks), max(len(check.state) for check in checks)
-    lines = []
-    for check in checks:
-        lines.append(f"{check.name:<{names}}  {check.state:<{states}}  {check.detail}")
-        if check.remedy:
-            lines.append(f"{'':<{names}}  {'':<{states}}  -> {check.remedy}")
     broken = [check.name for check in checks if check.core and check.state in ("missing", "problem")]
-    print(*lines, "", f"The core is not ready: {', '.join(broken)}." if broken else "The core is ready.", sep="\n")
+    if as_json:
+        print(json.dumps({"ready": not broken, "checks": [asdict(check) for check in checks]}, indent=1))
+        return 1 if broken else 0
+    names, states = max(len(check.name) for check in checks), max(len(check.state) for check in checks)
+    for check in checks:
+        print(f"{check.name:<{names}}  {check.state:<{states}}  {check.detail}")
+        if check.remedy:
+            print(f"{'':<{names}}  {'':<{states}}  -> {check.remedy}")
+    print("", f"The core is not ready: {', '.join(broken)}." if broken else "The core is ready.", sep="\n")
     return 1 if broken else 0
 
 
@@ -110,6 +123,13 @@ def _versions() -> Iterable[Check]:
             yield Check(name, "missing", "not installed", f"pip install '{name}>={_dotted(least)}'")
         else:
             yield _against(name, version, least)
+            if name in BELOW and _numbers(version) >= BELOW[name]:
+                yield Check(f"{name}'s newest", "problem", *_untried(name, version, least, BELOW[name]), core=False)
+
+
+def _untried(name: str, version: str, least: tuple[int, ...], below: tuple[int, ...]) -> tuple[str, str]:
+    wanted = f"{name}>={_dotted(least)},<{_dotted(below)}"
+    return f"{version} was not tried, and parts of it are replaced", f"pip install '{wanted}'"
 
 
 def _against(name: str, version: str, least: tuple[int, ...]) -> Check:
@@ -118,16 +138,16 @@ def _against(name: str, version: str, least: tuple[int, ...]) -> Check:
     return Check(name, "problem", f"{version} is too old", f"install {name} {_dotted(least)} or newer")
 
 
-def _megatron_core() -> Iterable[Check]:
-    version = _installed_version("megatron-core")
-    wanted = f"megatron-core>={_dotted(MEGATRON_FROM)},<{_dotted(MEGATRON_BELOW)}"
-    if version is None:
-        detail = "not installed; needed for training with Megatron"
-        yield Check("megatron-core", "optional-missing", detail, f"pip install '{wanted}'", core=False)
-    elif MEGATRON_FROM <= _numbers(version) < MEGATRON_BELOW:
-        yield Check("megatron-core", "ok", version, core=False)
-    else:
-        yield Check("megatron-core", "problem", f"{version} is not supported", f"pip install '{wanted}'", core=False)
+def _hosts() -> Iterable[Check]:
+    for name, (least, below) in HOSTS.items():
+        version = _installed_version(name)
+        if version is None:
+            wanted = f"pip install '{name}>={_dotted(least)},<{_dotted(below)}'"
+            yield Check(name, "optional-missing", "not installed; needed for training with it", wanted, core=False)
+        elif least <= _numbers(version) < below:
+            yield Check(name, "ok", version, core=False)
+        else:
+            yield Check(name, "problem", *_untried(name, version, least, below), core=False)
 
 
 def _entry_point() -> Iterable[Check]:

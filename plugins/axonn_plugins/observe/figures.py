@@ -15,7 +15,7 @@ MISSING = 'needs matplotlib, which is not installed; run pip install "axonn-plug
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn, and how large.
+    """A picture: the function that draws it, and its size.
 
     Attributes:
         draw: draws into a `matplotlib.figure.Figure`, whose layout takes care of itself.

@@ -170,7 +170,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def collectives(self) -> list[Collective]:
-        """What happened, without element sizes."""
+        """The collectives that happened, without element sizes."""
         return [entry.collective for entry in self.entries]
 
     def exposed_by_axis(self) -> dict[str, float]:

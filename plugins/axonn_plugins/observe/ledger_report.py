@@ -34,7 +34,7 @@ def write_ledger(entries: list[Any], step: int, run: Path) -> None:
 
 
 def read_ledger(run: Path) -> dict[str, Any]:
-    """What `write_ledger` kept.
+    """Read the ledger that `write_ledger` kept.
 
     Raises:
         ConfigError: the folder has none.

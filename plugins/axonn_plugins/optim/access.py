@@ -14,7 +14,7 @@ from axonn_plugins.optim.tiles import settle
 
 
 class Access:
-    """What a `FlatOptimizer` holds of one of its parameters; every rank that sums the parameter's gradient calls each method.
+    """One parameter of a `FlatOptimizer`: gradient, weights and states; every rank that sums its gradient calls each method.
 
     Args:
         optimizer: the optimizer.

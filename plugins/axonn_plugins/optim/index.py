@@ -74,7 +74,7 @@ class Index:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:
-        """What is stored: the offsets (uint16) and where each block begins (int64, blocks + 1), or the positions (int32), None."""
+        """The tensors that are stored: the offsets (uint16) and where each block begins (int64, blocks + 1), or the positions (int32), None."""
         return self._stored, self._starts
 
     @cached_property
@@ -105,7 +105,7 @@ class Index:
         return wide.add_(torch.repeat_interleave(bases, counts, output_size=end - begin))
 
     def mask(self) -> Tensor:
-        """What `from_mask` was given, flattened."""
+        """The mask that `from_mask` was given, flattened."""
         found = torch.zeros(self.numel, dtype=torch.bool, device=self._stored.device)
         found[self.positions()] = True
         return found

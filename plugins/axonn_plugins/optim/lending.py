@@ -33,12 +33,12 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """True if the part is all of the tensor."""
         return self.end - self.begin == self.weights.numel()
 
     @property
     def last(self) -> bool:
-        """Whether the tensor ends with it."""
+        """True if the tensor ends with this part."""
         return self.end == self.weights.numel()
 
     def like(self, value: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(eq=False)
 class Loan:
-    """What the optimizer updates a part with.
+    """The tensors by which the optimizer updates a part.
 
     Attributes:
         part: which elements.
@@ -83,7 +83,7 @@ def parts_of(group: int, weights: Tensor, size: int) -> Iterator[Part]:
 
 
 def along(value: Any, weights: Tensor) -> bool:
-    """Whether a value of the state has an entry for each element of the weights."""
+    """True if a value of the state has an entry for each element of the weights."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == weights.numel()
 
 

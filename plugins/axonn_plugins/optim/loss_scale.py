@@ -56,6 +56,6 @@ class LossScale:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` returned."""
+        """Take over the scale that `state_dict` returned."""
         for key, value in state.items():
             setattr(self, key, value)

@@ -1,4 +1,4 @@
-"""What an optimizer does to one small tensor: whether element by element, and with how many temporary tensors."""
+"""Trial of an optimizer on one small tensor: whether it works element by element, and with how many temporary tensors."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class StepMemory:
         return count - count % _ALIGNED if count > _ALIGNED else count
 
     def __or__(self, other: StepMemory) -> StepMemory:
-        """What is enough for both."""
+        """The memory that is enough for both."""
         return StepMemory(max(self.first, other.first), max(self.later, other.later), self.keys | other.keys)
 
 
 def make_optimizer(
     factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """What a factory makes from parameter groups.
+    """Make an optimizer from parameter groups, and check that it is one.
 
     Raises:
         ValueError: it is no optimizer, or one whose step needs a closure.

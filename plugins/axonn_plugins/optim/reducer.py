@@ -116,7 +116,7 @@ class Reducer:
             self._next += 1
 
     def gradient_of(self, entry: Entry) -> Tensor:
-        """What an entry has got so far, zeros where nothing has come; changed in place it is what counts.
+        """The gradient of an entry so far, zeros where nothing has come; changes in place count.
 
         Returns:
             A vector of its kept elements: of this rank's gradients, or after they were reduced of all ranks'.
@@ -166,7 +166,6 @@ class Reducer:
         """Wait for what is under way, and have no gradients any more."""
         if self._seen:
             self.finish()
-        self._wait()
         for entry, bucket in self._bucket_of.items():
             entry.filled = entry.arrived = bucket.reduced = False
             if bucket.transient:

@@ -123,17 +123,17 @@ class Bucket:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks reduce it."""
+        """Number of ranks that reduce it."""
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds the state of a share of it only."""
+        """True if this rank holds the state of a share of it only."""
         return self.stage > 0 and self.ranks > 1
 
     @property
     def transient(self) -> bool:
-        """Whether `local` is there only while backward fills it."""
+        """True if `local` is there only while backward fills it."""
         return self.stage > 1 and self.ranks > 1
 
     def room(self) -> Tensor:

@@ -147,7 +147,7 @@ class Cut(ABC):
 
     @abstractmethod
     def weights(self, memory: Memory) -> Tensor:
-        """What the optimizer updates where state is on the device: flat, in the type of the update."""
+        """The weights that the optimizer updates where state is on the device: flat, in the type of the update."""
 
     @abstractmethod
     def gradient(self, dtype: torch.dtype, factor: Tensor | None, memory: Memory) -> Tensor:

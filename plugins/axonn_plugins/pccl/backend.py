@@ -160,7 +160,7 @@ def _read(record: bytes) -> dict[str, Any]:
 
 
 def _secret(store: Any, size: int) -> bytes:
-    """What proves a member to the others; the last that reads it takes it out of the store."""
+    """The secret by which a member proves itself to the others; the last that reads it takes it out of the store."""
     secret = bytes.fromhex(_read(store.get("secret"))["secret"])
     if store.add("read", 1) == size:
         with suppress(RuntimeError):  # a store of the user's own may have no such call
@@ -188,7 +188,7 @@ def _agree(options: Sequence[str]) -> None:
 
 
 def planner(group: dist.ProcessGroup | None = None, device: str = "cpu") -> Any:
-    """What chooses for a group with this backend, by default all ranks': a `Planner`; on "cuda" an `Executor`."""
+    """The chooser of a group with this backend, by default all ranks': a `Planner`; on "cuda" an `Executor`."""
     return load().planner(_backend(group, device))
 
 
@@ -261,7 +261,7 @@ class Planner:
         return self._made[name, choice, root]
 
     def choose(self, collective: str, size: int) -> Choice:
-        """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
+        """Choose the algorithm of a collective of `size` bytes, all blocks together; the same on every rank."""
         if self.fixed is not None and collective != "broadcast":
             return self.fixed
         asked = prescribed(self.options, collective, size, len(self.members))

@@ -28,7 +28,7 @@ _TRUST = 0.01
 
 @dataclass(frozen=True)
 class Constant:
-    """What is fitted.
+    """A constant that is fitted, and its meaning.
 
     Attributes:
         value: in seconds, bytes and bytes a second.
@@ -79,7 +79,7 @@ class Calibration:
         return absent if found is None else found.value
 
     def fits(self, point: Published) -> bool:
-        """Whether the constants were fitted to this number."""
+        """True if the constants were fitted to this number."""
         return any(point.place.endswith(figure) for figure in self.fitted_on)
 
     def with_values(self, values: Mapping[str, float]) -> Calibration:
@@ -135,7 +135,7 @@ class Calibrated(Systems):
         return replace(self.cluster.machine, near_latency=near, far_latency=far)
 
     def _congestion(self, processes: int) -> float:
-        """How many times its latency a ring's message between nodes takes."""
+        """Factor by which a ring's message between nodes takes longer than its latency."""
         return max(1.0, self._value("congestion", 1.0) * (processes / PROCESSES[-1]) ** self.calibration.spread)
 
     def _protocol(self, near: float, far: float, share: float, congestion: float) -> Machine:

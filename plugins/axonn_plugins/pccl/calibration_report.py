@@ -52,7 +52,7 @@ def table(calibrated: Sequence[Calibrated]) -> str:
 
 
 def verdict(calibrated: Sequence[Calibrated]) -> list[str]:
-    """What is not as the calibration says."""
+    """Sentences on all that is not as the calibration says."""
     wrong = []
     for half, found in halves(calibrated).items():
         calibration = calibrated[0].calibration
@@ -71,7 +71,7 @@ def verdict(calibrated: Sequence[Calibrated]) -> list[str]:
 
 
 def summary(calibrated: Sequence[Calibrated]) -> str:
-    """How many numbers each half has, and how far they are off."""
+    """Number of figures in each half, and their mean factor from the published ones."""
     parts = []
     for half, found in halves(calibrated).items():
         off, _ = _values(found)

@@ -110,7 +110,7 @@ def _races(program: Program, accesses: list[Access], programs: Sequence[Program]
 
 
 class _Values:
-    """What a cell may hold: inputs and sums of two values, numbered so that equal numbers are equal bits.
+    """The values that a cell may hold: inputs and sums of two values, numbered so that equal numbers are equal bits.
 
     a + b and b + a have the same bits; (a + b) + c and a + (b + c) have not.
     """

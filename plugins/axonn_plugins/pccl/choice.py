@@ -28,7 +28,7 @@ class Choice:
 
     @staticmethod
     def read(text: str) -> Choice:
-        """What `str` wrote.
+        """Read a choice that `str` wrote.
 
         Raises:
             ValueError: it is not of the form "algorithm" or "algorithm/chunks".
@@ -109,7 +109,7 @@ class Measured:
 
     @staticmethod
     def load(text: str) -> Measured:
-        """What `dump` wrote.
+        """Read measured times that `dump` wrote.
 
         Raises:
             ValueError: it did not write this.
@@ -129,7 +129,7 @@ class Measured:
 
 
 def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice:
-    """What to use where nothing was measured.
+    """Choose by rules of thumb where nothing was measured.
 
     Args:
         collective: its name.
@@ -159,7 +159,7 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
 
 
 def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:
-    """What the user's options say; None for "auto".
+    """The choice that the user's options prescribe; None for "auto".
 
     Args:
         options: them.

@@ -38,7 +38,7 @@ Trials = Generator[Trial, Clock, Measured]
 
 
 def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> list[Choice]:
-    """What comes into question for `size` bytes on these nodes, the likeliest first."""
+    """Choices that come into question for `size` bytes on these nodes, the likeliest first."""
     ranks = sum(len(node) for node in nodes)
     chunked = (1, 2) if size > _CHUNKED else (1,)
     if len(nodes) == 1:
@@ -61,7 +61,7 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
 
 
 def contest(nodes: Sequence[Sequence[int]], sizes: Sequence[int] = SIZES, budget: float = BUDGET) -> Trials:
-    """What to time next, told what the last trial took; returns all times.
+    """Yield the trial to time next, and be sent the last one's time; returns all times.
 
     Small sizes come first. Each gets its share of the seconds that are left, and is given up when they are spent; large
     ones are left out where two calls would take more than there is.

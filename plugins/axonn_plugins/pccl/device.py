@@ -32,7 +32,7 @@ COMBINE: dict[int, Combine] = {
     int(_OPS.MIN): torch.minimum,
     int(_OPS.MAX): torch.maximum,
 }
-"""How two contributions are combined, by torch's number of the reduction; an average is divided at the end."""
+"""The operation that combines two contributions, by torch's number of the reduction; an average is divided at the end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Transfer:
 
 Numbered = dict[int, Transfer]
 Resolved = tuple[tuple[Numbered, Numbered], ...]
-"""What the messages and the local operations of each step move, by their numbers in the program."""
+"""Slots that the messages and the local operations of each step move, by their numbers in the program."""
 
 
 @lru_cache(maxsize=256)

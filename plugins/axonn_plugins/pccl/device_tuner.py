@@ -18,7 +18,7 @@ _REPEATS = 5
 
 
 def candidates(collective: str, nodes: Sequence[Sequence[int]]) -> list[Choice]:
-    """What comes into question on these nodes: NCCL, and what has fewer steps than its rings."""
+    """Choices that come into question on these nodes: NCCL, and those with fewer steps than its rings."""
     found = [Choice(NATIVE)]
     if any(len(node) > 1 for node in nodes) and len(nodes) > 1:
         found += [

@@ -52,7 +52,7 @@ class Executor:
         self._connected: set[torch.device] = set()
 
     def ours(self, collective: int, size: int, native: bool) -> bool:
-        """Whether a collective is not left to the inner backend.
+        """True if a collective is not left to the inner backend.
 
         Args:
             collective: number in `COLLECTIVES`.
@@ -62,7 +62,7 @@ class Executor:
         return self.choose(COLLECTIVES[collective], size, native).algorithm != NATIVE
 
     def choose(self, collective: str, size: int, native: bool = True) -> Choice:
-        """How a collective of `size` bytes, all blocks together, is done; the same on every rank."""
+        """Choose the algorithm of a collective of `size` bytes, all blocks together; the same on every rank."""
         if self.fixed is not None and (native or self.fixed.algorithm != NATIVE):
             return self.fixed
         found = prescribed(self.options, collective, size, self.size) or self.measured.choose(collective, size, native)
@@ -143,7 +143,7 @@ def _flat(data: Tensor) -> Tensor:
 
 
 def _native_sums(name: str, data: Tensor) -> bool:
-    """Whether the vendor's library can do its part within a node."""
+    """True if the vendor's library can do its part within a node."""
     return data.dtype is not torch.int16 and (name == "all_gather" or data.dtype is not torch.bool)
 
 

@@ -18,7 +18,7 @@ class ProgramError(AssertionError):
 
 @dataclass
 class Report:
-    """What a collective costs.
+    """The costs of a collective.
 
     Attributes:
         steps: messages on the longest chain of messages that wait for each other.
@@ -112,7 +112,7 @@ class Graph:
         return order
 
     def precedes(self, first: Event, then: Event) -> bool:
-        """Whether one operation has always ended before the other begins."""
+        """True if one operation has always ended before the other begins."""
         goal, seen, stack = self.begin(then), set(), [self.begin(first) + 1]
         while stack:
             number = stack.pop()

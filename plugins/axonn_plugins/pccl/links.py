@@ -118,7 +118,7 @@ class Fabric:
             raise (Gone if gone else LinkError)(why)
 
     def gone(self, member: Member, moment: float = 0.2) -> bool:
-        """Whether a member's process has ended, as far as can be told in a moment."""
+        """True if a member's process has ended, as far as can be told in a moment."""
         return bool(self._doors.gone(self._peer(member), moment))
 
     def _peer(self, member: Member) -> Any:

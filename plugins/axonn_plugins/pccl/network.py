@@ -1,4 +1,4 @@
-"""What a network between nodes is like, by a few messages, to tell clusters with the same nodes apart."""
+"""Latency and rate of the network between nodes, by a few messages: they tell clusters with the same nodes apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Network:
     rate: float
 
     def alike(self, other: Network) -> bool:
-        """Whether neither number differs by more than a factor of 2; beyond `_FINEST`, they tell more of the processor."""
+        """True if neither number differs by more than a factor of 2; beyond `_FINEST`, they tell more of the processor."""
         latency, rate = _FINEST
         ratios = (
             max(self.latency, latency) / max(other.latency, latency),

@@ -25,7 +25,7 @@ _PREFIX = "hierarchical_"
 
 
 def even(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether this way is open: nodes of as many ranks each, more than one, that follow each other in the group."""
+    """True if this way is open: nodes of as many ranks each, more than one, that follow each other in the group."""
     width = len(nodes[0])
     return width > 1 and all(list(node) == list(range(node[0], node[0] + width)) for node in nodes)
 
@@ -107,7 +107,7 @@ class Nodewise:
         execute(steps, memory, self.here, COMBINE[reduction], self.inner, self.peers)
 
     def _maker(self, collective: str, choice: Choice) -> Callable[[int], Any]:
-        """What the algorithm does between nodes, where each is one rank."""
+        """The maker of the algorithm's program between nodes, where each is one rank."""
         between = choice.algorithm.removeprefix(_PREFIX).split("_")[0]
         make = tiny if between == "doubling" else partial(flat, pattern=BETWEEN[between])
         count = len(self.nodes)
@@ -115,5 +115,5 @@ class Nodewise:
 
 
 def covers(choice: Choice) -> bool:
-    """Whether a choice has two levels."""
+    """True if a choice has two levels."""
     return choice.algorithm.startswith(_PREFIX)

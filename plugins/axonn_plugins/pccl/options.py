@@ -1,4 +1,4 @@
-"""What a user may choose of pccl, in the block, as ``pg_options`` or in the environment."""
+"""Options of pccl, in the block, as ``pg_options`` or in the environment."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Options:
         return Options(**given)
 
     def tunes(self) -> bool:
-        """What `tune` comes to.
+        """True if pccl tunes itself: `tune`, or the environment's where that is None.
 
         Raises:
             ValueError: the environment is wrong.
@@ -104,7 +104,7 @@ class Options:
         return (Options.from_environment().tune if self.tune is None else self.tune) is not False
 
     def agreed(self) -> str:
-        """What must be the same on all ranks.
+        """The options that must be the same on all ranks, as a line.
 
         Raises:
             ValueError: the environment is wrong.

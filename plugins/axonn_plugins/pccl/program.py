@@ -17,7 +17,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
 class Kind(IntEnum):
-    """What an operation does."""
+    """Kinds of operations."""
 
     SEND = 0
     """Send the `src` spans, one after the other, as one message."""
@@ -33,9 +33,9 @@ class Buffer(IntEnum):
     """The memories of a rank."""
 
     INPUT = 0
-    """What the caller gives: all-gather the own block in slot 0, else p blocks, slot = block."""
+    """The caller's tensor: for an all-gather the own block in slot 0, else p blocks, slot = block."""
     OUTPUT = 1
-    """What the caller gets: reduce-scatter the own block in slot 0, else p blocks, slot = block."""
+    """The caller's result: for a reduce-scatter the own block in slot 0, else p blocks, slot = block."""
     WORK = 2
     """`Program.work_slots` slots, each as long as the longest block."""
 

@@ -1,4 +1,4 @@
-"""What was published of collectives at scale: `published.toml`, typed, and how far a simulated speedup is off."""
+"""Published times of collectives at scale: `published.toml`, typed, and how far a simulated speedup is off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long programs take on a machine, under an alpha-beta model with shared network interfaces.
+"""Times of programs on a machine, under an alpha-beta model with shared network interfaces.
 
 A message occupies its sender's port for its overhead and its bytes, travels for the latency, and occupies its
 receiver's port for its bytes, which overlap with the sender's where the port is free. Between nodes the port is the

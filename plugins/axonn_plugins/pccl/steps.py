@@ -19,7 +19,7 @@ from axonn_plugins.pccl.program import Buffer, Kind, Op, Program, Span, cells
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does between two waits, by the operations' numbers in its program.
+    """The work of a rank between two waits, by the operations' numbers in its program.
 
     Attributes:
         messages: SEND, RECV and REDUCE, to be given to the library as one group in this order; what a REDUCE receives

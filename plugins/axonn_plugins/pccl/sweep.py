@@ -14,7 +14,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter")
 PUBLISHED = ("hierarchical_log_ring", 1)
 """The dissertation's algorithm: recursive doubling or halving between nodes, a ring within, one phase after the other."""
 OURS = (("hierarchical_log_direct", 1), ("hierarchical_log_direct", 4), ("hierarchical_radix4_direct", 1))
-"""What we choose from, besides the library itself."""
+"""The algorithms that we choose from, besides the library itself."""
 
 Key = tuple[str, str, int, int]
 """(system, collective, processes, MB)."""
@@ -34,7 +34,7 @@ class Sweep:
     times: dict[Key, float] = field(default_factory=dict)
 
     def speedup(self, system: str, against: str, collective: str, processes: int, size: int) -> float:
-        """How many times faster `system` is than `against`."""
+        """Time of `against` over that of `system`: above 1, `system` is faster."""
         return self.times[against, collective, processes, size] / self.times[system, collective, processes, size]
 
     def range(self, system: str, point: Published) -> tuple[float, float]:
@@ -148,7 +148,7 @@ def collectives(point: Published) -> str:
 
 
 def numbers(point: Published) -> str:
-    """What was published."""
+    """The published number, or its range, as text."""
     return f"> {point.low:g}" if point.more_than else span(point.low, point.high)
 
 

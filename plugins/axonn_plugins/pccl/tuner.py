@@ -119,7 +119,7 @@ def measure(backend: Any, sizes: Sequence[int] = SIZES, budget: float = BUDGET) 
 
 
 def _known(planner: Planner, backend: Any, store: Any, first: bool) -> Measured:
-    """What was measured of this cluster: rank 0 reads for all, who must choose alike. Sets the planner's network."""
+    """Times that were measured of this cluster: rank 0 reads for all, who must choose alike. Sets the planner's network."""
     rank, peer = backend.rank(), planner.nodes[1][0] if len(planner.nodes) > 1 else 0
     planner.network = _network if peer else None
     if store.add("here", 1) == backend.size():
@@ -191,7 +191,7 @@ class _Watch:
         self._began = time.perf_counter()
 
     def time(self, trial: Trial) -> Clock:
-        """What a call took the slowest rank, and the time since the beginning."""
+        """Time a call on the slowest rank; returns that, and the time since the beginning."""
         call = operation(self.backend, trial.collective, trial.size, (self._whole, self._own), self._patience)
         self._prepare(trial)
         with self._as(trial.choice):

@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class _Taken:
-    """What is needed to go back and forth."""
+    """The attributes needed to go back and forth."""
 
     options: Options
     names: tuple[str, str]
@@ -88,7 +88,7 @@ def _joined(devices: dict[str, str]) -> str:
 
 
 def _describe(world: dist.ProcessGroup, store: dist.Store, theirs: Any) -> Any:
-    """What torch would tell the backend of a new group of all ranks."""
+    """The description by which torch would introduce a new group of all ranks to the backend."""
     described = c10d._DistributedBackendOptions()
     described.store = dist.PrefixStore("axonn/", store)
     described.group_rank, described.group_size = world.rank(), world.size()

@@ -1,4 +1,4 @@
-"""What a stage did in a batch and when, for timelines and for the split of a batch's time."""
+"""Events of a stage in a batch with their times, for timelines and for the split of a batch's time."""
 
 from __future__ import annotations
 

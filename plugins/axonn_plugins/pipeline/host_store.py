@@ -105,7 +105,7 @@ class HostStore:
         return _shaped(self.states[key], segment.parameter, segment.begin)
 
     def packed(self, position: int) -> int:
-        """How many elements of parameters stand before a position of the store."""
+        """Number of elements of parameters before a position of the store."""
         return sum(min(max(position - s.begin, 0), s.end - s.begin) for s in self.segments)
 
     def own_gradients(self) -> None:

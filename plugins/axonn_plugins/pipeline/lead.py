@@ -35,7 +35,7 @@ class Lead:
         self._told: Pass | None = None
 
     def next(self, stage: Stage) -> Action | None:
-        """What to compute now, taken as done; None: wait for a message, or `finished`."""
+        """The next action, taken as done; None: wait for a message, or `finished`."""
         if stage.in_fixed_order:
             return stage.next()
         if self._leads:

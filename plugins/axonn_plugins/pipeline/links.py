@@ -20,7 +20,7 @@ from axonn_plugins.pipeline.wires import Pending, Wire
 AHEAD = 2
 """Receives that are posted at a time from one neighbour, beside the message that is worked on."""
 IDLE_SECONDS = 1.0
-"""How long a stage waits before it asks whether another rank was lost."""
+"""Seconds that a stage waits before it asks whether another rank was lost."""
 _REMEMBERED = 8
 
 
@@ -79,11 +79,11 @@ class Incoming:
 
     @property
     def due(self) -> bool:
-        """Whether messages are yet to come."""
+        """True if messages are yet to come."""
         return bool(self.posted or self.unposted)
 
     def ready(self) -> bool:
-        """Whether the next message is here."""
+        """True if the next message is here."""
         return bool(self.posted) and self.posted[0][0].done()
 
     def take(self) -> Arrival:
@@ -104,7 +104,7 @@ class Incoming:
         return Arrival(self.is_input, unpack(buffer, words), self.clock.arrived(*times(words)))
 
     def lost(self, error: RuntimeError) -> StageLost:
-        """What to raise when the link fails."""
+        """The error to raise when the link fails."""
         what = "input" if self.is_input else "gradient"
         return StageLost(
             self.peer,
@@ -274,6 +274,6 @@ class Outgoing:
 
 
 def in_vain(error: RuntimeError) -> bool:
-    """Whether a link's error is that the time was up; libraries raise one class for both."""
+    """True if a link's error is that the time was up; libraries raise one class for both."""
     words = str(error).lower()
     return "timeout" in words or "timed out" in words

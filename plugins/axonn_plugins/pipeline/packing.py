@@ -28,7 +28,7 @@ UNKNOWN = -(2**63)
 
 
 class Message(NamedTuple):
-    """What one stage tells another.
+    """A message from one stage to another.
 
     Attributes:
         microbatch: which one.

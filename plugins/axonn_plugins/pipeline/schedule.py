@@ -1,4 +1,4 @@
-"""What a stage computes next, given what has arrived: Algorithm 2 of the dissertation, and 1F1B and GPipe beside it.
+"""Order of a stage's work, given the messages that have arrived: Algorithm 2 of the dissertation, and 1F1B and GPipe beside it.
 
 A `Stage` knows nothing of tensors, processes or time. Messages from a neighbour arrive in the order in which they were
 sent, and the last stage turns each forward pass into a backward pass; so every policy runs forward passes, and backward
@@ -28,7 +28,7 @@ def default_limit(policy: Policy, stages: int, microbatches: int) -> int:
 
 
 def automatic_limit(policy: Policy, stages: int, microbatches: int) -> int:
-    """What ``"pipeline_limit": "auto"`` is: in message_driven twice the stages, else the default.
+    """The number for ``"pipeline_limit": "auto"``: in message_driven twice the stages, else the default.
 
     With as many as stages, a stage whose oldest microbatch is late has nothing to go on with: links and uneven stages then
     cost what a second set of activations hides.
@@ -86,12 +86,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it reads the batch."""
+        """True if the stage reads the batch."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes the loss."""
+        """True if the stage computes the loss."""
         return self.stage == self.stages - 1
 
     @property
@@ -101,7 +101,7 @@ class Stage:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         return self.forwards == self.microbatches and (not self._backward or self.backwards == self.microbatches)
 
     def input_arrived(self, microbatch: int) -> None:
@@ -135,11 +135,11 @@ class Stage:
 
     @property
     def in_fixed_order(self) -> bool:
-        """Whether what comes next does not depend on what arrives first."""
+        """True if the next action does not depend on the order in which messages arrive."""
         return self.policy != "message_driven" or self.is_last or not self._backward
 
     def next(self) -> Action | None:
-        """What to compute now, taken as done; None: wait for a message, or `finished`."""
+        """The next action, taken as done; None: wait for a message, or `finished`."""
         forward, backward = self.may("forward"), self.may("backward")
         if not (forward or backward):
             return None
@@ -149,7 +149,7 @@ class Stage:
         return self.take("backward" if goes_back else "forward")
 
     def may(self, kind: Pass) -> bool:
-        """Whether the next pass of a kind could be computed now."""
+        """True if the next pass of a kind could be computed now."""
         return self._may_forward() if kind == "forward" else self._may_backward()
 
     def take(self, kind: Pass) -> Action:

@@ -22,7 +22,7 @@ class Pending(Protocol):
     """A message on its way."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; only on a wire that `polls`."""
+        """True if `wait` would return at once; only on a wire that `polls`."""
 
     def wait(self) -> None:
         """Return when the buffer is free, or full.
@@ -137,7 +137,7 @@ def world_timeout(device: torch.device) -> float:
 
 
 def mpi_found() -> bool:
-    """Whether mpi4py is installed."""
+    """True if mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 

@@ -27,13 +27,13 @@ CHANGES: tuple[tuple[str, str, float], ...] = (
     ("twice the memory", "memory", 2.0),
     ("twice the tensor peak", "tensor", 2.0),
 )
-"""What sensitivity changes: in words, the machine's attribute, the factor."""
+"""Changes whose effect is told: in words, the machine's attribute, the factor."""
 _ALL = 10**9
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question: the machine, the model, the number of GPUs and the limits of the search.
 
     Attributes:
         machine: where it shall run.
@@ -58,7 +58,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered.
+    """The answer to a question: plans, and the numbers of those that were tried.
 
     Attributes:
         question: what was asked.

@@ -81,7 +81,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often a layer's collectives run in a step.
+    """Number of times that a layer's collectives run in a step.
 
     Attributes:
         gathers: of weights: 1, or 2 where activation checkpointing runs forward again and gathered weights are not kept.

@@ -1,4 +1,4 @@
-"""What a pipeline waits and sends (000, section 4.2.2, equations 4.6 to 4.11), and the memory its length must find room for.
+"""A pipeline's waits and messages (000, section 4.2.2, equations 4.6 to 4.11), and the memory its length must find room for.
 
 Times in seconds, for a microbatch through the whole model: t_f forward, t_b backward. G = G_inter·G_data ranks.
 """
@@ -25,7 +25,7 @@ def bubble_time(t_f: float, t_b: float, g_inter: int) -> float:
 
 
 def bubble_slope(t_f: float, t_b: float, g_inter: int) -> float:
-    """What one more stage adds to the bubble (equation 4.8): always something, and less and less."""
+    """Seconds that one more stage adds to the bubble (equation 4.8): always some, and fewer and fewer."""
     _at_least_one(g_inter=g_inter)
     return (t_f + t_b) / g_inter**2
 

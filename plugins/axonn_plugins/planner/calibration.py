@@ -1,4 +1,4 @@
-"""What training reaches of a machine's peaks: coefficients fitted to published measurements (`fit`), in ``calibration.toml``."""
+"""The share of a machine's peaks that training reaches: coefficients fitted to published measurements (`fit`), in ``calibration.toml``."""
 
 from __future__ import annotations
 

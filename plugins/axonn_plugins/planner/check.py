@@ -38,7 +38,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Checked:
-    """What is said of a configuration.
+    """The verdict on a configuration.
 
     Attributes:
         plan: it, with its time and memory.

@@ -105,7 +105,7 @@ def choose(machine: Machine, candidates: Sequence[Candidate]) -> list[Choice]:
 
 
 def sentence(choices: Sequence[Choice]) -> str:
-    """What was chosen and the runner-up, for a log."""
+    """The choice and the runner-up in a sentence, for a log."""
     first = choices[0]
     text = f"{first}, {first.seconds * 1e3:.4g} ms of collectives a step, {first.bytes / 1e9:.3g} GB of state"
     if len(choices) == 1:

@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | None]:
-    """What is asked, of each number of GPUs, and the configuration that is to be checked."""
+    """The questions, one for each number of GPUs, and the configuration that is to be checked."""
     sequence = None if parsed.sequence is None else values.positions(parsed.sequence)
     trained = model.load(parsed.model, sequence=sequence)
     strategy = parsed.strategy if isinstance(trained, model.Transformer) else _unets(parsed)

@@ -15,7 +15,7 @@ from axonn_plugins.planner.work import Number
 
 
 class Kind(Enum):
-    """What a collective does; all-gather and reduce-scatter take equally long, as do broadcast and reduce."""
+    """Collectives by their kind; all-gather and reduce-scatter take equally long, as do broadcast and reduce."""
 
     GATHER = "all-gather"
     SCATTER = "reduce-scatter"

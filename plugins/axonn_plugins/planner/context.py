@@ -53,7 +53,7 @@ class Shares:
 
 
 def seconds(machine: Machine, of: Shares, way: Way) -> tuple[Number, Number]:
-    """What sharing adds to a layer's forward and to its backward, in which keys and values come again and their gradients go back.
+    """Seconds that sharing adds to a layer's forward and to its backward, in which keys and values come again and their gradients go back.
 
     Args:
         machine: a calibrated one says what compute may hide; else all.

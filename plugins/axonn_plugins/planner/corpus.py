@@ -79,11 +79,11 @@ class Measurement:
 
     @property
     def system(self) -> tuple[str, str]:
-        """What trained where."""
+        """The framework and the machine: rows of one pair are one system."""
         return self.framework.partition(",")[0], self.machine
 
     def predicted(self, mode: Mode = "calibrated", calibration: Calibration | None = None) -> AnyPlan | None:
-        """What the model would run; where nothing fits, without a limit of memory, as what ran is known. None where it has no such."""
+        """The model's plan for this run; where nothing fits, without a limit of memory, as it did run. None where the model has no such strategy."""
         trained = model.load(self.model, sequence=self.sequence)
         on = replace(machine.load(self.machine), calibration=calibration)
         asked = Question(on, trained, self.gpus, self.batch, (self.strategy,), mode, self.fixed or None, self.setting)

@@ -19,12 +19,12 @@ _OTHER_SPLITS = {
 }
 _AUTO = "auto"
 _OBJECTS = {"zero_optimization": '{"stage": 1}', **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": true}')}
-"""What is written for keys that DeepSpeed wants an object of."""
+"""Words to write for keys that DeepSpeed wants an object of."""
 
 
 @dataclass(frozen=True)
 class Existing:
-    """What a configuration says.
+    """The settings that a configuration makes.
 
     Attributes:
         fixed: sizes of the grid and its micro-batches, as far as it says them.
@@ -94,13 +94,13 @@ def _zero(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _offloaded(zero: Mapping[str, Any], what: Literal["param", "optimizer"]) -> bool:
-    """Whether parameters or optimizer states are in host memory or on a disk, by today's key or by the one before."""
+    """True if parameters or optimizer states are in host memory or on a disk, by today's key or by the one before."""
     before = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
     return _section(zero, f"offload_{what}").get("device", "none") != "none" or zero.get(before) is True
 
 
 def _precision(raw: Mapping[str, Any]) -> list[str]:
-    """What is said of the numbers' type."""
+    """Sentences on the type of the numbers."""
     of_bf16 = "bf16" if raw.get("bf16") is not None else "bfloat16"
     on = [half for half in (of_bf16, "fp16") if _section(raw, half).get("enabled") in (True, _AUTO)]
     if len([half for half in on if _section(raw, half)["enabled"] is True]) == 2:

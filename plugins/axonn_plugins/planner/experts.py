@@ -129,7 +129,7 @@ def share(
     replicas: tuple[Integers, Integers],
     experts: int,
 ) -> Share:
-    """How an average layer's parameters lie.
+    """The parameters of an average layer that a GPU holds, and its part of their states.
 
     Args:
         model: what is trained.

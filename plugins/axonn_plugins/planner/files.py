@@ -134,7 +134,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is meant as a file's."""
+    """True if a name is meant as a file's."""
     return name.endswith((".toml", ".json")) or "/" in name or "\\" in name
 
 

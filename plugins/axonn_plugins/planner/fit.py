@@ -19,7 +19,7 @@ _NEAR = 1.02
 
 
 def systems(rows: Sequence[Measurement]) -> list[tuple[str, str]]:
-    """What trained where, in alphabetical order."""
+    """Pairs of framework and machine, in alphabetical order."""
     return sorted({row.system for row in rows})
 
 
@@ -49,7 +49,7 @@ def fit(rows: Sequence[Measurement], start: Calibration, say: Callable[[str], No
 
 
 def spread(half: Sequence[Measurement], best: Calibration, say: Callable[[str], None]) -> float:
-    """How far off systems are that are left out: each of the fitted half in turn, predicted by coefficients fitted to the others.
+    """Error on systems that are left out: each of the fitted half in turn, predicted by coefficients fitted to the others.
 
     Those are found near the ones of all, where logarithms of seconds are straight lines in logarithms of coefficients. Ranges are conformal:
     systems count alike, and one more, which is yet to come and may be off by anything (Lee, Barber & Willett 2023, arXiv 2306.06342).

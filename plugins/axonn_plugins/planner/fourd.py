@@ -244,7 +244,7 @@ def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: 
 
 
 def _gathers(setting: Setting) -> int:
-    """How often a step and micro-batch gathers each weight."""
+    """Number of times that a step gathers each weight for a micro-batch."""
     return 1 if setting.recompute and setting.keep_gathered else 2
 
 

@@ -61,7 +61,7 @@ _NOT_KNOWN = {
     "experts that do nothing": ("zero_expert_num",),
     _OF_ANOTHER_WIDTH: ("embedding_size", "input_embedding_size", "word_embed_proj_dim"),
 }
-"""What has other parameters than attention and MLPs, by the beginning of a key."""
+"""Families with other parameters than attention and MLPs, by the beginning of a key."""
 _OTHER_FAMILIES = (
     "doge",
     "gemma4",
@@ -79,7 +79,7 @@ _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "inde
 
 
 def is_hf(table: Mapping[str, Any]) -> bool:
-    """Whether the keys are those of HF's config.json."""
+    """True if the keys are those of HF's config.json."""
     return "model_type" in table or "architectures" in table or any(key in table for key in _KEYS["layers"])
 
 
@@ -184,7 +184,7 @@ def _first(table: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _refuse(where: str, family: str, table: Mapping[str, Any]) -> None:
-    """What is not modelled."""
+    """Refuse a family that is not modelled, and keys that change a modelled one."""
     if family in FAMILIES and not table.get("moe_latent_size"):
         return
     use = "which is not modelled; give a decoder of attention and MLPs, or of a family whose mixers are"

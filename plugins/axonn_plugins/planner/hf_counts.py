@@ -9,7 +9,7 @@ from typing import Any
 
 
 def counted(table: Mapping[str, Any]) -> int | None:
-    """How many parameters the class of a config.json makes, without memory for them.
+    """Number of parameters that the class of a config.json makes, without memory for them.
 
     Args:
         table: its keys.

@@ -1,4 +1,4 @@
-"""What 4D grids split: a model as blocks of linears, or convolutions, and what lies between them. All sizes are of one sample."""
+"""A model as 4D grids split it: blocks of linears, or convolutions, and the operations between them. All sizes are of one sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind = Literal["bias", "activation", "gate", "dropout", "norm"]
 
 
 def remade(name: str, gated: bool) -> bool:
-    """Whether backward makes again what an operation would keep, because that is cheap: masks, and a gated MLP's product.
+    """True if backward makes again the output of an operation, because that is cheap: masks, and a gated MLP's product.
 
     Args:
         name: the operation's, or its kind.
@@ -45,7 +45,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """How many it has, of all experts."""
+        """Number of its weights, of all experts."""
         return self.k * self.n * self.kernel * self.copies
 
     @property
@@ -78,7 +78,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Scan:
-    """What a mixer does between its first and last matrix, in time that grows with the positions: a state-space model or linear attention.
+    """The work of a mixer between its first and last matrix, in time that grows with the positions: a state-space model or linear attention.
 
     In chunks (Dao & Gu 2024, arXiv 2405.21060): each of its features reads and writes a state, and meets the positions of its chunk before it.
 
@@ -115,7 +115,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Block:
-    """What a model repeats.
+    """The layers that a model repeats.
 
     Attributes:
         linears: in the order in which they run.

@@ -91,7 +91,7 @@ class Machine:
     calibration: Calibration | None = None
 
     def domains(self, gpus: Number) -> Number:
-        """How many hold so many GPUs."""
+        """Number of domains that hold so many GPUs."""
         return np.maximum(gpus / self.domain, 1)
 
 

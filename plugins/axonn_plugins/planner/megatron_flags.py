@@ -18,7 +18,7 @@ _TO_START = (
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "10", "--log-interval", "1"),
     *("--eval-iters", "0", "--eval-interval", "1000"),
 )
-"""What a run needs besides, without data of one's own."""
+"""Flags that a run needs besides, without data of one's own."""
 _ON_A_CPU = (
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0"
@@ -140,7 +140,7 @@ def _experts(model: Transformer, teds: int, split: Split) -> list[str]:
 
 
 def _ours(question: Question, plan: AnyPlan) -> bool:
-    """Whether layers are split by our grid: Megatron itself runs 1D where no optimizer of ours is asked for."""
+    """True if layers are split by our grid: Megatron itself runs 1D where no optimizer of ours is asked for."""
     return plan.strategy == "axonn" or bool(question.setting.sparsity) or question.setting.offload
 
 

@@ -51,7 +51,7 @@ def _table(labels: list[str], plans: list[AnyPlan]) -> str:
 
 
 def heading(asked: Answer) -> str:
-    """What was asked, with the sources of its numbers."""
+    """The question in a few lines, with the sources of its numbers."""
     question, machine, model = asked.question, asked.question.machine, asked.question.model
     as_published = (
         "collectives alone, as published" if "axonn" in question.strategies else "with the published results' defects"
@@ -79,7 +79,7 @@ def _billions(model: Model) -> str:
 
 
 def searched(asked: Answer) -> str:
-    """How many configurations were tried."""
+    """Number of configurations that were tried, in a line."""
     tried = ", ".join(
         f"{strategy} {one.shapes:,}, of which {one.fitting:,} fit, in {one.candidates:,} placements"
         for strategy, one in asked.found.items()
@@ -190,7 +190,7 @@ def none_fits(asked: Answer) -> str:
 
 
 def _samples(question: Question) -> str:
-    """What a batch must be dealt out to."""
+    """The condition on a batch that is dealt out to ranks, in words."""
     text, model = f"gz·gdata a batch of {question.batch}", question.model
     if question.mode != "calibrated" or not isinstance(model, Transformer):
         return text
@@ -200,7 +200,7 @@ def _samples(question: Question) -> str:
 
 
 def _stages(question: Question) -> str:
-    """What stages of grids must be."""
+    """The condition on the stages of grids, in words."""
     if not isinstance(question.model, Transformer):
         return ""
     if question.mode != "calibrated":

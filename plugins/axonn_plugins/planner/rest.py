@@ -1,4 +1,4 @@
-"""What 004 leaves out of a step: output layer and loss, the optimizer's step, residual sums; and attention that is not fused."""
+"""The parts of a step that 004 leaves out: output layer and loss, the optimizer's step, residual sums; and attention that is not fused."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Runnable:
-    """What starts a plan.
+    """The configuration, flags and command that start a plan.
 
     Attributes:
         ds_config: DeepSpeed's configuration with our block; None where DeepSpeed cannot run it.
@@ -49,7 +49,7 @@ class Runnable:
 
 
 def runnable(question: Question, plan: AnyPlan) -> Runnable:
-    """What starts a plan of a question's answer, on the question's machine."""
+    """The configuration, flags and command that start a plan of a question's answer, on the question's machine."""
     launch = _launch(question.machine, question.gpus)
     split = split_of(plan, question.batch)
     if split is None:
@@ -134,7 +134,7 @@ def block(question: Question, split: Split) -> dict[str, Any]:
 
 
 def _to_do(question: Question, split: Split) -> list[str]:
-    """What DeepSpeed's configuration does not say."""
+    """Changes that a plan needs in the script, which DeepSpeed's configuration does not make."""
     setting, notes = question.setting, []
     if split.stages > 1:
         notes.append(f"DeepSpeed: make the model a PipelineModule(..., num_stages={split.stages})")

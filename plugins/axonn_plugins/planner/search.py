@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What distinguishes it, by letter, placement apart."""
+        """Sizes that tell it from other plans, by letter, placement apart."""
         positions = {} if self.strategy == "1d" else {"n2": self.n2}
         panels = {"nb": self.panels} if self.strategy == "summa" else {}
         return {"n1": self.n1, **positions, "np": self.np, "nd": self.nd, "bm": self.bm, **panels}
@@ -79,7 +79,7 @@ class GridPlan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What distinguishes it, by letter."""
+        """Sizes that tell it from other plans, by letter."""
         more = {name: size for name in ("sequence", "stages") if (size := getattr(self, name)) > 1}
         return {
             "gx": self.gx,
@@ -119,7 +119,7 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The plans that a search found, and the numbers of those that it tried.
 
     Attributes:
         best: configurations that fit, the fastest first.

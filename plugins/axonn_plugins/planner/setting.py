@@ -1,4 +1,4 @@
-"""How a model is trained, beyond 004."""
+"""Settings of training that are beyond 004."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ layer before (000, section 5.1.4)."""
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained, beyond the paper.
+    """Settings of a model's training that are beyond the paper.
 
     Attributes:
         recompute: activation checkpointing: layers keep their inputs alone, and backward runs forward again.

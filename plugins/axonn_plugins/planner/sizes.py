@@ -173,7 +173,7 @@ class Transformer:
 
     @property
     def mixes(self) -> bool:
-        """Whether some layers have mixers that are no attention."""
+        """True if some layers have mixers that are no attention."""
         return "M" in self.kinds
 
     @property
@@ -185,7 +185,7 @@ class Transformer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many layers there are of each kind, by the words of `kinds`, those with most first."""
+        """Number of layers of each kind, by the words of `kinds`, those with most first."""
         if self.kinds:
             return dict(Counter(self.kinds.split()).most_common())
         found = {"*-": self.layers - self.sparse_layers, "*E": self.sparse_layers}
@@ -253,7 +253,7 @@ class Transformer:
 
     @property
     def sample(self) -> str:
-        """What a sample is."""
+        """The size of a sample, in words."""
         return f"{self.sequence} positions"
 
     @property

@@ -78,7 +78,7 @@ def placed(at: Candidates, gpus: int, domain: int, uneven: bool = False) -> Cand
 
 
 def _ways(splits: npt.NDArray, domain: int, uneven: bool) -> list[npt.NDArray]:
-    """How each split of the GPUs fills domains."""
+    """The ways in which each split of the GPUs fills domains."""
     found = [np.zeros((0, 4), np.int64)] * len(splits)
     left = np.arange(len(splits))
     for size in range(domain, 0 if uneven else domain - 1, -1):

@@ -1,4 +1,4 @@
-"""How a plan deals out ranks and samples, in the terms of those that run it."""
+"""The deal of ranks and samples in a plan, in the terms of those that run it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from axonn_plugins.planner.search import AnyPlan, GridPlan
 
 @dataclass(frozen=True)
 class Split:
-    """How a plan deals out ranks and samples.
+    """The deal of ranks and samples in a plan.
 
     Attributes:
         sequence: of z's ranks, or of 2D's n2, so many share the positions of each sample.
@@ -29,7 +29,7 @@ class Split:
 
 
 def split_of(plan: AnyPlan, batch: int) -> Split | None:
-    """How a plan deals out ranks and samples; 1D is a grid of x and data alone, 2D has Megatron's context parallelism besides.
+    """The deal of ranks and samples in a plan; 1D is a grid of x and data alone, 2D has Megatron's context parallelism besides.
 
     None for SUMMA, which nobody runs.
     """

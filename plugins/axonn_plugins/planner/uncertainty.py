@@ -1,4 +1,4 @@
-"""How far off a prediction may be: what the collectives' formulas missed by when they were measured, carried to a step.
+"""Uncertainty of a prediction: the errors of the collectives' formulas where they were measured, carried to a step.
 
 Against 1,329 NCCL timings on Perlmutter the formulas err by a median of 3 to 5 % from 64 MB up with 2 or 4 GPUs a node, by 19 % with
 one, and predict 40 to 50 % too little from 1 to 64 MB. The paper's whole model was 4 to 15 % off on five configurations of a GPT, and

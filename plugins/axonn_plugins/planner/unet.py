@@ -102,7 +102,7 @@ class UNet:
 
     @property
     def sample(self) -> str:
-        """What a sample is."""
+        """The size of a sample, in words."""
         return f"{self.image} x {self.image} pixels"
 
     @property

@@ -49,7 +49,7 @@ class Compared:
 
     @property
     def inside(self) -> bool:
-        """Whether the published seconds lie in the calibrated model's range."""
+        """True if the published seconds lie in the calibrated model's range."""
         span = calibrated_range(self.predicted)
         return span.low <= self.published <= span.high
 

@@ -26,7 +26,7 @@ def sparsity(text: str | None) -> float:
 
 
 def experts(text: str | None) -> int:
-    """How many there are, of ``--ted``."""
+    """Number of experts that ``--ted`` asks for."""
     if text is None:
         return 0
     found = re.fullmatch(r"experts=([0-9]{1,6})", text)

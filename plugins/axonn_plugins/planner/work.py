@@ -1,4 +1,4 @@
-"""What one operation of a transformer computes, moves and keeps: pure functions of its local sizes (004, section III and appendix).
+"""Operations of a transformer: FLOPs, bytes moved and bytes kept, as pure functions of local sizes (004, section III and appendix).
 
 Sizes are numbers or numpy arrays of candidates, which broadcast. Elements take 2 bytes, those of a dropout mask 1.
 """

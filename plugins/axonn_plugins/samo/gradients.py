@@ -26,7 +26,7 @@ class FirstGradients:
 
     @property
     def complete(self) -> bool:
-        """Whether all batches have come."""
+        """True once all batches have come."""
         return self._left == 0
 
     @torch.no_grad()

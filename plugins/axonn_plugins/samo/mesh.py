@@ -27,7 +27,7 @@ def positions_of(parameter: Tensor, mesh: Mesh) -> Tensor:
 
 
 def shards_of(mesh: Mesh, stages: Callable[[str], int] = lambda _: 1) -> samo.Shards:
-    """How parameters lie on a mesh, for `samo.magnitude(..., shards=...)` and `samo.EarlyBird`; masks are those of the serial model.
+    """Shards of parameters on a mesh, for `samo.magnitude(..., shards=...)` and `samo.EarlyBird`; masks are those of the serial model.
 
     Args:
         mesh: the mesh that the model was split over.

@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def maker(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of this name: one of `MODELS`, ``GPT:layers,hidden,vocabulary[,context]``, or HF's config.json.
+    """Find the maker of the model of this name: one of `MODELS`, ``GPT:layers,hidden,vocabulary[,context]``, or HF's config.json.
 
     Raises:
         ConfigError: there is no such model.

@@ -286,7 +286,7 @@ class Pruning:
         return found
 
     def search_state(self) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any] | None]:
-        """What the search for a ticket has seen.
+        """The state of the search for a ticket.
 
         Returns:
             This rank's parts of masks, each with its parameter's name and a key; and the rest, the same on all ranks, None where there

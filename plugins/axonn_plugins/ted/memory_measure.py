@@ -17,7 +17,7 @@ from ted_moe import memory
 from ted_moe.memory import Degrees, State, Transformer
 
 SMALL, SMALL_EXPERTS, SMALL_DEGREES = Transformer(4, 128, 512, 64), 4, Degrees(1, 2, 2)
-"""What is measured beside the table."""
+"""The model, experts and degrees that are measured beside the table."""
 MOST_RANKS, MOST_PARAMETERS = 8, 100_000_000
 """Limits of what is measured: ranks, and parameters on all of them."""
 _HEAD = 16
@@ -183,7 +183,7 @@ def _watch_gradients(split: dict[bool, list[nn.Parameter]]) -> dict[bool, int]:
 
 
 def compare(model: Transformer, experts: int, degrees: Degrees) -> str:
-    """What `measure` counted on the rank that holds most, beside equation 7.4 of the parameters by part, as text.
+    """Compare the bytes that `measure` counted on the rank that holds most with equation 7.4 of the parameters by part, as text.
 
     Args:
         model: see `measure`.

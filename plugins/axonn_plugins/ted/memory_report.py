@@ -1,4 +1,4 @@
-"""What ``axonn ted memory`` prints and draws: the largest MoE by number of GPUs, and the bytes of one configuration."""
+"""Tables and pictures of ``axonn ted memory``: the largest MoE by number of GPUs, and the bytes of one configuration."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _stock(degrees: Degrees) -> Degrees:
 
 
 def _parts(model: Transformer, experts: int, degrees: Degrees, tokens: int) -> list[tuple[str, list[float]]]:
-    """What it is, TED's bytes and DeepSpeed-MoE's; all together last."""
+    """Rows of name, TED's bytes and DeepSpeed-MoE's; all together last."""
     splits = (degrees, _stock(degrees))
     base = memory.base_parameters(model)
     local = [memory.parameters(model, experts, split) for split in splits]

@@ -90,7 +90,7 @@ def groups_of(topology: Topology) -> Groups:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """The two sides of a comparison, and its sizes.
 
     Attributes:
         topology: of TED.
@@ -165,7 +165,7 @@ def part_of(layer: ted_moe.MoE, full: dict[str, Tensor], groups: Groups) -> dict
 
 @dataclass
 class _Pass:
-    """What a forward and a backward gave."""
+    """The results of a forward and a backward."""
 
     output: Tensor
     l_aux: Tensor
@@ -219,7 +219,7 @@ def differences(case: Comparison) -> dict[str, float]:
 
 
 def _nothing(experts: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """What a rank without tokens should get; stock DeepSpeed's loss is not a number then."""
+    """Results that a rank without tokens should get; stock DeepSpeed's loss is not a number then."""
     return lambda tokens: (tokens * 1.0, tokens.float().sum(), torch.zeros(experts, dtype=torch.long))
 
 

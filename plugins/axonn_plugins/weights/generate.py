@@ -21,7 +21,7 @@ from axonn_tp.grid.distribute import read_rest
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """The choice of a token: temperature, nucleus and seed.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the likeliest token.
@@ -141,5 +141,5 @@ def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> T
 
 
 def as_rank() -> bool:
-    """Whether this process is one of several, as torchrun starts them."""
+    """True if this process is one of several, as torchrun starts them."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -21,7 +21,7 @@ _FAMILIES = {
 }
 """LitGPT's functions by how a model's name begins; the others go by the kind of MLP."""
 _NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2.5", "qwen3": "Qwen3", "mixtral": "Mixtral"}
-"""How a model of HF's types is named here, so that LitGPT takes the right functions."""
+"""Names that models of HF's types get here, so that LitGPT takes the right functions."""
 
 
 def _module(name: str) -> Any:
@@ -173,7 +173,7 @@ def hf_configuration(config: Any, folder: Path) -> Any:
 
 
 def _mapped(script: str, prefix: str, config: Any, given: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """What one of LitGPT's functions makes of tensors."""
+    """Apply one of LitGPT's functions to tensors."""
     name = config.name.lower()
     family = next((function for start, function in _FAMILIES.items() if name.startswith(start)), None)
     if family is None:

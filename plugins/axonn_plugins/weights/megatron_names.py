@@ -1,4 +1,4 @@
-"""What a Megatron GPTModel calls the tensors of HF's models, and how those that it fuses lie in one."""
+"""Names that Megatron's GPTModel has for the tensors of HF's models, and the places of those that it fuses in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from axonn_plugins.config import ConfigError
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron has no arguments for."""
+"""Rotary settings that Megatron has no arguments for."""
 _LAYER, _ATTENTION, _MLP = "decoder.layers.{}.", "self_attention.", "mlp."
 
 
@@ -132,7 +132,7 @@ def _scaled(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments(config: Any) -> Namespace:
-    """What Megatron's scripts are told of a model, which they keep with a checkpoint.
+    """Arguments of Megatron's scripts for a model, which they keep with a checkpoint.
 
     Raises:
         ConfigError: they have no such rotary positions.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class LabelMask:
             self._shifts = block.labels == "labels" and _is_causal_of_transformers(model)
 
     def active(self, training: bool) -> bool:
-        """Whether labels are masked in a model that trains, or does not."""
+        """True if labels are masked in a model that trains, or that does not."""
         return training or self.block.evaluation
 
     def arguments(self, inputs: tuple, keywords: dict[str, Any], training: bool) -> tuple[tuple, dict[str, Any]]:
@@ -103,7 +105,7 @@ class LabelMask:
         readers: dist.ProcessGroup | None,
         device: torch.device,
     ) -> Weight | None:
-        """What makes the mean of the readers' losses the mean over all kept targets, as one process computes it.
+        """The weight that makes the mean of the readers' losses the mean over all kept targets, as one process computes it.
 
         Args:
             inputs: what `arguments` returned: given by place,
@@ -124,11 +126,17 @@ class LabelMask:
         """`weight` of masked labels; None where one rank reads all rows."""
         if dist.get_world_size(readers) == 1:
             return None
-        return Weight(self.kept(labels).to(device), readers, self._divisor)
+        return Weight(partial(self.kept, labels), readers, self._divisor, device)
 
-    def kept(self, labels: Tensor) -> Tensor:
-        """How many targets masked labels have."""
-        return (labels[..., 1:] if self._shifts else labels).ne(IGNORED).sum()
+    def kept(self, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
+        """The number of targets that masked labels have, or the sum of their class weights."""
+        targets = labels[..., 1:] if self._shifts else labels
+        kept = targets.ne(IGNORED)
+        return (
+            kept.sum()
+            if class_weights is None
+            else class_weights.double()[targets[kept].to(class_weights.device)].sum()
+        )
 
     def labels(self, labels: Any) -> Tensor:
         """Labels of whole rows, masked.
@@ -154,7 +162,7 @@ class LabelMask:
         return goldfish_labels(labels, block.k, block.h, shifts=self._shifts, **settings)  # type: ignore[arg-type]
 
     def several(self, labels: Any) -> Any:
-        """What a PipelineModule's loss gets as labels: a tensor, or several of which the key says the place.
+        """The labels that a PipelineModule's loss gets, masked: a tensor, or several of which the key says the place.
 
         Raises:
             ConfigError: it says none.
@@ -174,19 +182,31 @@ class Weight:
     """The share of the kept targets that this rank has, as a factor of a loss that is their mean.
 
     A loss that is divided by something else, as a sum, stays the reader's: hosts take the mean of the readers'. The loss is computed within
-    ``with weight:``, which finds out in a model's first call.
+    ``with weight:``, which finds out in a model's first call; class weights, which may be a batch's own, are taken from each call.
 
     Args:
-        kept: number of targets of this rank's rows.
+        count: the number of targets of this rank's rows, or the sum of their class weights if given those.
         readers: ranks that read different rows.
         divisor: of the model's losses; changed where it is not known.
+        device: of the readers' collectives.
     """
 
-    def __init__(self, kept: Tensor, readers: dist.ProcessGroup | None, divisor: Divisor) -> None:
-        self._kept, self._all, self._ranks = kept, kept.clone(), dist.get_world_size(readers)
-        self._readers, self._divisor = readers, divisor
-        self._watch = None if divisor.known else Watch(int(kept))
-        self._work: Any = dist.all_reduce(self._all, group=readers, async_op=True)
+    def __init__(
+        self,
+        count: Callable[[Tensor | None], Tensor],
+        readers: dist.ProcessGroup | None,
+        divisor: Divisor,
+        device: torch.device,
+    ) -> None:
+        self._count, self._readers, self._divisor, self._device = count, readers, divisor, device
+        self._ranks = dist.get_world_size(readers)
+        self._watch = None if divisor.known and not divisor.weighed else Watch(count)
+        self._sum(count(None))
+
+    def _sum(self, kept: Tensor) -> None:
+        self._kept = kept.to(self._device)
+        self._all = self._kept.clone()
+        self._work: Any = dist.all_reduce(self._all, group=self._readers, async_op=True)
 
     def __enter__(self) -> Weight:
         if self._watch is not None:
@@ -198,11 +218,13 @@ class Weight:
             self._watch.__exit__(*error)
 
     def of(self, output: Any) -> Any:
-        """What a model returned, with its loss weighed: a scalar, what is named `loss`, or the first scalar of several."""
+        """Weigh the loss in the output of a model: a scalar, an entry named `loss`, or the first scalar of several."""
         self._work.wait()
-        if self._watch is not None:
-            self._divisor.agree(self._watch, self._readers, self._kept.device)
-        if not self._divisor.counts:
+        if self._watch is not None and not self._divisor.known:
+            self._divisor.agree(self._watch, self._readers, self._device)
+        if self._divisor.weighed and self._watch is not None:
+            self._sum_weights(self._watch.class_weights)
+        elif not self._divisor.counts:
             return output
         if isinstance(output, Tensor):
             return self._weigh(output)
@@ -216,6 +238,16 @@ class Weight:
             return output
         found = [*output[:place], self._weigh(output[place]), *output[place + 1 :]]
         return output._make(found) if hasattr(output, "_make") else type(output)(found)
+
+    def _sum_weights(self, class_weights: Tensor | None) -> None:
+        nowhere = torch.tensor(math.nan, dtype=torch.float64)
+        self._sum(nowhere if class_weights is None else self._count(class_weights))
+        self._work.wait()
+        if self._all.isnan():
+            raise ConfigError(
+                "axonn.goldfish: the model's cross-entropy had class weights in its first call, and in this one it had none, or not a number, on "
+                "some rank, so that the readers' means cannot be made the mean of all rows; give the same weights in each call and on each rank"
+            )
 
     def _weigh(self, loss: Tensor) -> Tensor:
         if not _is_scalar(loss):

@@ -6,6 +6,7 @@ the ranks that each parameter's layout names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from axonn_plugins.samo.pruning import Pruning
 
 _AXES = ("x", "y", "z", "data")
+_ENDS = {"compression_scheduler": "_configure_compression_scheduler", "quantizer": "_configure_quantization"}
+"""Attributes that `_configure_optimizer` sets last, and the methods that make them, in versions of DeepSpeed that have these."""
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Reduces no gradient."""
 
 
 class EngineHost:
@@ -51,11 +58,11 @@ class EngineHost:
         return {parameter: names.outward(name) for name, parameter in self.model.named_parameters()}
 
     def stages_with(self, name: str) -> int:
-        """How many stages of a pipeline hold a parameter of this name."""
+        """Number of stages of a pipeline that hold a parameter of this name."""
         return self._engine._copies(name)
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts a parameter in a sum over all ranks."""
+        """True if this rank counts a parameter in a sum over all ranks."""
         return self._engine._counts(parameter)
 
 
@@ -68,7 +75,7 @@ class OwnStates(CheckedCheckpoints):
     _own_block: Axonn | None = None
     _own_stage, _own_key = 0, "axonn"
     _stock_experts = False
-    """Whether experts are DeepSpeed's own."""
+    """True if experts are DeepSpeed's own."""
     composition: Composition | None = None
 
     def _own_states(self, config_class: Any, optimizer: Any) -> None:
@@ -130,14 +137,23 @@ class OwnStates(CheckedCheckpoints):
             self._reduces,
             **self.composition.settings(trained, names) | self._configured(trained, self._own_block.offload_optimizer),
         )
+        if not hasattr(self, "torch_autocast_enabled"):
+            self.optimizer.dp_process_group = None  # which DeepSpeed 0.16 asks every optimizer for, in bf16
         self.composition.attach(self.optimizer)
         self.basic_optimizer = self.optimizer
         # The optimizer sums gradients while backward runs, and what is left when it steps.
-        self.enable_backward_allreduce = False
+        if "loss" in inspect.signature(self._backward_prologue).parameters:
+            # Before 0.18 an engine that reduces no gradients does not divide the loss by its micro-batches either.
+            self.allreduce_gradients = _nothing
+        else:
+            self.enable_backward_allreduce = False
         self.coalesce_grad_reduction = self._coalesced  # DeepSpeed's own asks for its ZeRO
+        for name, configure in _ENDS.items():
+            if hasattr(self, configure):
+                setattr(self, name, getattr(self, configure)())
 
     def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
-        """What DeepSpeed's sections say of the optimizer."""
+        """Settings of the optimizer that stand in DeepSpeed's sections."""
         raw = self._config.axonn_raw
         zero, made = section(raw, "zero_optimization"), dict[str, Any]()
         elements = zero.get("reduce_bucket_size")
@@ -146,7 +162,9 @@ class OwnStates(CheckedCheckpoints):
             made["bucket_bytes"] = int(elements) * max(parameter.element_size() for parameter in trained)
         if section(raw, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
             made["gradient_dtype"] = torch.float32
-        if self.bfloat16_enabled() and getattr(self._config.bfloat16_config, "check_grad_overflow", True):
+        if self.bfloat16_enabled() and getattr(
+            getattr(self._config, "bfloat16_config", None), "check_grad_overflow", True
+        ):
             made["skip_nonfinite"] = True
         return made | ({"host": True} if on(zero, "offload_optimizer") else {})
 
@@ -163,7 +181,7 @@ class OwnStates(CheckedCheckpoints):
 
     @contextmanager
     def _coalesced(self) -> Iterator[None]:
-        """What `coalesce_grad_reduction` is then: backward passes inside only accumulate, and what they make is reduced once.
+        """The `coalesce_grad_reduction` of such an engine: backward passes inside only accumulate, and the sum is reduced once.
 
         Raises:
             ConfigError: a pipeline's engine, which does so with every batch.

@@ -20,9 +20,9 @@ from axonn_tp.options import Options
 class ModelGathers(Gathers):
     """The weight gathers of one model chunk."""
 
-    def _start(self, phase: str, layer: Any) -> bool:
+    def _startable(self, phase: str, layer: Any) -> bool:
         # A hook may yet fill in the shard, as with --overlap-param-gather, where it waits for the last step's update.
-        return (phase == "backward" or not layer._forward_pre_hooks) and super()._start(phase, layer)
+        return phase == "backward" or not layer._forward_pre_hooks
 
 
 def options() -> Options:

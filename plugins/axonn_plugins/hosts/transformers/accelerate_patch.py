@@ -68,7 +68,7 @@ def same() -> int:
 
 
 def has_state() -> bool:
-    """Whether Accelerate has begun."""
+    """True once Accelerate has begun."""
     from accelerate.state import AcceleratorState
 
     return bool(AcceleratorState._shared_state)
@@ -93,7 +93,7 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _launched_with_block() -> bool:
-    """Whether accelerate launch was given a configuration that holds the block."""
+    """True if accelerate launch was given a configuration that holds the block."""
     raw = read(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
     return isinstance(raw, Mapping) and "axonn" in raw
 
@@ -115,7 +115,7 @@ def _on_cpu(original: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def replica() -> bool:
-    """Whether another rank before this one reads the same."""
+    """True if another rank before this one reads the same."""
     found = same()
     return found > 1 and dist.get_rank() % found > 0
 
@@ -124,7 +124,7 @@ _asked = 0
 
 
 def asked() -> int:
-    """How often somebody has asked how many processes there are."""
+    """Number of times that somebody has asked for the number of processes."""
     return _asked
 
 
@@ -146,21 +146,22 @@ def _of_readers(name: str) -> property:
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def gather(tensor: Any) -> Any:
-        """Of every reader once; the sums of one that computes on a row that counts nothing are nothing."""
+        """Of every reader once, and of rows that are its own."""
         from accelerate.utils.operations import recursively_apply
 
-        from axonn_plugins.hosts.transformers.last_batch import share
+        from axonn_plugins.hosts.transformers.last_batch import divides
+        from axonn_plugins.hosts.transformers.uneven import gathered
 
-        if not share():
-            tensor = recursively_apply(lambda one: one if one.dim() else torch.zeros_like(one), tensor)
-        gathered, each = original(tensor), same()
+        each = same()
 
-        def first(whole: torch.Tensor) -> torch.Tensor:
-            ranks = dist.get_world_size()
+        def of_readers(one: torch.Tensor) -> torch.Tensor:
+            whole, ranks = original(one), dist.get_world_size()
             rows = whole.reshape(ranks, whole.shape[0] // ranks, *whole.shape[1:])
             return rows[::each].flatten(0, 1)
 
-        return gathered if each == 1 else recursively_apply(first, gathered)
+        if not divides():
+            return recursively_apply(gathered, tensor, of_readers, error_on_other_type=True)
+        return original(tensor) if each == 1 else recursively_apply(of_readers, tensor, error_on_other_type=True)
 
     return gather
 
@@ -168,7 +169,9 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
 def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def gather_object(objects: Any) -> Any:
-        return original([] if replica() else objects)
+        from axonn_plugins.hosts.transformers.last_batch import share
+
+        return original([] if replica() or not share() else objects)
 
     return gather_object
 
@@ -176,11 +179,15 @@ def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """A sum has every reader once."""
+        """A sum has every reader once, and a mean each by the rows that it computes on."""
         from accelerate.utils.operations import recursively_apply
 
-        if reduction in ("sum", "none") and replica():
+        from axonn_plugins.hosts.transformers.last_batch import share
+
+        if not share() or reduction in ("sum", "none") and replica():
             tensor = recursively_apply(torch.zeros_like, tensor)
+        elif reduction == "mean" and share() != 1:
+            tensor = recursively_apply(lambda one: one * share(), tensor)
         return original(tensor, reduction, scale)
 
     return reduce

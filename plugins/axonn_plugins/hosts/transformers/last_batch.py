@@ -102,20 +102,25 @@ def last(batch: Any) -> Last | None:
     return Last(rows, own, own * readers / read, cut=shard is not None) if read else None
 
 
-_share = 1.0
+_part: Part | None = None
 
 
 @contextmanager
 def counting(part: Any) -> Iterator[None]:
     """Inside, what is computed is of a part of a batch, if it is one."""
-    global _share
-    _share = part.share if isinstance(part, Part) else 1.0
+    global _part
+    _part = part if isinstance(part, Part) else None
     try:
         yield
     finally:
-        _share = 1.0
+        _part = None
 
 
 def share() -> float:
     """Weight of a mean over the rows that are computed on; nothing that is gathered counts where it is 0."""
-    return _share
+    return 1.0 if _part is None else _part.share
+
+
+def divides() -> bool:
+    """True if readers divide the batch that is computed on, so that all have as many rows; the same on all ranks."""
+    return _part is None

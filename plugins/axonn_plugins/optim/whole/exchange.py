@@ -14,12 +14,12 @@ from axonn_plugins.optim.whole.spread import Cut, Spread, common
 from axonn_tp.grid.regions import Region
 
 Wanted = Mapping[int, Cut]
-"""What is wanted of a parameter, by place in its family: disjoint where it is to go back."""
+"""The cut of each parameter that a rank wants, by place in its family: disjoint where it is to go back."""
 _Message = list[tuple[int, Region]]
 
 
 class Exchange:
-    """How some parameters travel.
+    """Messages by which some parameters travel to the ranks that want them, and back.
 
     Args:
         spreads: of each.
@@ -36,11 +36,11 @@ class Exchange:
         self._ranks = range(spreads[0].grid.world if spreads else 1)
 
     def cut(self, number: int, rank: int) -> Cut | None:
-        """What a rank wants of a parameter of its family."""
+        """The cut of a parameter that a rank of its family wants."""
         return self._wanted[number].get(self._spreads[number].family(rank).index(rank))
 
     def _message(self, source: int, target: int, back: bool) -> Iterator[tuple[int, Region]]:
-        """What of a source's elements a target wants; on the way back all that hold an element have it from the target."""
+        """Regions of a source's elements that a target wants; on the way back all that hold an element have it from the target."""
         for number, spread in enumerate(self._spreads):
             givers = spread.family(target) if back else spread.sources(target)
             cut = self.cut(number, target)
@@ -70,7 +70,7 @@ class Exchange:
         return sum(_elements(message) for other, message in enumerate(messages) if other != self._rank)
 
     def bring(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
-        """What this rank wants of each parameter.
+        """Fetch the cuts that this rank wants, one of each parameter.
 
         Args:
             parts: of each, what this rank holds, flat; all of one dtype.
@@ -89,7 +89,7 @@ class Exchange:
         return made
 
     def give_back(self, cuts: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank holds of each parameter, from those that wanted it: the reverse of `bring`.
+        """Fetch this rank's part of each parameter from those that wanted it: the reverse of `bring`.
 
         Args:
             cuts: of each, what `bring` gave, changed; all of one dtype.

@@ -1,4 +1,4 @@
-"""What Newton–Schulz costs, and who does it: a matrix by one rank, or by all as a 3D product; pure functions of shapes and ranks."""
+"""Cost of Newton–Schulz, and its deal: a matrix by one rank, or by all as a 3D product; pure functions of shapes and ranks."""
 
 from __future__ import annotations
 

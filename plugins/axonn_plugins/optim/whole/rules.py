@@ -1,4 +1,4 @@
-"""What an optimizer does with a matrix element by element, and what it needs whole."""
+"""Rules of optimizers: the part that works on a matrix element by element, and the part that needs it whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError:  # torch before 2.9 has no Muon
 
 @dataclass
 class Known:
-    """What every rank knows of a parameter's state.
+    """The part of a parameter's state that every rank knows.
 
     Attributes:
         along: names and types of what has an element for each of the parameter's: each rank has its part.
@@ -33,7 +33,7 @@ class Known:
 
 @dataclass(eq=False)
 class Held:
-    """What a rank holds of a parameter in one step, flat and on the parameter's device.
+    """The part of a parameter that a rank holds in one step, flat and on the parameter's device.
 
     Attributes:
         parameter: whose; of the local shape.
@@ -60,7 +60,7 @@ class Held:
 
 
 class Rule(Protocol):
-    """How a parameter group's matrices are stepped.
+    """The step of a parameter group's matrices.
 
     Attributes:
         everywhere: every rank has each matrix whole, and nothing goes back.

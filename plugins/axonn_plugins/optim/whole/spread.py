@@ -17,7 +17,7 @@ Cut = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Share:
-    """How the ranks that sum a parameter's gradient share its state out, as ZeRO-1 and 2 do.
+    """The sharing of a parameter's state between the ranks that sum its gradient, as ZeRO-1 and 2 do.
 
     Attributes:
         start: where the parameter begins in its bucket.

@@ -50,7 +50,7 @@ class _Matrix:
         return torch.promote_types(self.store.dtype, torch.float32)
 
     def work(self, iteration: Iteration, rank: int) -> Work:
-        """What its orthogonalisation is."""
+        """The matrices that its orthogonalisation is made of, and their cost on a rank."""
         shape, family = self.spread.shape, len(self.spread.family(rank))
         rows, columns = (shape[0], self.spread.elements // shape[0]) if len(shape) != 3 else shape[1:]
         exact = torch.finfo(iteration.dtype).eps <= torch.finfo(self.dtype).eps
@@ -154,7 +154,7 @@ class WholeStep:
             rule.take(options, one, [part])
 
     def _bring(self, chunk: Chunk, sent: list[list[Tensor]]) -> list[list[Tensor]]:
-        """What this rank wants of each matrix, of all that is sent of it; nothing where it wants none."""
+        """Fetch this rank's cut of each matrix, of all that is sent of it; nothing where it wants none."""
         kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
         for number, vectors in enumerate(sent):
             for place, vector in enumerate(vectors):

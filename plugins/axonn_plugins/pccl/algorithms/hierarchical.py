@@ -34,7 +34,7 @@ class Lanes:
         return [(ranks[local], ranks[local % self.count]) for local in range(self.count, len(ranks))]
 
     def groups(self, node: int, pattern: Pattern) -> list[list[Blocks]]:
-        """What arrives together at each of the node's lanes: first its own, then each step's; [group][local rank]."""
+        """Blocks that arrive together at each of the node's lanes: first its own, then each step's; [group][local rank]."""
         groups: list[list[Blocks]] = [[parts[node] for parts in self.parts]]
         for step in pattern(node, len(self.nodes)):
             groups.append([tuple(block for part in step.receives for block in parts[part]) for parts in self.parts])

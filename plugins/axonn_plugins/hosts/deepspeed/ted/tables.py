@@ -1,4 +1,4 @@
-"""What `deepspeed.utils.groups` says of experts: of the engine made last, of stock DeepSpeed again once that is gone.
+"""The tables of `deepspeed.utils.groups` on experts: of the engine made last, of stock DeepSpeed again once that is gone.
 
 The tables are DeepSpeed's for the whole process, by ep_size alone, and it never takes anything out of them.
 """
@@ -16,9 +16,10 @@ from deepspeed.utils import groups as stock
 _Group = dist.ProcessGroup
 _TENSOR = "expert_tensor_parallel_world_size"
 _TABLES = {
-    "expert": (stock._EXPERT_PARALLEL_GROUP, stock._EXPERT_PARALLEL_GROUP_RANKS),
-    "expert_data": (stock._EXPERT_DATA_PARALLEL_GROUP, stock._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+    "expert": (stock._EXPERT_PARALLEL_GROUP, getattr(stock, "_EXPERT_PARALLEL_GROUP_RANKS", {})),
+    "expert_data": (stock._EXPERT_DATA_PARALLEL_GROUP, getattr(stock, "_EXPERT_DATA_PARALLEL_GROUP_RANKS", {})),
 }
+"""Groups, and their ranks, which DeepSpeed 0.16 does not keep."""
 _before: dict[tuple[str, str], _Group | None] = {}
 """By axis and name, what was in a table when the first of the engines that are there came."""
 _tensor_before = [1]
@@ -28,7 +29,7 @@ _entered: list[Tables] = []
 
 @dataclass(eq=False)
 class Tables:
-    """What the tables are to say of one engine's experts.
+    """Entries of the tables for one engine's experts.
 
     Attributes:
         name: DeepSpeed's for the groups: ep_size_N.
