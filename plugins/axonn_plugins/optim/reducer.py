@@ -261,8 +261,8 @@ class _Parts:
 
 
 def _start_share(target: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Begin a reduce-scatter, with fewer bytes than gloo's own where that is the backend."""
-    if group is not None and fewer_in_parts(group, whole):
+    """Begin a reduce-scatter, with fewer bytes than gloo's own where that is the backend; of 16 bits it rounds as an all-reduce does."""
+    if group is not None and whole.element_size() > 2 and fewer_in_parts(group, whole):
         return _Parts(target, whole, group)
     return dist.reduce_scatter_tensor(target, whole, group=group, async_op=True)
 
