@@ -16,7 +16,7 @@ from axonn_tp.grid.mesh import Axes
 
 
 def fits(held: int, size: int, most: int) -> bool:
-    """Whether a tensor may join those before it in a call; what is too large for any goes alone.
+    """True if a tensor may join those before it in a call; one that is too large for any goes alone.
 
     Args:
         held: bytes of those before it.

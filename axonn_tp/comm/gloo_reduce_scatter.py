@@ -29,7 +29,7 @@ _library.impl("reduce_scatter_parts", _parts, "CPU")
 
 
 def fewer_in_parts(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether fewer bytes go over nodes' links if the group exchanges shares: on gloo, as the first of its ranks finds; all agree."""
+    """True if fewer bytes go over nodes' links where the group exchanges shares: on gloo, as the first of its ranks finds; all agree."""
     if group._get_backend(tensor.device).name() != "gloo":
         return False
     if group not in _decided:
@@ -44,7 +44,7 @@ def fewer_in_parts(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 
 
 def less_between_nodes(near: int, ranks: int) -> bool:
-    """Whether an all-to-all sends less from a node than the ring of an all-reduce does.
+    """True if an all-to-all sends less from a node than the ring of an all-reduce does.
 
     Args:
         near: ranks of the group on each node.

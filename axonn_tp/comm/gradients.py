@@ -95,7 +95,7 @@ def drop_absent(members: list[nn.Parameter], present: list[bool]) -> None:
 
 
 def summed_over(parameter: nn.Parameter, mesh: Mesh) -> tuple[Mesh, str]:
-    """What a parameter's gradient is summed over: an axis, and the mesh that it is one of."""
+    """The axis over which a parameter's gradient is summed, and the mesh that it is one of."""
     layout = layout_of(parameter)
     return mesh.over(layout.grid), layout.sum_axis
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 SECONDS = 30.0
-"""How long a rank waits for the others before it says that they do not come."""
+"""Seconds that a rank waits for the others before it says that they do not come."""
 _LONGEST_NAP = 0.05
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 

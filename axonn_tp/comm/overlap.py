@@ -27,7 +27,7 @@ from axonn_tp.options import Options
 
 
 class GatheredLayer(Protocol):
-    """What is asked of a layer whose weight is gathered."""
+    """A layer whose weight is gathered, as the overlap of collectives sees it."""
 
     mesh: Mesh
     gathers: Gathers
@@ -42,10 +42,10 @@ class GatheredLayer(Protocol):
         """The type in which gradients that are computed in `dtype` are summed over z."""
 
     def send(self, grad: Tensor) -> Tensor:
-        """What is summed over z of a gradient of the weight's block."""
+        """The gradient of the weight's block in the form in which it is summed over z."""
 
     def receive(self, grad: Tensor) -> Tensor:
-        """What autograd adds to the shard's gradient."""
+        """The gradient that autograd adds to the shard's."""
 
 
 _AHEAD = 4
@@ -53,7 +53,7 @@ _AHEAD = 4
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: a forward seen now is a recomputation."""
+    """True if autograd is running: a forward seen now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -210,7 +210,7 @@ class Gathers:
 
     @property
     def in_forward(self) -> bool:
-        """Whether the model's forward is running, and so all ranks are in the same place."""
+        """True if the model's forward is running, and so all ranks are in the same place."""
         return self._forwards > 0
 
     def block(self, layer: GatheredLayer) -> Tensor:
@@ -311,11 +311,11 @@ class Gathers:
             layer = after  # type: ignore[assignment]
 
     def _startable(self, phase: str, layer: GatheredLayer) -> bool:
-        """Whether a layer's shard can be gathered before it asks."""
+        """True if a layer's shard can be gathered before it asks."""
         return True
 
     def _wanted(self, phase: str, layer: GatheredLayer) -> tuple[Tensor, torch.dtype]:
-        """What a layer will ask for: its shard and type, in backward those of its forward."""
+        """The shard and type that a layer will ask for, in backward those of its forward."""
         shard = layer._shard().detach()
         found = shard, layer.compute_dtype(shard)
         return self._sources.get(layer, found) if phase == "backward" else found

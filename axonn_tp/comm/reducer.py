@@ -95,7 +95,7 @@ class GradientReducer:
 
     @property
     def unsummed(self) -> bool:
-        """Whether this rank has a gradient that came, or was added to, after the last sum."""
+        """True if this rank has a gradient that came, or was added to, after the last sum."""
         return any(p.grad is not None and p not in self._summed for p in self._parameters)
 
     @torch.no_grad()

@@ -42,12 +42,15 @@ def _is_linear(module: nn.Module) -> bool:
     return features(module) is not None and "weight" in module._parameters
 
 
-def _inside_attention(model: nn.Module) -> set[int]:
-    """Projections of nn.MultiheadAttention: it reads their weights directly and never calls them."""
+def kept_whole(model: nn.Module) -> set[int]:
+    """Modules in nn.MultiheadAttention, which reads its projections' weights and never calls them, or where ``axonn_whole`` is true.
+
+    So it is of modules that one rank calls alone.
+    """
     return {
         id(child)
         for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
+        if isinstance(module, nn.MultiheadAttention) or getattr(module, "axonn_whole", False)
         for child in module.modules()
     }
 
@@ -55,11 +58,11 @@ def _inside_attention(model: nn.Module) -> set[int]:
 def free_layers(model: nn.Module) -> set[str]:
     """Names of the linears and convolutions that can be split by themselves: nobody else reads or shares their weights."""
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    attention = _inside_attention(model)
+    whole = kept_whole(model)
     return {
         name
         for name, module in model.named_modules()
-        if (_is_linear(module) or is_conv(module)) and id(module) not in attention and holders[id(module.weight)] == 1  # type: ignore[arg-type]
+        if (_is_linear(module) or is_conv(module)) and id(module) not in whole and holders[id(module.weight)] == 1  # type: ignore[arg-type]
     }
 
 

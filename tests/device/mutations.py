@@ -80,13 +80,7 @@ MUTATIONS = [
             ("states", "pruned"),
             place,
         )
-        for place in range(4)
-    ),
-    Mutation(
-        "plugins/axonn_plugins/optim/move.py",
-        "    settle(store.device for store in stores if store.host)",
-        "    pass",
-        ("pruned",),
+        for place in range(2)
     ),
     Mutation(
         "plugins/axonn_plugins/optim/access.py", "settle([store.device] if store.host else [])", "pass", ("states",)
@@ -94,9 +88,6 @@ MUTATIONS = [
     # Gradients that are summed
     Mutation(_REDUCER, "            self.handle.wait()", "            pass", ("states", "pruned")),
     Mutation(_REDUCER, "        self._wait()\n        return said", "        return said", ("states", "pruned")),
-    Mutation(
-        _REDUCER, "        self._wait()\n        for entry, bucket", "        for entry, bucket", ("states", "pruned")
-    ),
     Mutation(
         _REDUCER,
         "            self._wait()\n        bucket.local",
@@ -118,12 +109,11 @@ MUTATIONS = [
             "reduce_scatter(tensor, mesh, axis, dim, parts)",
         )
     ),
-    Mutation(_OVERLAP, "            gather.pending.wait()", "            pass", ("grids",)),
+    Mutation(_OVERLAP, "            gather.bundle.wait()", "            pass", ("grids",)),
     _pending("axonn_tp/comm/gradients.py", "flat = under_way.wait()", "grids"),
     _pending("axonn_tp/comm/reducer.py", "bucket.pending.wait()", "grids"),
-    _pending(_OVERLAP, "found.wait() if isinstance", "grids"),
     _pending(_OVERLAP, 'start_sum_of_shares(grad, mesh, "z").wait()', "grids"),
-    _pending(_OVERLAP, "flat = gather.pending.wait()", "grids"),
+    _pending("axonn_tp/comm/bundle.py", "self._pending.wait()", "grids"),
     _pending("axonn_tp/layers/entry.py", "now.gather.wait()", "grids"),
     _pending("axonn_tp/layers/entry.py", "now.reduction.wait()", "grids"),
     _pending("axonn_tp/layers/entry.py", "(now.reduction or self._start(now.total)).wait()", "grids"),

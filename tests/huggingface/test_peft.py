@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,48 @@ def merged(model: Any, ids: Tensor) -> dict[str, Any]:
     return found
 
 
+def prompted(kind: Any, **settings: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings))
+
+
+def of_two() -> nn.Module:
+    """Adapters of different layers, of which only the first is trained; with biases."""
+    torch.manual_seed(1)
+    first, second = (
+        peft.LoraConfig(r=3, target_modules=names, lora_bias=True, init_lora_weights=False, task_type="CAUSAL_LM")
+        for names in (["q_proj", "v_proj"], ["k_proj", "gate_proj"])
+    )
+    model = peft.get_peft_model(llama(), first)
+    model.add_adapter("second", second)
+    return model
+
+
+OTHERS: dict[str, Any] = {
+    "prefix": partial(prompted, peft.PrefixTuningConfig),
+    "p-tuning": partial(prompted, peft.PromptEncoderConfig, encoder_hidden_size=16),  # rank 0 alone saves what it gives
+    "two": of_two,
+}
+
+
+def trained(name: str, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
+    """Losses, the numbers of parameters, and logits with each adapter, also as one process reads it."""
+    block = None if grid is None else {"tensor_parallel": grid}
+    case = Case(model=OTHERS[name], batch=8, arguments={"num_train_epochs": 1})
+    used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
+    used.train()
+    ids, logits = torch.arange(12).view(2, 6), []
+    used.save_model()
+    used.accelerator.wait_for_everyone()
+    for adapter in used.model.peft_config:
+        folder = used.args.output_dir + ("" if adapter == "default" else f"/{adapter}")
+        whole = peft.PeftModel.from_pretrained(llama(), folder).eval()
+        used.model.set_adapter(adapter)
+        with torch.no_grad():
+            logits += [whole(ids).logits.tolist(), used.model.eval()(ids).logits.tolist()]
+    return {"history": history(used), "counts": used.model.get_nb_trainable_parameters(), "logits": logits}
+
+
 class Packed(nn.Linear):
     """A layer as bitsandbytes has them."""
 
@@ -82,10 +125,15 @@ class Packed(nn.Linear):
         return x
 
 
-def refused() -> str:
+def of_weights() -> nn.Module:
+    config = peft.LoraConfig(r=3, target_modules=[], target_parameters=["down_proj.weight"])
+    return peft.get_peft_model(llama(), config)
+
+
+def refused(build: Callable[[], nn.Module]) -> str:
     try:
         deepspeed.initialize(
-            model=nn.Sequential(nn.Linear(8, 8), Packed()),
+            model=build(),
             config={"train_batch_size": 4, "axonn": {"tensor_parallel": {"gx": 2}}},
         )
     except axonn_plugins.config.ConfigError as error:
@@ -97,13 +145,25 @@ def every(grid: dict[str, Any] | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: attempt(partial(tuned, name, grid, 1 if grid is None else 2, int(name == "llama"))) for name in MODELS
     }
-    return found if grid is None else found | {"refused": refused()}
+    found |= {name: attempt(partial(trained, name, grid, 1 if grid is None else 2)) for name in OTHERS}
+    told = {"refused": lambda: nn.Sequential(nn.Linear(8, 8), Packed()), "weights": of_weights}
+    return found if grid is None else found | {name: refused(build) for name, build in told.items()}
 
 
 def test_adapters_are_those_of_one_process() -> None:
     wanted = run_ranks(every, 1, None)[0]
     for found in run_ranks(every, 4, {"gx": 2, "gz": 2, "plan": "auto"}):
         assert "keeps its weight quantized" in found["refused"] and one_sentence(found["refused"])
+        assert "names weight of the linear layer" in found["weights"] and one_sentence(found["weights"])
+        for name in OTHERS:
+            tried, expected = found[name], wanted[name]
+            assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)
+            assert tried["counts"] == expected["counts"] and len(tried["history"]) == len(expected["history"])
+            for entry, other in zip(tried["history"], expected["history"], strict=True):
+                assert entry == pytest.approx(other, rel=2e-4), name
+            torch.testing.assert_close(
+                torch.tensor(tried["logits"]), torch.tensor(expected["logits"]), rtol=0, atol=1e-4
+            )
         for name in MODELS:
             tried, expected = found[name], wanted[name]
             assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)

@@ -1,5 +1,6 @@
 import configparser
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from axonn_plugins import build_locks
+from axonn_plugins.cli import doctor as doctor_command
 from axonn_plugins.observe import doctor
 from axonn_plugins.observe.doctor import Check
 
@@ -45,6 +47,21 @@ def test_a_ready_environment(installed, capsys):
     assert doctor.main() == 0
     out = capsys.readouterr().out
     assert "a group of one rank works" in out and out.endswith("The core is ready.\n")
+
+
+def test_the_report_as_json(installed, capsys, monkeypatch):
+    monkeypatch.setattr(
+        doctor, "report", lambda: [Check("torch", "ok", "2.13.0"), Check("gloo", "problem", "no", "do")]
+    )
+    assert doctor_command.main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ready"] is False and found["checks"][1] == {
+        "name": "gloo",
+        "state": "problem",
+        "detail": "no",
+        "remedy": "do",
+        "core": True,
+    }
 
 
 def test_it_runs_as_a_program_without_a_traceback():

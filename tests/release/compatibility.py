@@ -165,14 +165,19 @@ def python_cells(folder: Path) -> Iterator[Cell]:
         )
 
 
-def torch_cells() -> Iterator[Cell]:
-    """Each torch: this environment's by the suite, others not at all where they bring CUDA."""
-    here = metadata.version("torch")
-    for number, version in newest("torch", on_index("torch") or [here]).items():
+def torch_cells(folder: Path) -> Iterator[Cell]:
+    """Each torch: this environment's by the suite, others where the index has a build for CPUs, which says so in its version."""
+    here, versions = metadata.version("torch"), on_index("torch")
+    for number, version in newest("torch", versions or [here]).items():
+        built = next((one for one in versions if minor(one) == number and one.endswith("+cpu")), None)
         if number == minor(here):
             yield Cell("torch", here, "everything below", "passes")
-        else:
+        elif built is None:
             yield Cell("torch", version, "the index has no build for CPUs alone", "not run")
+        else:
+            python = create(folder / f"torch-{built}", below=Path(site.getsitepackages()[0]))
+            pip(python, "--no-deps", f"torch=={built}")
+            yield Cell("torch", built, *pytest(python, SUITES["deepspeed"], SECONDS))
 
 
 def host_cells(name: str, folder: Path) -> Iterator[Cell]:
@@ -218,7 +223,7 @@ def main() -> int:
         folder = Path(name)
         for some in (
             python_cells(folder),
-            torch_cells(),
+            torch_cells(folder),
             host_cells("deepspeed", folder),
             host_cells("megatron-core", folder),
         ):

@@ -23,7 +23,7 @@ _OWN = {name for name in vars(nn.Module()) if name not in ("training",)} | {"for
 
 
 def plain(value: Any, owner: object = None) -> Hashable:
-    """What says whether two values are equal: numbers, words and collections of them by value, most else as itself.
+    """A key by which two values are equal: numbers, words and collections of them by value, most else as itself.
 
     Args:
         value: any.
@@ -53,7 +53,7 @@ def digest(tensor: Tensor) -> Hashable:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something else runs when the module is called."""
+    """True if something else runs when the module is called."""
     return any(
         getattr(module, f"_{kind}")
         for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
@@ -146,7 +146,7 @@ class Likeness:
         return dict(self._modules[name].named_modules())
 
     def attributes(self, name: str) -> dict[tuple[str, str], Hashable]:
-        """What the modules of a block hold besides tensors and modules, by (module, attribute)."""
+        """The attributes of a block's modules besides tensors and modules, by (module, attribute)."""
         return {
             (inner, attribute): plain(value, module)
             for inner, module in self.inside(name).items()
@@ -174,7 +174,7 @@ class Likeness:
 
     @property
     def reads(self) -> int:
-        """How much of what differs was read so far."""
+        """Number of reads so far of attributes that differ."""
         return sum(sum(differing.values()) for differing in self._differing.values())
 
     def _note(self, module: nn.Module, attribute: str) -> None:

@@ -1,4 +1,4 @@
-"""What a model on trial asks for: the answers of its layers in a simulated pass."""
+"""The answers of layers that a model on trial asks for in a simulated pass."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ class _Finder:
         return made
 
     def stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
-        """What splits the residual stream besides the pairs, and a sentence on it for the report."""
+        """Find the split of the residual stream besides the pairs, and a sentence on it for the report."""
         try:
             return self._stream(plan)
         except Exception as error:

@@ -39,7 +39,7 @@ def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int], bool]:
 
 
 def _of_copy(held: Any, memo: dict[int, Any]) -> Any:
-    """What a function that replaces a forward holds, such as the forward that it calls: the copy's in the place of the model's."""
+    """The copy of an object that a function in a forward's place holds, such as the forward that it calls: the copy's for the model's."""
     if isinstance(held, nn.Module):
         return memo.get(id(held), held)
     if isinstance(held, MethodType):
@@ -106,8 +106,13 @@ def embedding(width: int, number: int) -> Callable[[Tensor], Tensor]:
 
 
 def _settle(module: nn.Module, generator: torch.Generator) -> set[int]:
-    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches."""
+    """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches.
+
+    One that does not call all that it may call later does so where it has a method ``axonn_call_all``.
+    """
     drawn: set[int] = set()
+    if (call_all := getattr(module, "axonn_call_all", None)) is not None:
+        call_all()
     for name, buffer in module._buffers.items():
         if buffer is not None:
             real = buffer.is_floating_point()

@@ -59,7 +59,7 @@ class Group:
         return [Local(self.parent, self.counts, shares)] if self.counts else []
 
     def divides(self, shares: int) -> bool:
-        """Whether this many shares cut no head."""
+        """True if this many shares cut no head."""
         return self.heads is None or self.heads % shares == 0
 
 
@@ -91,7 +91,13 @@ class Judge:
         """Parts, counts and heads by trial on the smallest module around the group, or why there are none."""
         assert self.shadow is not None
         name = self._around(group, traced)
-        run = traced.run if name == traced.name else self.shadow.whole(name, traced.run.arguments[name])
+        run = traced.run
+        if name != traced.name:
+            try:
+                run = self.shadow.whole(name, run.arguments[name])
+            except Exception as error:
+                let_out(error)
+                name = traced.name  # alone it is not called as it was, as with a cache that has been filled since
         common = math.gcd(*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0])
         probes = [p for p in _PRIMES if common % p == 0]
         if not probes:
@@ -133,7 +139,7 @@ class Judge:
                 yield Group(group.normal, group.transposed, part, None, counts)
 
     def _fails(self, group: Group, name: str, run: Run, shares: int, every: bool = True) -> Exception | None:
-        """What goes wrong in a share of the module `name`, if anything does."""
+        """The error of a share of the module `name`, if there is one."""
         assert self.shadow is not None
         module = self.shadow.modules[group.parent]
         if any((read_count(module, count) or 1) % shares for count in group.counts):
@@ -163,7 +169,7 @@ class Judge:
         return group if self.fits(group) else self.reasons[group.transposed]
 
     def fits(self, group: Group) -> bool:
-        """Whether the grid can split the group; `reasons` of its layers say why not."""
+        """True if the grid can split the group; `reasons` of its layers say why not."""
         problem = None
         if not group.divides(self.grid.gx):
             problem = f"{group.heads} heads do not divide by gx = {self.grid.gx}"

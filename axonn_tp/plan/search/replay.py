@@ -27,7 +27,7 @@ class Related(Protocol):
         """Which part of the whole pass' tensor this one is, and what it was made of; nothing where it is no part."""
 
     def entering(self, tensor: Tensor, part: Hashable) -> Tensor:
-        """What a block is given for a tensor."""
+        """The tensor that a block is given in the place of another."""
 
     def answer(self, whole: Tensor, part: Hashable) -> Tensor:
         """That part of what the whole pass returned."""
@@ -153,7 +153,7 @@ def _shape(leaf: Any) -> Hashable:
 
 
 def _overlap(arguments: list[Any], results: list[Any], passed: Mapping[int, int]) -> bool:
-    """Whether a result shares memory with another tensor, without being that very argument."""
+    """True if a result shares memory with another tensor, without being that very argument."""
     taken = {_memory(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
     for number, result in enumerate(results):
         if isinstance(result, Tensor) and number not in passed:

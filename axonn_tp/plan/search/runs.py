@@ -1,4 +1,4 @@
-"""What one pass of a shadow leaves behind, and how its layers take part in a share."""
+"""Records of one pass of a shadow, and the part that its layers take in a share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Cut:
-    """How one linear takes part in a share: ``parts`` None for the layer that ends a pair, else the equal matrices of its output."""
+    """The part of one linear in a share: ``parts`` None for the layer that ends a pair, else the equal matrices of its output."""
 
     share: int
     shares: int
@@ -72,7 +72,7 @@ class Run:
     blocks: dict[str, Call] = field(default_factory=dict)
 
     def tensors(self, name: str) -> tuple[tuple[int, int], ...]:
-        """What the linear `name` read: equal for two linears that read the same tensors."""
+        """The tensors that the linear `name` read: equal for two linears that read the same ones."""
         return tuple((id(tensor), version) for tensor, version in self.read[name])
 
     def settle(self) -> None:
@@ -108,12 +108,12 @@ def check_same(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def equal(got: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal, activations up to rounding."""
+    """True if two tensors are equal, activations up to rounding."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     return same(got, expected) if got.is_floating_point() else torch.equal(got, expected)
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape are equal up to rounding."""
+    """True if two tensors of one shape are equal up to rounding."""
     return torch.allclose(got.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)

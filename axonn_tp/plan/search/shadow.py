@@ -105,7 +105,7 @@ class Shadow:
 
     @property
     def reads(self) -> int:
-        """How much was read so far of what differs between repeated blocks."""
+        """Number of reads so far of attributes that differ between repeated blocks."""
         return self.likeness.reads if self.likeness is not None else 0
 
     def whole(self, name: str, arguments: tuple[tuple, dict[str, Any]]) -> Run:
@@ -245,7 +245,7 @@ class Shadow:
     def seated(
         self, seat: Answers, run: Run, cuts: Mapping[str, Cut], counts: list[Local], reuse: bool
     ) -> list[Tensor]:
-        """What the model returns in a pass on a share of its stream; with `reuse`, of blocks that are alike one is run.
+        """The model's outputs in a pass on a share of its stream; with `reuse`, of blocks that are alike one is run.
 
         Raises:
             Mismatch: a layer did not get what it is to get.
@@ -264,7 +264,7 @@ class Shadow:
 
     @staticmethod
     def reaches(tensor: Tensor, leaves: list[Tensor]) -> bool:
-        """Whether `tensor` was made of one of the leaves."""
+        """True if `tensor` was made of one of the leaves."""
         return bool(Reach({id(leaf): 1 for leaf in leaves})(tensor))
 
     def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int = 0) -> list[Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.layers.rms_norm import is_rms_norm
 from axonn_tp.plan.own_faults import let_out
+from axonn_tp.plan.placement import kept_whole
 from axonn_tp.plan.report import collapse
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.copies import is_embedding
@@ -43,7 +44,7 @@ class Seat:
 
     @property
     def trivial(self) -> bool:
-        """Whether the share is the whole stream."""
+        """True if the share is the whole stream."""
         return self.grid.gy == 1 and not (self.tokens and self.grid.gx > 1)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Seat:
         return F.pad(tensor, (0, 0, 0, -tensor.shape[-2] % self.grid.gx)).chunk(self.grid.gx, -2)[self.x]
 
     def holds(self, got: Tensor, whole: Tensor) -> bool:
-        """Whether `got` is the share of `whole`, padding aside."""
+        """True if `got` is the share of `whole`, padding aside."""
         expected = self.of(whole)
         if got.shape != expected.shape:
             return False
@@ -66,7 +67,7 @@ class Seat:
 
 
 class StreamPass:
-    """What layers answer in one simulated pass on a share of the stream.
+    """The answers of layers in one simulated pass on a share of the stream.
 
     Args:
         shadow: the model.
@@ -154,7 +155,7 @@ class StreamPass:
         return self._answer(result, "whole")
 
     def part(self, got: Tensor, whole: Tensor) -> Hashable:
-        """Whether a block's tensor is whole or a share of the stream, and what it was made of; nothing where it is neither."""
+        """A key that tells a whole tensor of a block from a share of the stream, and by its origin; nothing where it is neither."""
         kinds = tuple(kind for kind, leaves in self._leaves.items() if self._shadow.reaches(got, leaves))
         if whole.requires_grad and self._seat.holds(got, whole):
             return "share", kinds, got.requires_grad
@@ -235,8 +236,10 @@ class Stream:
 
 def stream_modules(model: nn.Module, width: int) -> tuple[set[str], set[str]]:
     """Names of the embeddings and norms over `width` features that could be part of a split stream."""
-    embeddings, norms = set(), set()
+    embeddings, norms, whole = set(), set(), kept_whole(model)
     for name, module in model.named_modules():
+        if id(module) in whole:
+            continue
         if is_embedding(module) and module.embedding_dim == width:
             if not (module.max_norm or module.scale_grad_by_freq or module.sparse):
                 embeddings.add(name)

@@ -38,9 +38,18 @@ class Command:
 
 COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "doctor": Command("say what is installed, what works here and what is missing", "axonn_plugins.cli.doctor"),
+    "check": Command(
+        "say what a ds_config.json comes to, without starting a rank", "axonn_plugins.cli.check", "DS_CONFIG [SCRIPT]"
+    ),
+    "completion": Command(
+        "print the completion of these commands for a shell", "axonn_plugins.cli.completion", "SHELL"
+    ),
     "schema": Command('print the JSON schema of the "axonn" block', "axonn_plugins.cli.schema"),
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
+    ),
+    "report": Command(
+        "a run as one HTML page: loss, throughput, memory, communication", "axonn_plugins.cli.report", "RUN"
     ),
     "layers": Command(
         'what plan = "auto" makes of a model\'s layers, and what each sends', "axonn_plugins.cli.layers", "MODEL"

@@ -9,7 +9,13 @@ from axonn_plugins.observe import doctor
 
 @dataclass(frozen=True)
 class Options:
-    """Say what of the suite and its hosts works in this environment, and what to do about the rest."""
+    """Say what of the suite and its hosts works in this environment, and what to do about the rest.
+
+    Attributes:
+        json: one JSON object instead, for programs: ready, and checks with name, state, detail, remedy and core.
+    """
+
+    json: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -17,5 +23,5 @@ def main(arguments: list[str]) -> int:
     if arguments:  # else nothing is imported that a broken installation may lack
         from axonn_plugins.cli.options import read
 
-        read(Options, arguments, "axonn doctor")
+        return doctor.main(read(Options, arguments, "axonn doctor").json)
     return doctor.main()

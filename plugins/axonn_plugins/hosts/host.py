@@ -1,4 +1,4 @@
-"""What a system says of itself, in terms of no host, and what a host gives a system: the moments of a training run.
+"""The interface of systems, in terms of no host, and of hosts: the moments of a training run.
 
 A system of one's own is a `System` and the `Block` of its key; see docs/design.md.
 """
@@ -17,7 +17,7 @@ from axonn_tp import Mesh, layout_of
 
 
 class Host(Protocol):
-    """What a system may ask of the framework that trains.
+    """The framework that trains, as a system sees it.
 
     Attributes:
         model: this rank's part of the model.
@@ -36,10 +36,10 @@ class Host(Protocol):
         """Names of this rank's parameters in the serial model."""
 
     def stages_with(self, name: str) -> int:
-        """How many stages of a pipeline hold a parameter of this name; 1 where it is not tied."""
+        """Number of stages of a pipeline that hold a parameter of this name; 1 where it is not tied."""
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts a parameter in a sum over all ranks, so that no replica is counted twice."""
+        """True if this rank counts a parameter in a sum over all ranks, so that no replica is counted twice."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class System:
         """The optimizer has made a step, or skipped it for an overflow."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, the same on all ranks."""
+        """The state that a checkpoint keeps, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Run:
         return 1
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts a parameter in a sum over all ranks."""
+        """True if this rank counts a parameter in a sum over all ranks."""
         layout = layout_of(parameter)
         return layout.counted_here(self.mesh.over(layout.grid).coordinates, _AXES)
 

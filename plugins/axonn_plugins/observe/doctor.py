@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -85,17 +86,19 @@ def report() -> list[Check]:
     return [check for section in core + rest for check in _guarded(section, core=section in core)]
 
 
-def main() -> int:
-    """Print the report; 0 when what the core needs is there, 1 otherwise."""
+def main(as_json: bool = False) -> int:
+    """Print the report, as text or as one JSON object; 0 when what the core needs is there, 1 otherwise."""
     checks = report()
-    names, states = max(len(check.name) for check in checks), max(len(check.state) for check in checks)
-    lines = []
-    for check in checks:
-        lines.append(f"{check.name:<{names}}  {check.state:<{states}}  {check.detail}")
-        if check.remedy:
-            lines.append(f"{'':<{names}}  {'':<{states}}  -> {check.remedy}")
     broken = [check.name for check in checks if check.core and check.state in ("missing", "problem")]
-    print(*lines, "", f"The core is not ready: {', '.join(broken)}." if broken else "The core is ready.", sep="\n")
+    if as_json:
+        print(json.dumps({"ready": not broken, "checks": [asdict(check) for check in checks]}, indent=1))
+        return 1 if broken else 0
+    names, states = max(len(check.name) for check in checks), max(len(check.state) for check in checks)
+    for check in checks:
+        print(f"{check.name:<{names}}  {check.state:<{states}}  {check.detail}")
+        if check.remedy:
+            print(f"{'':<{names}}  {'':<{states}}  -> {check.remedy}")
+    print("", f"The core is not ready: {', '.join(broken)}." if broken else "The core is ready.", sep="\n")
     return 1 if broken else 0
 
 

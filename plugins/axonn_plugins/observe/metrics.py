@@ -14,6 +14,7 @@ from typing import Any
 
 from axonn_plugins.observe.events import Events
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.trackers import trackers
 
 GIB = 2**30
 
@@ -36,7 +37,8 @@ class MetricsLogger:
     """Writes one run's metrics; rank 0 alone creates it.
 
     `metrics.jsonl` holds one JSON object a step, `{"step": …, name: value, …}`, and is the source of `loss.png`; a
-    number that is not finite is written as null, because JSON has no NaN. TensorBoard events go to `tensorboard/`.
+    number that is not finite is written as null, because JSON has no NaN. TensorBoard events go to `tensorboard/`, and the same numbers
+    to Weights & Biases or MLflow where ``AXONN_TRACK`` names them.
 
     Args:
         run_dir: The run's folder; created where missing.
@@ -52,7 +54,10 @@ class MetricsLogger:
         _keep_until(self.path, last_kept)
         self._file = self.path.open("a", encoding="utf-8")
         # purge_step hides what an earlier attempt wrote for the steps that are run again.
-        self._events = Events(self.run_dir / "tensorboard", purge_step=last_kept + 1)
+        self._sinks = [
+            Events(self.run_dir / "tensorboard", purge_step=last_kept + 1),
+            *trackers(self.run_dir, resume_step is not None),
+        ]
 
     def log(self, step: int, **values: Any) -> None:
         """Write a step's values: numbers, 0-dim tensors, strings or None. `loss` and `val_loss` are what is plotted."""
@@ -60,13 +65,16 @@ class MetricsLogger:
         # One write and a flush: a kill tears the last line at most.
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        self._events.add(step, {name: value for name, value in record.items() if isinstance(value, (int, float))})
+        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float)) and name != "step"}
+        for sink in self._sinks:
+            sink.add(step, numbers)
 
     def finish(self) -> None:
         """Close the files and draw `loss.png` from every step that metrics.jsonl holds, if any has a loss."""
         self._file.close()
-        self._events.close()
-        _plot_loss(_read(self.path), self.run_dir / "loss.png")
+        for sink in self._sinks:
+            sink.close()
+        _plot_loss(read_metrics(self.path), self.run_dir / "loss.png")
 
 
 def format_step(
@@ -140,7 +148,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file; what does not parse was torn by a kill and is left out."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -154,7 +162,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _keep_until(path: Path, last_step: int) -> None:
     if not path.exists():
         return
-    kept = [record for record in _read(path) if record["step"] <= last_step]
+    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
     new = path.with_name(path.name + ".new")
     with new.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in kept)

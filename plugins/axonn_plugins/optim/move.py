@@ -13,7 +13,6 @@ from torch import Tensor
 from axonn_plugins.optim.index import Index
 from axonn_plugins.optim.state import MASTER, agreed, keys_of, own_value
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
-from axonn_plugins.optim.tiles import settle
 
 State = Mapping[Tensor, Mapping[str, Any]]
 
@@ -27,7 +26,6 @@ class Layout:
     """
 
     def __init__(self, stores: Sequence[Store], state: State) -> None:
-        settle(store.device for store in stores if store.host)
         self.stores, self.state = stores, dict(state)
         self.indices = {entry: entry.index for store in stores for entry in store.entries}
         self.kept = {entry: entry.kept for store in stores for entry in store.entries}
@@ -134,6 +132,7 @@ def _both(
             where = where[:0]
         numbers = numbers[where]
     cuts = torch.searchsorted(numbers, torch.tensor(edges, device=device))
+    # The host has waited for the device: states that are on their way to its memory are there.
     return where, cuts.diff().tolist()
 
 

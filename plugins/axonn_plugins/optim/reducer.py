@@ -168,7 +168,6 @@ class Reducer:
         """Wait for what is under way, and have no gradients any more."""
         if self._seen:
             self.finish()
-        self._wait()
         for entry, bucket in self._bucket_of.items():
             entry.filled = entry.arrived = bucket.reduced = False
             if bucket.transient:

@@ -31,7 +31,6 @@ def load_masters(stores: list[Store], size: int) -> None:
         stores: all of them.
         size: elements read at a time.
     """
-    settle(store.device for store in stores if store.host)
     for store in stores:
         for segment in store.segments if store.master is not None else ():
             _load_master(segment, size)
@@ -41,6 +40,7 @@ def _load_master(segment: Segment, size: int) -> None:
     entry = segment.entry
     for done, weights in zip(range(0, segment.length, size), segment.weights.split(size), strict=True):
         begin = segment.begin + done
+        # What is on its way to host memory is there when the host has this.
         low = entry.read(entry.flat, begin, begin + weights.numel()).to(weights.device)
         weights.copy_(torch.where(weights.to(low.dtype) == low, weights, low))
 
@@ -153,7 +153,6 @@ def write_state(
         read: by entry, vectors of this entry's kept elements; see `on_index`.
         size: elements written at a time.
     """
-    settle(store.device for store in stores if store.host)
     optimizer.state.clear()
     for store in stores:
         store.states.clear()
@@ -162,6 +161,7 @@ def write_state(
             mine: dict[str, Any] = {}
             for key, value in read[segment.entry].items():
                 if isinstance(value, Tensor) and value.dim() == 1:
+                    # Of the device: what is on its way to host memory is there when this has come.
                     part = value[segment.begin : segment.begin + segment.length]
                     if key != MASTER:
                         kept = store.state_of(key, segment, part.dtype) if store.host else torch.empty_like(part)

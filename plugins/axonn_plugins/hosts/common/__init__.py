@@ -1,1 +1,1 @@
-"""What all hosts need."""
+"""The parts of hosts that all of them need."""

@@ -1,4 +1,4 @@
-"""Whether all ranks can go on, and with the same thing."""
+"""Agreement of all ranks on whether they can go on, and with the same settings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 
 def gather(mine: Any) -> list[Any]:
-    """What every rank has.
+    """Gather an object of every rank.
 
     Raises:
         ConfigError: one has ended.

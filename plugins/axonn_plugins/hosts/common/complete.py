@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def _everyone(work: Callable[[], T]) -> list[T]:
-    """What the work gives on each rank; where it fails on one it fails on all, so that none waits for another.
+    """Do the work on each rank and gather the results; where it fails on one it fails on all, so that none waits for another.
 
     Args:
         work: communicates nothing.
@@ -45,7 +45,7 @@ def _everyone(work: Callable[[], T]) -> list[T]:
 
 
 def _same(work: Callable[[], T], what: str) -> T:
-    """What the work gives on every rank.
+    """Do the work on every rank, and check that its result is the same on all.
 
     Raises:
         ConfigError: it differs.

@@ -79,13 +79,13 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def kind(value: Any) -> str:
-    """What can be told of a leaf without its elements."""
+    """The properties of a leaf that can be told without its elements."""
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """What tells how far a tensor is from another of the same shape.
+    """Sums over a tensor that tell its distance from another of the same shape.
 
     Attributes:
         kind: see `kind`.

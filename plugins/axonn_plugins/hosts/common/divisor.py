@@ -1,4 +1,4 @@
-"""What a model divides its loss by: the number of targets that count, as `torch.nn.functional.cross_entropy` does, or something else."""
+"""The divisor of a model's loss: the number of targets that count, as in `torch.nn.functional.cross_entropy`, or another."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OF_PRUNED = (
 
 
 def needs_whole_matrices(name: str) -> bool:
-    """Whether an optimizer of this name would compute something else on shards."""
+    """True if an optimizer of this name would compute another step on shards."""
     return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
 
 

@@ -46,7 +46,7 @@ def experts_of(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Exper
 
 
 def _is_mixture(model: nn.Module) -> bool:
-    """Whether the class of any module is named after mixtures: a configuration may be that of a model without any."""
+    """True if the class of any module is named after mixtures: a configuration may be that of a model without any."""
     return any(
         re.search(r"(MoE|Moe|MoeBlock|MoELayer|SparseMLP)$", type(module).__name__) for module in model.modules()
     )
@@ -81,7 +81,7 @@ def expert_ranks_for(found: Mapping[str, Experts], grid: Grid, block: Ted) -> in
 
 
 def cuts_for(found: Mapping[str, Experts], ranks: int) -> dict[str, Mapping[str, Cut]]:
-    """How the parameters of each experts module lie on so many tensor ranks: those that cannot be split stay whole on each."""
+    """Cuts of the parameters of each experts module for so many tensor ranks: those that cannot be split stay whole on each."""
     known: dict[Any, Mapping[str, Cut] | None] = {}
     cuts = {}
     for name, experts in found.items():
@@ -94,7 +94,7 @@ def cuts_for(found: Mapping[str, Experts], ranks: int) -> dict[str, Mapping[str,
 
 
 def described(found: Mapping[str, Experts], cuts: Mapping[str, Mapping[str, Cut]], ranks: int) -> str:
-    """What became of the experts, a line for each kind."""
+    """Lines for the log on the experts, one for each kind."""
     lines: dict[str, int] = {}
     for name, experts in found.items():
         kept = any(cut.dim is not None for cut in cuts[name].values())

@@ -1,4 +1,4 @@
-"""What must be the same on every rank that starts an engine: the configuration, the arguments, the model, the versions.
+"""The fingerprint of a rank that starts an engine, the same on every rank: the configuration, the arguments, the model, the versions.
 
 Ranks on which a learning rate, a clipping or a width differs would train on, each by its own: `agreement.compare` has
 them compare these facts, by name, so that what differs can be named.
@@ -39,7 +39,7 @@ BY_RANK = {
 _PLACES = re.compile(r"(^|[._])(path|file|folder|dir|name_or_path)$")
 """Names of keys that say where on a node something lies."""
 _DEVICE = re.compile(r"(cuda|xpu|npu|hpu):\d+|0x[0-9a-f]+")
-"""What of a text belongs to this rank's device or memory."""
+"""Parts of a text that belong to this rank's device or memory."""
 
 
 def of_configuration(raw: Mapping[str, Any]) -> Facts:
@@ -76,7 +76,7 @@ def of_model(model: nn.Module) -> Facts:
 
 
 def of_arguments(model: nn.Module, optimizer: Any, parameters: Any, scheduler: Any) -> Facts:
-    """What the script gives `deepspeed.initialize`: which parameters are trained, how, and by what schedule."""
+    """Facts on the arguments of `deepspeed.initialize`: the parameters that are trained, their options and their schedule."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     facts = {}
     if isinstance(optimizer, torch.optim.Optimizer):

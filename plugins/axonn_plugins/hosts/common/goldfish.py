@@ -55,7 +55,7 @@ class LabelMask:
             self._shifts = block.labels == "labels" and _is_causal_of_transformers(model)
 
     def active(self, training: bool) -> bool:
-        """Whether labels are masked in a model that trains, or does not."""
+        """True if labels are masked in a model that trains, or that does not."""
         return training or self.block.evaluation
 
     def arguments(self, inputs: tuple, keywords: dict[str, Any], training: bool) -> tuple[tuple, dict[str, Any]]:
@@ -105,7 +105,7 @@ class LabelMask:
         readers: dist.ProcessGroup | None,
         device: torch.device,
     ) -> Weight | None:
-        """What makes the mean of the readers' losses the mean over all kept targets, as one process computes it.
+        """The weight that makes the mean of the readers' losses the mean over all kept targets, as one process computes it.
 
         Args:
             inputs: what `arguments` returned: given by place,
@@ -162,7 +162,7 @@ class LabelMask:
         return goldfish_labels(labels, block.k, block.h, shifts=self._shifts, **settings)  # type: ignore[arg-type]
 
     def several(self, labels: Any) -> Any:
-        """What a PipelineModule's loss gets as labels: a tensor, or several of which the key says the place.
+        """The labels that a PipelineModule's loss gets, masked: a tensor, or several of which the key says the place.
 
         Raises:
             ConfigError: it says none.
@@ -218,7 +218,7 @@ class Weight:
             self._watch.__exit__(*error)
 
     def of(self, output: Any) -> Any:
-        """What a model returned, with its loss weighed: a scalar, what is named `loss`, or the first scalar of several."""
+        """Weigh the loss in the output of a model: a scalar, an entry named `loss`, or the first scalar of several."""
         self._work.wait()
         if self._watch is not None and not self._divisor.known:
             self._divisor.agree(self._watch, self._readers, self._device)

@@ -14,7 +14,7 @@ from axonn_tp import Mesh, layout_of
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """What it updates, in the order of its groups, which is that of its state dict."""
+    """The parameters that it updates, in the order of its groups, which is that of its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -1,4 +1,4 @@
-"""What happens when DeepSpeed parses a configuration that holds the ``"axonn"`` block.
+"""The hook that runs when DeepSpeed parses a configuration with the ``"axonn"`` block.
 
 The block is checked against itself, against the rest of the configuration and against the number of ranks, before
 any group is made; DeepSpeed's batch arithmetic is given the gz·gdata ranks that read different data; and
@@ -85,7 +85,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
 
 
 def _without_states(raw: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed should obey where the optimizer's states are ours."""
+    """The configuration that DeepSpeed is to obey where the optimizer's states are ours."""
     zero = {key: value for key, value in section(raw, "zero_optimization").items() if key != "offload_optimizer"}
     types = {key: value for key, value in section(raw, "data_types").items() if key != "grad_accum_dtype"}
     return {**raw, "zero_optimization": {**zero, "stage": 0}, "data_types": types}

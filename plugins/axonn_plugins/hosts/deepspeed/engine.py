@@ -28,6 +28,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
     agree,
     check_shapes,
     facts_of,
+    refuse_adapted_weights,
     refuse_experts,
     refuse_quantized,
 )
@@ -106,7 +107,7 @@ def choose_sizes(
 
 @dataclass
 class Split:
-    """What becomes of a model.
+    """The split of a model: the kind and the placement of each layer that changes.
 
     Attributes:
         plan: by layer.
@@ -178,7 +179,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         return block.tensor_parallel or TensorParallel.model_validate({})
 
     def _find_split(self, model: nn.Module) -> Split:
-        """What becomes of the model; communicates nothing and changes nothing.
+        """Find the split of the model; communicates nothing and changes nothing.
 
         Raises:
             ValueError: it cannot be split.
@@ -186,6 +187,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         try:
             refuse_experts(model)
             refuse_quantized(model)
+            refuse_adapted_weights(model)
             return self._dense_split(model) if self._splits else Split({})
         except ValueError as error:
             raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None

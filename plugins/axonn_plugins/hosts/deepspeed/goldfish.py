@@ -16,7 +16,7 @@ from axonn_plugins.hosts.deepspeed.states_config import take_over
 
 
 class GoldfishEngine(MaskedLabels):
-    """What `deepspeed.initialize` returns; in float64, which DeepSpeed does not sum, one of ours."""
+    """The engine of `deepspeed.initialize` with the goldfish loss alone; in float64, which DeepSpeed does not sum, one of ours."""
 
     def __new__(cls, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> Any:  # noqa: D102
         doubles = any(parameter.dtype == torch.float64 for parameter in model.parameters())

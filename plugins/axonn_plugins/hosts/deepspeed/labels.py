@@ -15,7 +15,7 @@ from axonn_plugins.hosts.deepspeed.sections import enabled, refuse, refuse_pipel
 
 
 def mask_of(block: Axonn, model: nn.Module) -> LabelMask | None:
-    """What masks the labels of a model's calls; None without the key.
+    """The mask for the labels of a model's calls; None without the key.
 
     Raises:
         ConfigError: the model takes none.

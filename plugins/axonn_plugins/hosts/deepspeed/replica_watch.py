@@ -1,4 +1,4 @@
-"""Whether ranks that compute the same have the same, all run long: inputs, random state, outputs, gradients, parameters.
+"""A watch, all run long, over ranks that compute the same: inputs, random state, outputs, gradients, parameters.
 
 Every call of the model compares its arguments between ranks that read the same samples, and the random state between those of
 an x-y plane, before it computes; digests of a few bytes travel. Every `check_every` steps also outputs, the gradients that come back for them, and all
@@ -140,7 +140,7 @@ class ReplicaWatch:
 
     @property
     def due(self) -> bool:
-        """Whether the step under way is looked at."""
+        """True if the step under way is looked at."""
         return self.steps < _FIRST or (self.steps + 1) % self.every == 0
 
     def watch(self, outputs: Any) -> None:

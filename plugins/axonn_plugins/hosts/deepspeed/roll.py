@@ -1,4 +1,4 @@
-"""What each rank's newest DeepSpeed configuration is, for ranks that would wait for one which has no block.
+"""The newest DeepSpeed configuration of each rank, for ranks that would wait for one whose configuration has no block.
 
 Standard library only, as no configuration may hold one.
 """

@@ -14,7 +14,7 @@ from axonn_plugins.hosts.common.elementwise import needs_whole_matrices as needs
 from axonn_plugins.optim.by_parameter import reason_against
 
 Refusal = tuple[bool, str]
-"""Whether a setting is refused, and the sentence that says so."""
+"""A pair: true if a setting is refused, and the sentence that says so."""
 
 
 def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -24,12 +24,12 @@ def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def enabled(raw: Mapping[str, Any], key: str) -> bool:
-    """Whether a section says that it is on."""
+    """True if a section says that it is on."""
     return section(raw, key).get("enabled", False) is True
 
 
 def on(zero: Mapping[str, Any], key: str) -> bool:
-    """Whether state is kept elsewhere than on the device."""
+    """True if state is kept elsewhere than on the device."""
     return section(zero, key).get("device", "none") != "none"
 
 
@@ -77,7 +77,7 @@ def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:
 
 
 def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
-    """What DeepSpeed still reads under names that it has given up, and the checks of the block would not see."""
+    """Refusals of names that DeepSpeed has given up but still reads, and the checks of the block would not see."""
     zero = raw.get("zero_optimization")
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     return [
@@ -107,7 +107,7 @@ def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
 
 
 def own_names(raw: Mapping[str, Any]) -> tuple[str, str]:
-    """What DeepSpeed calls the weights' type."""
+    """DeepSpeed's names of the weights' type."""
     names = {"fp16": ("fp16", "float16"), "bf16": ("bf16", "bfloat16")}
     return next((name for half, name in names.items() if enabled(raw, half)), ("fp32", "float32"))
 

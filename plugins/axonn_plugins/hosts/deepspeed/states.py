@@ -58,11 +58,11 @@ class EngineHost:
         return {parameter: names.outward(name) for name, parameter in self.model.named_parameters()}
 
     def stages_with(self, name: str) -> int:
-        """How many stages of a pipeline hold a parameter of this name."""
+        """Number of stages of a pipeline that hold a parameter of this name."""
         return self._engine._copies(name)
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts a parameter in a sum over all ranks."""
+        """True if this rank counts a parameter in a sum over all ranks."""
         return self._engine._counts(parameter)
 
 
@@ -75,7 +75,7 @@ class OwnStates(CheckedCheckpoints):
     _own_block: Axonn | None = None
     _own_stage, _own_key = 0, "axonn"
     _stock_experts = False
-    """Whether experts are DeepSpeed's own."""
+    """True if experts are DeepSpeed's own."""
     composition: Composition | None = None
 
     def _own_states(self, config_class: Any, optimizer: Any) -> None:
@@ -153,7 +153,7 @@ class OwnStates(CheckedCheckpoints):
                 setattr(self, name, getattr(self, configure)())
 
     def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
-        """What DeepSpeed's sections say of the optimizer."""
+        """Settings of the optimizer that stand in DeepSpeed's sections."""
         raw = self._config.axonn_raw
         zero, made = section(raw, "zero_optimization"), dict[str, Any]()
         elements = zero.get("reduce_bucket_size")
@@ -181,7 +181,7 @@ class OwnStates(CheckedCheckpoints):
 
     @contextmanager
     def _coalesced(self) -> Iterator[None]:
-        """What `coalesce_grad_reduction` is then: backward passes inside only accumulate, and what they make is reduced once.
+        """The `coalesce_grad_reduction` of such an engine: backward passes inside only accumulate, and the sum is reduced once.
 
         Raises:
             ConfigError: a pipeline's engine, which does so with every batch.

@@ -1,4 +1,4 @@
-"""What the rest of a configuration may be where the optimizer's states are ours: beside ``axonn.samo`` and ``axonn.offload_optimizer``."""
+"""Conditions on the rest of a configuration where the optimizer's states are ours: beside ``axonn.samo`` and ``axonn.offload_optimizer``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def owner(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> str | None:
 
 
 def has_states(raw: Mapping[str, Any]) -> bool:
-    """Whether there are states to share out, to keep in float32 or in host memory, or an optimizer that looks at whole matrices."""
+    """True if there are states to share out, to keep in float32 or in host memory, or an optimizer that looks at whole matrices."""
     zero = section(raw, "zero_optimization")
     kind = str(section(raw, "optimizer").get("type", ""))
     kept = zero.get("stage", 0) > 0 or enabled(raw, "bf16") or enabled(raw, "fp16") or on(zero, "offload_optimizer")

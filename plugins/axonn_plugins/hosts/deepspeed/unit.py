@@ -1,4 +1,4 @@
-"""What DeepSpeed asks of a model parallel unit (mpu), answered by the mesh."""
+"""The model parallel unit (mpu) that DeepSpeed asks for, answered by the mesh."""
 
 from __future__ import annotations
 

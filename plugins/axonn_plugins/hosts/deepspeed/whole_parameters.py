@@ -33,7 +33,7 @@ _stock: dict[str, Callable[..., Any]] = {}
 
 
 class Whole:
-    """What a split parameter carries of the mesh it is split on.
+    """The mesh that a split parameter carries, and its layout there.
 
     Args:
         parameter: this rank's shard.
@@ -80,7 +80,7 @@ class Whole:
 
 
 class Held:
-    """What a parameter carries of an optimizer of ours, where DeepSpeed's functions find its gradient, weights and states.
+    """The optimizer of ours that a parameter carries, where DeepSpeed's functions find its gradient, weights and states.
 
     Args:
         optimizer: the optimizer.
@@ -151,7 +151,7 @@ def _lead(name: str) -> None:
 
 
 def answer(name: str, *given: Any, **named: Any) -> Any:
-    """What one of DeepSpeed's functions returns; of a parameter that is not split, what it always did."""
+    """The answer of one of DeepSpeed's functions; for a parameter that is not split, DeepSpeed's own."""
     stock: Any = _stock[name]
     arguments = stock.__signature__.bind(*given, **named).arguments
     if name == _CHANGE:
@@ -184,7 +184,7 @@ def _ours(parameter: nn.Parameter) -> bool:
 
 
 class Gathered:
-    """What `GatheredParameters` does to parameters that are split over the grid.
+    """The effect of `GatheredParameters` on parameters that are split over the grid.
 
     Args:
         parameters: those that were named.

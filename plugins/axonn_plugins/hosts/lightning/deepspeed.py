@@ -76,7 +76,7 @@ def _sampler_of_reader(original: property) -> property:
 
 
 def _predicting(strategy: Any) -> bool:
-    """Whether batches are not padded, so that ranks may have unequal numbers; ranks of z gather weights together, and then read the same."""
+    """True if batches are not padded, so that ranks may have unequal numbers; ranks of z gather weights together, and then read the same."""
     trainer = getattr(getattr(strategy, "lightning_module", None), "_trainer", None)
     return trainer is not None and trainer.state.fn == "predict"
 

@@ -31,7 +31,7 @@ def save_file(io: Any, checkpoint: Any, path: Any, storage_options: Any = None) 
 
 
 def is_folder(path: Any) -> bool:
-    """Whether it is a folder of shards; the older one counts while a newer one takes its place."""
+    """True if it is a folder of shards; the older one counts while a newer one takes its place."""
     return any((Path(f"{path}{state}") / MARKER).is_file() for state in ("", ".replaced"))
 
 

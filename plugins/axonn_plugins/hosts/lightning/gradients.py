@@ -46,7 +46,7 @@ class Gradients:
 
     @property
     def unsummed(self) -> bool:
-        """Whether this rank has gradients of which no sum over readers has been made."""
+        """True if this rank has gradients of which no sum over readers has been made."""
         return self._syncing and any(reducer.unsummed for reducer in self._reducers)
 
     @contextmanager

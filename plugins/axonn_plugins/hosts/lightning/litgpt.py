@@ -16,7 +16,7 @@ _DRAWS = (
     "litgpt.finetune.adapter",
     "litgpt.finetune.adapter_v2",
 )
-"""What draws weights of its own while the model is made, which one process draws in that order."""
+"""Modules that draw weights of their own while the model is made, which one process draws in that order."""
 
 _ALONE = "litgpt.finetune.lora"
 """Generates an example on the first rank alone, which has only a part of the model."""

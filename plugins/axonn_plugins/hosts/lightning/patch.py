@@ -1,4 +1,4 @@
-"""What Lightning learns of us, and when: the name ``"axonn"``, which class `AxonnStrategy` becomes, LitGPT's switch."""
+"""Changes to Lightning, and their time: the name ``"axonn"``, the class that `AxonnStrategy` becomes, LitGPT's switch."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Replicas:
 
 
 class Readers(int):
-    """How many ranks read different data, as a sampler's number of replicas."""
+    """Number of ranks that read different data, as a sampler's number of replicas."""
 
 
 _made: list[Mesh] = []

@@ -1,4 +1,4 @@
-"""What `AxonnStrategy` is told: sizes, plan and options, from arguments or from the environment."""
+"""The settings of `AxonnStrategy`: sizes, plan and options, from arguments or from the environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES = ("full", "sharded")
 
 @dataclass(frozen=True)
 class Settings:
-    """How models are split and saved.
+    """Settings by which models are split and saved.
 
     Attributes:
         gx: ranks along x.

@@ -1,4 +1,4 @@
-"""What Fabric's strategy and the Trainer's have in common: the grid, who reads what, how a model is split, whose sums count."""
+"""The common part of Fabric's strategy and the Trainer's: the grid, readers of data, the split of a model, and sums."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class AxonnStrategy:
 
     @property
     def world_size(self) -> int:
-        """How many ranks read different data: what batch sizes are divided by."""
+        """Number of ranks that read different data: batch sizes are divided by it."""
         return self.grid.batch
 
     @property
@@ -154,12 +154,12 @@ class AxonnStrategy:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several readers; Lightning asks this for samplers and metrics."""
+        """True if there are several readers; Lightning asks this for samplers and metrics."""
         return self.grid.batch > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """What a sampler deals out to, and this rank's number there; None where all ranks read all data."""
+        """Arguments of samplers: the number of readers, and this rank's number among them; None where all ranks read all data."""
         return {"num_replicas": Readers(self.grid.batch), "rank": self.reader} if self.grid.batch > 1 else None
 
     @property
@@ -313,7 +313,7 @@ class AxonnStrategy:
         return _all_gather_ddp_if_available(tensor, group=chosen, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decide so."""
+        """True if all ranks, or any, decide so."""
         if self._mesh is None:
             return decision
         found = torch.tensor(int(decision), device=self.root_device)

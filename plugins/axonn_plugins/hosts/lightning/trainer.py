@@ -39,7 +39,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What a sampler deals out to, and this rank's number there.
+        """Arguments of samplers: the number of readers, and this rank's number among them.
 
         Predictions are not padded, so that ranks may have unequal numbers of batches: ranks of z, which gather weights
         together, then read the same.

@@ -76,7 +76,7 @@ def _with_grid(validate: Callable[..., Any], args: Any, *rest: Any, **named: Any
 
 
 def _in_a_line(error: Exception) -> str:
-    """What a refusal says; of an assertion that says nothing, and of any other error, the line as well."""
+    """The text of a refusal; of an assertion without one, and of any other error, the line as well."""
     said = " ".join(str(error).split())
     if said and isinstance(error, (AssertionError, ValueError, RuntimeError)):
         return said

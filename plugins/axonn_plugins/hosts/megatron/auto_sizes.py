@@ -122,7 +122,7 @@ def _candidates(
 
 
 def _candidate(args: Any, model: Transformer, sizes: tuple[int, ...], steps: int, batch: int) -> choose.Candidate:
-    """What one rank of a stage sends and holds (000, equations 5.1 to 5.5)."""
+    """The bytes that one rank of a stage sends and holds (000, equations 5.1 to 5.5)."""
     gx, gy, gz, gdata = sizes
     stages = args.pipeline_model_parallel_size
     at = Grids(*np.array([sizes], np.int64).T)

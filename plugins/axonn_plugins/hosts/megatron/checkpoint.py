@@ -32,7 +32,7 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a rank holds of a parameter, as pieces of equally many rows.
+    """A rank's part of a parameter, as pieces of equally many rows.
 
     Attributes:
         offsets: of dims other than the first: (dim, this piece's number, number of pieces), as Megatron's.

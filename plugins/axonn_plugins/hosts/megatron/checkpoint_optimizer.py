@@ -62,7 +62,7 @@ def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def separate(joined: dict[str, Any], groups: Sequence[Groups]) -> list[dict[str, Any]]:
-    """What each optimizer loads of a state dict as `join` makes them; inverse of that.
+    """Cut a state dict as `join` makes them into those that each optimizer loads.
 
     Args:
         joined: loaded.
@@ -86,7 +86,7 @@ def separate(joined: dict[str, Any], groups: Sequence[Groups]) -> list[dict[str,
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What Megatron tells groups apart by, but for whose gradients are summed elsewhere."""
+    """The keys by which Megatron tells groups apart, but for whose gradients are summed elsewhere."""
     keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 

@@ -1,4 +1,4 @@
-"""What `megatron.training` itself writes beside the model and the optimizer: random states, and which ranks' files these are."""
+"""The files of `megatron.training` beside the model and the optimizer: random states, and the ranks that they belong to."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _or_say_why_not(original: Any) -> Any:
 
 
 def _grid(args: Any, gx: int, gy: int, gz: int, layout: str) -> str:
-    """What decides a rank's share; the layout does where y splits biases, or not."""
+    """The settings that decide a rank's share, in words; the layout does where y splits biases, or not."""
     stages, experts = args.pipeline_model_parallel_size, getattr(args, "expert_model_parallel_size", 1)
     words = f"gx, gy, gz = {gx}, {gy}, {gz}" + (f" in the {layout} layout" if gy > 1 else "")
     if experts > 1:

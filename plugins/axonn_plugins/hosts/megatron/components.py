@@ -35,7 +35,7 @@ _FEATURES = (
     Feature("use_tp_pp_dp_mapping", "ranks of a pipeline stage must be next to each other"),
     Feature("optimizer_cuda_graph", "the optimizer's step would be replayed without the system"),
 )
-"""What systems of one's own, SAMO and offloading do not go with."""
+"""Features that do not go with systems of one's own, SAMO and offloading."""
 
 OWNERS = frozenset(("samo", "offload_optimizer"))
 """Keys for which gradients and optimizer states are ours, and not Megatron's."""
@@ -75,7 +75,7 @@ _STATES = (
         ("torch_dist",),
     ),
 )
-"""What SAMO and offloading do not go with."""
+"""Features that do not go with SAMO and offloading."""
 
 
 _HELPS = {

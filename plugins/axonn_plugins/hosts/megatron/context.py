@@ -47,7 +47,7 @@ def install(originals: Originals, providers: list[type]) -> None:
 
 
 def ranks() -> int:
-    """How many share a sequence."""
+    """Number of ranks that share a sequence."""
     return process_groups.mesh().size(AXIS)
 
 

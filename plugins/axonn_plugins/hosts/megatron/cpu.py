@@ -93,7 +93,7 @@ def enable_core() -> bool:
 
 
 def enabled() -> bool:
-    """Whether Megatron's tensors are on the CPU."""
+    """True if Megatron's tensors are on the CPU."""
     return "core" in _enabled
 
 
@@ -224,7 +224,7 @@ def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a message of Megatron's generators is news: here the GPU's is the CPU's, which it warns of at each use."""
+    """True if a message of Megatron's generators is news: here the GPU's is the CPU's, which it warns of at each use."""
     return "CPU RNG state changed" not in record.getMessage()
 
 

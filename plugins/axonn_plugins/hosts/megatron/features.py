@@ -1,4 +1,4 @@
-"""What of Megatron does not go with AxoNN's layers, why, and what to do instead: a table."""
+"""The features of Megatron that do not go with AxoNN's layers, the reasons, and the remedies: a table."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ SHARED = (
         "leave it out, or leave --context-parallel-size at 1",
     ),
 )
-"""What does not go with sequences that ranks share."""
+"""Features that do not go with sequences that ranks share."""
 
 _BERT = (
     "BERT",

@@ -14,7 +14,7 @@ from axonn_tp.layers.tuning_cache import default_cache
 
 
 class _Forward:
-    """What the hooks of a model chunk know of it."""
+    """The state that the hooks of a model chunk share."""
 
     def __init__(self, model: Any) -> None:
         self.mesh = process_groups.mesh()

@@ -40,7 +40,7 @@ def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_kernel(rows: Tensor, *matrices: Tensor) -> bool:
-    """Whether torch multiplies rows by these matrices, each its own group of them, at once."""
+    """True if torch multiplies rows by these matrices, each its own group of them, at once."""
     if not hasattr(F, "grouped_mm"):
         return False
     if rows.device.type != "cuda":

@@ -39,7 +39,7 @@ _ORDER = ("stage", *reversed(AXES))
 
 @dataclass(frozen=True)
 class Communicators:
-    """What `initialize_model_parallel` was asked for that concerns every group.
+    """Arguments of `initialize_model_parallel` that concern every group.
 
     Attributes:
         timeout: of collectives.

@@ -67,11 +67,11 @@ class MegatronHost:
         return self._names
 
     def stages_with(self, name: str) -> int:
-        """How many stages of a pipeline hold a parameter of this name."""
+        """Number of stages of a pipeline that hold a parameter of this name."""
         return sum(name in names for names in self._stages)
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts a parameter in a sum over all ranks, of a tied one in the first stage that has it."""
+        """True if this rank counts a parameter in a sum over all ranks, of a tied one in the first stage that has it."""
         name = self._names[parameter]  # type: ignore[index]
         first = next(stage for stage, names in enumerate(self._stages) if name in names)
         here = parallel_state.get_pipeline_model_parallel_rank()

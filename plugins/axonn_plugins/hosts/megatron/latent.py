@@ -50,7 +50,7 @@ def _with_latents(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def travels(config: Any, heads: int, ranks: int, how: str | None) -> bool:
-    """Whether a rank sends less of latents, which are gathered once and their gradients summed, than of what attention is given.
+    """True if a rank sends less of latents, which are gathered once and their gradients summed, than of attention's inputs.
 
     Args:
         config: Megatron's.

@@ -24,7 +24,7 @@ from axonn_tp.layers.product import Matmul
 
 
 class _Parallel(OwnShards, Linear):  # type: ignore[misc]
-    """What both layers have in common: a linear of `axonn_tp` that is made from Megatron's arguments."""
+    """The common part of both layers: a linear of `axonn_tp` that is made from Megatron's arguments."""
 
     sequence_parallel = False
 

@@ -134,7 +134,7 @@ class _ExpertColumn(layers.ColumnParallelLinear):
 
     @property
     def bias_here(self) -> Tensor | None:
-        """What this rank adds to its share of the output."""
+        """The bias that this rank adds to its share of the output."""
         return self.bias
 
 
@@ -147,7 +147,7 @@ class _ExpertRow(layers.RowParallelLinear):
 
     @property
     def bias_here(self) -> Tensor | None:
-        """What this rank adds to its part of the sum."""
+        """The bias that this rank adds to its part of the sum."""
         return None if self.bias is None else once(self.bias, self.tp_group.rank() == 0)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -201,7 +201,7 @@ def _mix(layer: Any, share: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _routes(config: Any, weights: Tensor, chosen: Tensor) -> Routes:
-    """What the router chose, by token.
+    """The router's choices, by token.
 
     Args:
         config: Megatron's.

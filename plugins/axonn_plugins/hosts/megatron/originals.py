@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Originals:
-    """What was replaced, to be restored in the opposite order."""
+    """The originals of all that was replaced, to be restored in the opposite order."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []

@@ -1,4 +1,4 @@
-"""What is changed of Megatron, and when: its parser at import, everything else once the flags have asked for it."""
+"""Changes to Megatron, and their time: its parser at import, all else once the flags have asked for it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def uninstall() -> None:
 
 
 def settings() -> Settings:
-    """What `install` was given.
+    """The settings that `install` was given.
 
     Raises:
         RuntimeError: it was not called.

@@ -57,7 +57,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_start(args: Any) -> None:
-    """What draws initial weights may read of them, what is recomputed, and what must come out the same each time."""
+    """Refuse settings under which initial weights, recomputation or repeated runs would differ."""
     if getattr(args, "init_method_xavier_uniform", False) and not args.use_cpu_initialization:
         raise ConfigError(
             f"--init-method-xavier-uniform does not go with {IMPL}: it reads the size of a matrix, and a rank draws a block of one; "
@@ -75,7 +75,7 @@ def _check_start(args: Any) -> None:
 
 
 def refused(feature: Feature, value: Any) -> bool:
-    """Whether a value is none that goes with a grid; by type, too: True is not the size 1."""
+    """True if a value is none that goes with a grid; by type, too: True is not the size 1."""
     return value is not None and not any(value == one and type(value) is type(one) for one in feature.allowed)
 
 

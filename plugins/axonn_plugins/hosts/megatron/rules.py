@@ -1,4 +1,4 @@
-"""What our flags and Megatron's own may be together; each wrong combination is one sentence, before any group is made."""
+"""Rules on our flags and Megatron's own; each wrong combination is one sentence, before any group is made."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _check_dealt(args: Any, settings: Settings) -> None:
 
 
 def _blocks(args: Any, settings: Settings) -> Blocks:
-    """How experts and weights lie on the ranks of a stage.
+    """The blocks of experts and weights on the ranks of a stage.
 
     Raises:
         ConfigError: sizes of experts that do not lie in those of the grid.

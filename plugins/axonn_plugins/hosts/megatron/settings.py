@@ -1,4 +1,4 @@
-"""What the flags ask for, and all that the rest of this package knows of them."""
+"""The settings that the flags ask for, and all that the rest of this package knows of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is split among the ranks of x and y in each layout of activations.
+"""The tensors that are split among the ranks of x and y in each layout of activations.
 
 | | replicated | scattered |
 |---|---|---|
@@ -69,7 +69,7 @@ def heads_over(settings: Settings, mesh: Mesh, groups: int) -> tuple[str, ...]:
 
 
 def column_split(settings: Settings, mesh: Mesh, n: int, parts: int = 1, heads: int | None = None) -> LinearSplit:
-    """How a column-parallel layer with n output features lies on the grid; n is `parts` matrices, of `heads` heads."""
+    """The split of a column-parallel layer with n output features; n is `parts` matrices, of `heads` heads."""
     if heads is not None and heads < mesh.size("x"):
         # Megatron's way: columns wherever they fall, gathered before a rank takes the queries and the one group that it needs.
         return LinearSplit(takes="tokens" if settings.layout == "scattered" else "split")
@@ -80,7 +80,7 @@ def column_split(settings: Settings, mesh: Mesh, n: int, parts: int = 1, heads: 
 
 
 def row_split(settings: Settings) -> LinearSplit:
-    """How a row-parallel layer lies on the grid; what it takes is split over y besides where the column layer gave it so."""
+    """The split of a row-parallel layer; its input is split over y besides where the column layer gave it so."""
     return LinearSplit(transposed=True, gives="tokens" if settings.layout == "scattered" else "split")
 
 

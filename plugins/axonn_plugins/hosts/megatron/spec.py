@@ -1,4 +1,4 @@
-"""What is replaced of Megatron's modules so that a GPT model is built on the grid.
+"""The replacements of Megatron's modules with which a GPT model is built on the grid.
 
 Linear layers come from the spec providers; word embedding and output layer from `megatron.core.tensor_parallel`, where
 the models look them up. Norms, positions, dropout and heads are changed in modules as they are made: their classes differ

@@ -95,7 +95,7 @@ def _mask(masks: Masks, name: str | None, parameter: nn.Parameter) -> Tensor:
 
 
 def _masks(optimizer: StateOptimizer) -> tuple[dict[str, Any], dict[str, Masks]]:
-    """What is pruned and what a search has seen: notes, the same on all ranks, and this rank's masks by key."""
+    """Masks and the state of a search: notes, the same on all ranks, and this rank's masks by key."""
     pruning = optimizer.composition.pruning
     if pruning is None:
         return {}, {}

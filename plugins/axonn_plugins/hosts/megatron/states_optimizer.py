@@ -80,7 +80,7 @@ class Scale(samo.LossScale):
 
 
 class StateOptimizer(MegatronOptimizer):
-    """What Megatron holds as its optimizer where states are ours.
+    """The optimizer of Megatron's training loop where states are ours.
 
     Until `begin` it has parameter groups alone, of which a scheduler and a checkpoint's reading know: masks and states are those
     of the weights and the step that were read.
@@ -166,7 +166,7 @@ class StateOptimizer(MegatronOptimizer):
             self._lent.append(parameter)
 
     def _summed(self, parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> bool:
-        """What its layout does not say: copies of tied embeddings on other stages, and what each rank uses on its own heads."""
+        """True if a gradient is summed beyond its layout: copies of tied embeddings on other stages, and weights of each rank's own heads."""
         name = names[parameter]
         return (
             self.host.stages_with(name) > 1
@@ -193,7 +193,7 @@ class StateOptimizer(MegatronOptimizer):
         return False
 
     def step_with_ready_grads(self) -> bool:
-        """Whether `step` was not skipped."""
+        """True if `step` was not skipped."""
         return bool(self.step()[0])
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What torchtitan calls in the place of a model's own `parallelize_fn`: the model on the grid, initialised as in one process."""
+"""The function that torchtitan calls in the place of a model's own `parallelize_fn`: the model on the grid, initialised as in one process."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _placeholders(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _initialise(module: Any, mesh: Mesh) -> None:
-    """What `_init_self_parameters` of a split module does: on whole tensors, of which this rank keeps its part."""
+    """Initialise a split module as its `_init_self_parameters` does, on whole tensors, of which this rank keeps its part."""
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     for name, parameter in held.items():
         whole = parameter.new_empty(layout_of(parameter).serial_shape)

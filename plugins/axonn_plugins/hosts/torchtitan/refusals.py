@@ -1,4 +1,4 @@
-"""What torchtitan offers and a model on the grid does not go with, each with its reason."""
+"""The features of torchtitan that a model on the grid does not go with, each with its reason."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def same() -> int:
 
 
 def has_state() -> bool:
-    """Whether Accelerate has begun."""
+    """True once Accelerate has begun."""
     from accelerate.state import AcceleratorState
 
     return bool(AcceleratorState._shared_state)
@@ -92,7 +92,7 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _launched_with_block() -> bool:
-    """Whether accelerate launch was given a configuration that holds the block."""
+    """True if accelerate launch was given a configuration that holds the block."""
     raw = read(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
     return isinstance(raw, Mapping) and "axonn" in raw
 
@@ -112,7 +112,7 @@ def _on_cpu(original: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def replica() -> bool:
-    """Whether another rank before this one reads the same."""
+    """True if another rank before this one reads the same."""
     found = same()
     return found > 1 and dist.get_rank() % found > 0
 
@@ -121,7 +121,7 @@ _asked = 0
 
 
 def asked() -> int:
-    """How often somebody has asked how many processes there are."""
+    """Number of times that somebody has asked for the number of processes."""
     return _asked
 
 

@@ -30,7 +30,7 @@ def _together(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathers(model: nn.Module) -> bool:
-    """Whether ranks that read different data need each other for the model's forward."""
+    """True if ranks that read different data need each other for the model's forward."""
     layouts = [(parameter, getattr(parameter, "axonn_layout", None)) for parameter in model.parameters()]
     return any(
         layout is not None and (layout.home or layout.over_z and parameter.dim() < len(layout.shape))  # flat, over z

@@ -122,5 +122,5 @@ def share() -> float:
 
 
 def divides() -> bool:
-    """Whether readers divide the batch that is computed on, so that all have as many rows; the same on all ranks."""
+    """True if readers divide the batch that is computed on, so that all have as many rows; the same on all ranks."""
     return _part is None

@@ -41,7 +41,7 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apt(files: Any, load_config: Any) -> bool:
-    """Whether a folder's weights are only read and renamed, for the CPU."""
+    """True if a folder's weights are only read and renamed, for the CPU."""
     placed = getattr(load_config, "device_map", None) or {}
     others = (getattr(load_config, name, None) for name in ("hf_quantizer", "device_mesh"))
     if not files or any(other is not None for other in others) or any(str(where) != "cpu" for where in placed.values()):
@@ -50,13 +50,13 @@ def _apt(files: Any, load_config: Any) -> bool:
 
 
 def _asked_for() -> bool:
-    """Whether this code runs inside `axonn_tp.checkpoint.lazy_loading`."""
+    """True within `axonn_tp.checkpoint.lazy_loading`."""
     module = sys.modules.get("axonn_tp.checkpoint.lazily")
     return module is not None and module.wanted()
 
 
 def _will_split() -> bool:
-    """Whether the DeepSpeed configuration that is in force splits models."""
+    """True if the DeepSpeed configuration that is in force splits models."""
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
     raw = deepspeed_config()

@@ -31,7 +31,7 @@ _TIMES = 3  # of a batch that is repeated: a loss over pairs of its rows grows b
 
 @dataclass(frozen=True)
 class Kind:
-    """What all ranks take a loss to be.
+    """The kind of loss on which all ranks agree.
 
     Attributes:
         adds: twice the rows make it twice as large.
@@ -155,7 +155,7 @@ def _items(labels: Tensor, shifts: bool, weights: Tensor | None = None) -> Tenso
 def _agreed(
     self: Any, watching: _Watching, labels: Tensor | None, loss: Callable[..., Any], rows: dict[str, Any]
 ) -> Kind:
-    """What the loss is by what every rank has seen in its first call; all ranks call it.
+    """Agree on the kind of loss from the first call on every rank; all ranks call it.
 
     Raises:
         ConfigError: some ranks have labels.
@@ -183,7 +183,7 @@ def _agreed(
 
 
 def count_votes(self: Any, votes: list[bool]) -> list[int]:
-    """How many ranks say each; all ranks call it."""
+    """Number of ranks that give each vote; all ranks call it."""
     summed = torch.tensor(votes, dtype=torch.long, device=self.accelerator.device)
     dist.all_reduce(summed)
     counts: list[int] = summed.tolist()
@@ -191,7 +191,7 @@ def count_votes(self: Any, votes: list[bool]) -> list[int]:
 
 
 def _growth(model: nn.Module, loss: Callable[..., Any], rows: dict[str, Any]) -> float:
-    """How many times as large the loss of a batch is where each row is there thrice; nan where it cannot be said."""
+    """Factor by which the loss of a batch grows where each row is there thrice; nan where it cannot be said."""
     from accelerate.utils.operations import find_batch_size
 
     number = find_batch_size(rows)

@@ -21,6 +21,8 @@ def patch(module: ModuleType) -> None:
     if getattr(original, "axonn", False):
         return
     model.save_pretrained = _saving(original)
+    model.get_nb_trainable_parameters = _counting(model.get_nb_trainable_parameters)
+    model._setup_prompt_encoder = _whole_prompts(model._setup_prompt_encoder)
     from peft.tuners import tuners_utils as theirs
 
     tuners_utils: Any = theirs
@@ -29,6 +31,7 @@ def patch(module: ModuleType) -> None:
     for name in ("_unload_and_optionally_merge", "merge_adapter", "unmerge_adapter"):
         setattr(tuner, name, _together(getattr(tuner, name)))
     tuner.inject_adapter = _before_the_split(tuner.inject_adapter)
+    tuners_utils.BaseTunerLayer.axonn_call_all = _call_all
 
 
 def _saving(original: Callable[..., None]) -> Callable[..., None]:
@@ -42,6 +45,34 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
 
     save_pretrained.axonn = True  # type: ignore[attr-defined]
     return save_pretrained
+
+
+def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    @wraps(original)
+    def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
+        """Theirs, of the serial model."""
+        from axonn_plugins.hosts.transformers.trainer_sums import absent
+
+        trained, of_all = original(self)
+        return trained + absent(p for p in self.parameters() if p.requires_grad), of_all + absent(self.parameters())
+
+    return get_nb_trainable_parameters
+
+
+def _whole_prompts(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def _setup_prompt_encoder(self: Any, *given: Any, **keywords: Any) -> None:
+        """Theirs; what makes prompts is not split, as the rank that saves them calls it alone."""
+        original(self, *given, **keywords)
+        self.prompt_encoder.axonn_whole = True
+
+    return _setup_prompt_encoder
+
+
+def _call_all(self: Any) -> None:
+    """Use all adapters of a layer at once: on the copy in which a plan is searched, as any may be the active one later."""
+    if not self.merged:
+        self._active_adapter = self._all_available_adapter_names()
 
 
 def _split_layers(model: nn.Module) -> list[Any]:

@@ -16,7 +16,7 @@ from axonn_plugins.config import ConfigError
 
 
 def replicas(raw: Any, processes: int) -> int:
-    """How many ranks in a row read the same data under a DeepSpeed configuration; 1 without the block, and until its sizes are chosen.
+    """Number of ranks in a row that read the same data under a DeepSpeed configuration; 1 without the block, and until its sizes are chosen.
 
     Args:
         raw: the configuration.
@@ -31,7 +31,7 @@ def replicas(raw: Any, processes: int) -> int:
 
 
 def has_block(accelerator: Any) -> bool:
-    """Whether an Accelerator's DeepSpeed configuration has the block."""
+    """True if an Accelerator's DeepSpeed configuration has the block."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and isinstance(plugin.deepspeed_config.get("axonn"), Mapping)
 

@@ -26,7 +26,7 @@ _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 
 def open_sizes(raw: Any) -> bool:
-    """Whether a DeepSpeed configuration leaves sizes of its block to the planner."""
+    """True if a DeepSpeed configuration leaves sizes of its block to the planner."""
     if not isinstance(raw, Mapping) or "axonn" not in raw:
         return False
     block = config.parse(raw["axonn"]).tensor_parallel

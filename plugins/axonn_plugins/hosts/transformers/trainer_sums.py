@@ -1,4 +1,4 @@
-"""What the Trainer sums over samples, ranks and parameters, as in one process; without the block nothing is different."""
+"""Sums of the Trainer over samples, ranks and parameters, as in one process; without the block nothing is different."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_kept(self: Any) -> bool:
-    """Whether the engine weighs the readers' losses by the targets that the goldfish loss keeps."""
+    """True if the engine weighs the readers' losses by the targets that the goldfish loss keeps."""
     return self.model.training and _mask(self) is not None
 
 
@@ -249,7 +249,7 @@ def _without_fillers(original: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _absent(parameters: Iterable[nn.Parameter]) -> int:
+def absent(parameters: Iterable[nn.Parameter]) -> int:
     """Elements of the serial parameters that this rank does not have."""
     layouts = [(parameter, getattr(parameter, "axonn_layout", None)) for parameter in parameters]
     return sum(math.prod(layout.serial_shape) - p.numel() for p, layout in layouts if layout is not None)
@@ -261,7 +261,7 @@ def _num_parameters(original: Callable[..., int]) -> Callable[..., int]:
         embeddings = [m.weight for m in self.modules() if exclude_embeddings and isinstance(m, nn.Embedding)]
         left_out = {id(weight) for weight in embeddings}
         counted = (p for p in self.parameters() if (p.requires_grad or not only_trainable) and id(p) not in left_out)
-        return original(self, only_trainable, exclude_embeddings) + _absent(counted)
+        return original(self, only_trainable, exclude_embeddings) + absent(counted)
 
     return num_parameters
 
@@ -269,7 +269,7 @@ def _num_parameters(original: Callable[..., int]) -> Callable[..., int]:
 def _param_count(original: Callable[..., int]) -> Callable[..., int]:
     @wraps(original)
     def count(model: Any, trainable_only: bool = False) -> int:
-        return original(model, trainable_only) + _absent(
+        return original(model, trainable_only) + absent(
             p for p in model.parameters() if p.requires_grad or not trainable_only
         )
 

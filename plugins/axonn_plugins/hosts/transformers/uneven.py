@@ -1,4 +1,4 @@
-"""What readers gather and sum while they compute on parts of the last batch, of which some have fewer rows and some none."""
+"""Gathers and sums of readers that compute on parts of the last batch, of which some have fewer rows and some none."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def keep_whole(loader: DataLoader) -> None:
 
 
 def endless() -> bool:
-    """Whether the batch last read is of a `Stream` of unknown length, whose last batch Accelerate cannot tell from others."""
+    """True if the batch last read is of a `Stream` of unknown length, whose last batch Accelerate cannot tell from others."""
     stream = getattr(GradientState().active_dataloader, "dataset", None)
     if not isinstance(stream, Stream):
         return False
@@ -121,7 +121,7 @@ def end_with_samples(loader: Any) -> Any:
 
 
 def unfilled(loader: Any) -> Unfilled | Stream | None:
-    """How a loader's batches are made, if it ends with its samples."""
+    """The sampler of a loader that ends with its samples, or its stream; None for other loaders."""
     if isinstance(stream := getattr(loader, "dataset", None), Stream):
         return stream
     shard = _shard(loader)

@@ -1,4 +1,4 @@
-"""What `PortableState` keeps of an optimizer whose states are ours: dense states by parameter, and masks of what is pruned.
+"""The part of `PortableState` that is an optimizer's with states of ours: dense states by parameter, and masks of pruned ones.
 
 So a checkpoint tells neither how many ranks shared the states nor whether they were compressed: it is read pruned or dense.
 """
@@ -73,7 +73,7 @@ class OwnState:
         return pieces
 
     def _writes(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is of the first that share a parameter's states: replicas on other axes and stages cut them elsewhere."""
+        """True if this rank is of the first that share a parameter's states: replicas on other axes and stages cut them elsewhere."""
         layout = layout_of(parameter)
         at = self._engine.mesh.over(layout.grid).coordinates
         first = layout.counted_here(at, ("y",) if layout.partial else ("x", "y"))

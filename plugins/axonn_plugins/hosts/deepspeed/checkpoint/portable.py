@@ -34,7 +34,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class PortableState:
-    """What is saved of an engine, besides DeepSpeed's own files.
+    """The state of an engine that is saved besides DeepSpeed's own files.
 
     Args:
         engine: one of ours.
@@ -61,7 +61,7 @@ class PortableState:
         return {f"optimizer.{name}.master": shard for name, shard in held.items()}
 
     def collect(self, client_state: dict[str, Any]) -> tuple[Shards, Notes]:
-        """What this rank holds.
+        """Collect this rank's part.
 
         Raises:
             CheckpointError: the optimizer's states cannot be split anew; the same on every rank.

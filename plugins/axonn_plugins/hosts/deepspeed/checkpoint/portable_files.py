@@ -64,5 +64,5 @@ class PortableCheckpoints(CheckedCheckpoints):
         return (folder / PORTABLE).is_dir()
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
-        """What `PortableState.load` reads."""
+        """Open the files for `PortableState.load`."""
         return Reading(folder / PORTABLE, state.ranks, verified=True)

@@ -68,7 +68,7 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple:
-        """What was written on any stages and grid, pruned or dense; of DeepSpeed's files weights from any stages.
+        """Read a checkpoint of any stages and grid, pruned or dense; of DeepSpeed's files weights from any stages.
 
         Raises:
             ConfigError: DeepSpeed's files are of other stages, and optimizer state is to be read.

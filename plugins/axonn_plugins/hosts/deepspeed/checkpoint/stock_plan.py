@@ -18,7 +18,7 @@ LARGEST = 178_956_971
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter of this name is an expert's."""
+    """True if a parameter of this name is an expert's."""
     return EXPERT.fullmatch(name) is not None
 
 
@@ -36,7 +36,7 @@ class Group:
 
     @property
     def experts(self) -> bool:
-        """Whether experts are in it, and nothing else then."""
+        """True if experts are in it, and nothing else then."""
         return is_expert(self.names[0])
 
     def dealt(self, count: int) -> Group:
@@ -129,7 +129,7 @@ class Flat:
         return list(accumulate((a + b for a, b in zip(self.sizes, self.gaps, strict=True)), initial=0))[:-1]
 
     def pieces(self, partition: int) -> list[tuple[int, int, int, int]]:
-        """What of which parameters is in a partition: (parameter, its first element, elements, where in the partition)."""
+        """Parts of parameters in a partition: (parameter, its first element, elements, where in the partition)."""
         begin, found = self.size * partition, []
         for place, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             low, high = max(offset, begin), min(offset + size, begin + self.size)

@@ -32,7 +32,7 @@ _WEIGHTS_ALONE = "pass load_optimizer_states=False for the weights alone"
 
 
 def is_stock(folder: Path) -> bool:
-    """Whether a stock engine saved a model with experts there, without tensor parallelism."""
+    """True if a stock engine saved a model with experts there, without tensor parallelism."""
     return bool(list(folder.glob(f"layer_*_expert_*_{STATES}"))) and not list(folder.glob("mp_rank_01_*"))
 
 
@@ -61,7 +61,7 @@ class _Group:
 
 
 class StockReading:
-    """What `axonn_tp.checkpoint.training.Reading` is of our own files; knows of the experts of this rank alone.
+    """Reads stock DeepSpeed's files as `axonn_tp.checkpoint.training.Reading` reads ours; knows of the experts of this rank alone.
 
     Args:
         engine: a `TedEngine`.

@@ -37,7 +37,7 @@ def script_groups(pieces: Pieces) -> list[list[str]]:
 
 @dataclass
 class StockStates:
-    """What stock DeepSpeed's files hold.
+    """The optimizer states in stock DeepSpeed's files.
 
     Args:
         engine: a `TedEngine`, each of whose ranks becomes a data rank.
@@ -85,7 +85,7 @@ class StockStates:
         return {"state": states, "param_groups": self._param_groups([len(group.names) for group in self.groups])}
 
     def partitions(self, rank: int) -> dict[str, Any]:
-        """What the ZeRO-1 or 2 optimizer of a rank saves."""
+        """The state that the ZeRO-1 or 2 optimizer of a rank saves."""
         knows = hasattr(self.engine, "zero_parameter_alignment")
         alignment = knows and self.engine.zero_parameter_alignment()
         flats, masters, states, shards = [], [], {}, {}

@@ -52,7 +52,7 @@ class TedCheckpoints(GridCheckpoints):
         self._save_stock(folder, {**client_state, "param_shapes": shapes})
 
     def _readable(self, folder: Path) -> bool:
-        """What TED wrote under any degrees, or a stock engine without tensor parallelism."""
+        """True for checkpoints of TED under any degrees, and of a stock engine without tensor parallelism."""
         return super()._readable(folder) or is_stock(folder)
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
@@ -62,7 +62,7 @@ class TedCheckpoints(GridCheckpoints):
 
     @property
     def _of_models(self) -> bool:
-        """Whether the experts are those of models, each a tensor of the serial model, and not DeepSpeed's."""
+        """True if the experts are those of models, each a tensor of the serial model, and not DeepSpeed's."""
         return any(isinstance(module, SpreadExperts) for module in self.module.modules())
 
     def save_16bit_model(self, *rest: Any, **keywords: Any) -> bool:

@@ -30,12 +30,12 @@ class MuonWithAdam(torch.optim.Adam):
         super().__init__(groups, decoupled_weight_decay=adam_w_mode)
 
     def rule_of(self, options: Mapping[str, Any]) -> DeepSpeedMuon | None:
-        """How a group is stepped that is not element-wise."""
+        """The rule by which a group is stepped that is not element-wise."""
         return DeepSpeedMuon() if options["use_muon"] else None
 
 
 def muon(engine: Any, parameters: Iterable[Any], settings: dict[str, Any]) -> MuonWithAdam:
-    """What ``"optimizer": {"type": "Muon"}`` names.
+    """Make the optimizer that ``"optimizer": {"type": "Muon"}`` names.
 
     Args:
         engine: DeepSpeed's, which sorts parameters by their marks `use_muon`.

@@ -17,7 +17,7 @@ from axonn_plugins.hosts.deepspeed.whole_parameters import forget
 
 
 class StateOptimizer(EngineOptimizer, samo.Optimizer):
-    """What the engine holds as its optimizer where the states are ours: compressed, shared out over ranks, or in host memory.
+    """The engine's optimizer where the states are ours: compressed, shared out over ranks, or in host memory.
 
     Args:
         basic: the optimizer that the configuration or the script named, whose parameter groups and state are taken over.
@@ -117,7 +117,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         self.refresh_masters()
 
     def load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """What `state_dict` returned on any ranks, or a torch optimizer's of the dense model.
+        """Load a state dict of any ranks, or a torch optimizer's of the dense model.
 
         Raises:
             ConfigError: it is of other parameters, or none of these.

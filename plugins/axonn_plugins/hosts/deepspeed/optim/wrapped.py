@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine asks of an optimizer that does its own gradient sums, clipping and loss scaling."""
+"""The interface that DeepSpeed's engine expects of an optimizer that does its own gradient sums, clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class EngineOptimizer(ZeROOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """True if the loss scale moves."""
         return self.loss_scaler is not None and self.loss_scaler.dynamic
 
     def backward(self, loss: Tensor, retain_graph: bool = False, **keywords: Any) -> None:
@@ -223,7 +223,7 @@ class EngineOptimizer(ZeROOptimizer):
 
 
 def optimizer_state_of(state_dict: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """What a checkpoint of DeepSpeed holds, if it is a torch optimizer's.
+    """The optimizer state in a checkpoint of DeepSpeed, if it is a torch optimizer's.
 
     Raises:
         ConfigError: it is another's.

@@ -227,7 +227,7 @@ class StageBatches(PipelineLosses, StagePasses):
 
 
 def _meets_replicas(layer: nn.Module) -> bool:
-    """Whether a layer's passes have collectives of data-parallel ranks."""
+    """True if a layer's passes have collectives of data-parallel ranks."""
     return isinstance(layer, nn.SyncBatchNorm) or (isinstance(layer, MoE) and layer.ep_size > 1)
 
 

@@ -1,4 +1,4 @@
-"""What the rest of a configuration may be beside ``axonn.pipeline``."""
+"""Conditions on the rest of a configuration beside ``axonn.pipeline``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from axonn_tp import Grid, Mesh, first_difference, parallelize, sync_gradients
 
 
 class MessageDrivenEngine(StagedCheckpoints, StageBatches):
-    """What `deepspeed.initialize` returns for a PipelineModule under ``axonn.pipeline``.
+    """The engine of `deepspeed.initialize` for a PipelineModule under ``axonn.pipeline``.
 
     A rank is x + gx·(y + gy·(z + gz·(data + gdata·stage))). Ranks of one (x, y, z, data) are a pipeline; those of one stage
     and data run the same passes in the same order.
@@ -220,7 +220,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
 
 
 def _of_doubles(model: PipelineModule) -> bool:
-    """Whether any stage has weights in float64; every rank calls it."""
+    """True if any stage has weights in float64; every rank calls it."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, any(p.dtype == torch.float64 for p in model.parameters()))
     return any(everyone)

@@ -24,7 +24,7 @@ Values = Tensor | tuple[Tensor, ...]
 
 @dataclass
 class Kept:
-    """What a stage keeps of a microbatch from forward to backward.
+    """The tensors that a stage keeps of a microbatch from forward to backward.
 
     Attributes:
         inputs: leaves whose gradients go to the stage before.
@@ -207,7 +207,7 @@ class StagePasses(PipelineEngine):
 
     @property
     def _reentrant(self) -> bool:
-        """Whether a checkpointed layer sees its weights' gradients only if an input wants one."""
+        """True if a checkpointed layer sees its weights' gradients only where an input wants one."""
         others = (checkpoint_layers, checkpointing.non_reentrant_checkpoint)
         return self.module.activation_checkpoint_interval > 0 and self.module.activation_checkpoint_func not in others
 

@@ -1,4 +1,4 @@
-"""How the layers of one pipeline stage are split over its tensor-parallel ranks, and where their checkpoints are.
+"""The split of a pipeline stage's layers over its tensor-parallel ranks, and the places of their checkpoints.
 
 The activation between two layers that no pair spans is whole on every rank of x and y, and so is what goes to the next stage.
 """
@@ -112,7 +112,7 @@ class StageFiles(PipelineModule):
 
 
 def settings_of(block: Axonn) -> TensorParallel | None:
-    """How a block has dense layers split; None: not at all."""
+    """The settings by which a block has dense layers split; None: not at all."""
     if block.tensor_parallel is not None or block.ted is None:
         return block.tensor_parallel
     return TensorParallel.model_validate({"gx": block.ted.tensor, "plan": "auto"})

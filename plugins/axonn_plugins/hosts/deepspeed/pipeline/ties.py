@@ -69,7 +69,7 @@ def _tensor(module: PipelineModule, key: str, name: str) -> Tensor:
 
 
 def _shared(name: str, copies: Sequence[_Copy]) -> bool:
-    """Whether copies, which may be of different classes, have a parameter of one name and shape."""
+    """True if copies, which may be of different classes, have a parameter of one name and shape."""
     shapes = {copy[name][0] if name in copy else None for copy in copies}
     return len(shapes) == 1 and None not in shapes
 
@@ -91,7 +91,7 @@ def _trained(weight: nn.Parameter, optimizer: Any) -> bool:
 
 
 def _gradient_of(weight: nn.Parameter, optimizer: Any) -> Tensor:
-    """What has been summed of a weight's gradient where its optimizer will look for it; zeros are put there where there is none."""
+    """The sum so far of a weight's gradient, where its optimizer will look for it; zeros are put there where there is none."""
     if isinstance(optimizer, FlatOptimizer):
         return optimizer.gradient_of(weight)
     if isinstance(optimizer, BF16_Optimizer):

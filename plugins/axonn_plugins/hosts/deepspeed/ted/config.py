@@ -1,4 +1,4 @@
-"""What the rest of a configuration may be beside ``axonn.ted``."""
+"""Conditions on the rest of a configuration beside ``axonn.ted``."""
 
 from __future__ import annotations
 

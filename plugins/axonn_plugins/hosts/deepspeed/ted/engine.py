@@ -52,7 +52,7 @@ def _others(model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
 
 
 class TedEngine(TedCheckpoints, AxonnEngine):
-    """What `deepspeed.initialize` returns under ``axonn.ted``; DeepSpeed's own engine where the block changes nothing."""
+    """The engine of `deepspeed.initialize` under ``axonn.ted``; DeepSpeed's own where the block changes nothing."""
 
     groups: Groups | None
     _tables: Tables | None = None

@@ -1,4 +1,4 @@
-"""How the experts that a script has made lie on the ranks, before TED makes replicas of any of them equal.
+"""The place of the experts that a script has made on the ranks, before TED makes replicas of any of them equal.
 
 Ranks that share an expert begin with the weights of the first of them, as under stock DeepSpeed. That must not overwrite another
 expert, nor another part of one: a script may have loaded its experts for other ranks than TED's, or split them itself.
@@ -22,7 +22,7 @@ from ted_moe import Topology
 
 @dataclass(frozen=True)
 class Weights:
-    """What ranks tell each other of their experts.
+    """The facts on experts that ranks exchange.
 
     Attributes:
         digest: of the weights of all of a rank's experts.
@@ -67,12 +67,12 @@ def refuse_split(layers: Mapping[str, StockMoE], tensor: int) -> None:
 
 
 def same_on_tensor_ranks(everyone: Sequence[Weights], topology: Topology) -> bool:
-    """Whether each tensor group has the same weights on all of its ranks."""
+    """True if each tensor group has the same weights on all of its ranks."""
     return _same(everyone, topology.tensor_group)
 
 
 def kept(everyone: Sequence[Weights], topology: Topology) -> bool:
-    """Whether nothing is overwritten when the ranks that share an expert become equal: all of them, or those of a part of one."""
+    """True if nothing is overwritten when the ranks that share an expert become equal: all of them, or those of a part of one."""
     return _same(everyone, topology.expert_data_group)
 
 

@@ -27,9 +27,9 @@ class TedMoE(MoE, StockMoE):
     """TED's layer with the parts of the DeepSpeed layer that it was made of."""
 
     passed_by = False
-    """Whether tokens skip the experts, as while dense layers are compared with the serial model's."""
+    """True while tokens skip the experts, as when dense layers are compared with the serial model's."""
     shared_out = False
-    """Whether other ranks have experts, or shares of them, that a `state_dict` of this rank would be without."""
+    """True if other ranks have experts, or shares of them, that a `state_dict` of this rank would be without."""
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
         if not self.passed_by:

@@ -31,7 +31,7 @@ from ted_moe.adapters import Cut, Experts, blocks_of
 
 @dataclass(frozen=True)
 class MeshSplit:
-    """What becomes of a model, or of the layers of one pipeline stage.
+    """The split of a model, or of the layers of one pipeline stage.
 
     Attributes:
         plan: of the dense layers; experts are named replicated, which leaves them to TED.
@@ -94,7 +94,7 @@ def find_split(
     options: Options | None = None,
     example_inputs: Any = None,
 ) -> MeshSplit:
-    """What becomes of a model; communicates nothing and changes nothing. See `split_with_experts`.
+    """Find the split of a model; communicates nothing and changes nothing. See `split_with_experts`.
 
     Raises:
         ValueError: it cannot be split so.

@@ -1,4 +1,4 @@
-"""What `deepspeed.utils.groups` says of experts: of the engine made last, of stock DeepSpeed again once that is gone.
+"""The tables of `deepspeed.utils.groups` on experts: of the engine made last, of stock DeepSpeed again once that is gone.
 
 The tables are DeepSpeed's for the whole process, by ep_size alone, and it never takes anything out of them.
 """
@@ -29,7 +29,7 @@ _entered: list[Tables] = []
 
 @dataclass(eq=False)
 class Tables:
-    """What the tables are to say of one engine's experts.
+    """Entries of the tables for one engine's experts.
 
     Attributes:
         name: DeepSpeed's for the groups: ep_size_N.

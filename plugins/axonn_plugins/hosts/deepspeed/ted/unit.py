@@ -121,7 +121,7 @@ class TedUnitEngine(CheckedCheckpoints, MaskedLabels):
 
 
 def _tensor_ranks(mpu: Any) -> int:
-    """How many tensor ranks the unit has.
+    """Number of tensor ranks that the unit has.
 
     Raises:
         ValueError: its groups are not TED's.
@@ -149,7 +149,7 @@ def _tensor_ranks(mpu: Any) -> int:
 
 
 def _said(block: Ted, layers: Mapping[str, StockMoE]) -> bool:
-    """Whether the layers say that their experts are split over the tensor ranks.
+    """True if the layers say that their experts are split over the tensor ranks.
 
     Raises:
         ValueError: layers differ, or the block says otherwise.

@@ -27,7 +27,7 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     *("context", "context_length", "block_size"),
 )
-"""What models' configurations call the tokens of a sample."""
+"""Names that models' configurations have for the tokens of a sample."""
 _REFERENCE = Grid(gx=2, gy=2)
 
 
@@ -132,7 +132,7 @@ def _candidates(
         volumes = step_volumes(model, placements, grid, samples // steps * tokens, steps)
         held = local_parameters(model, placements, grid)
         flops = 6.0 * held * grid.gz * samples * tokens  # two for each weight and token, and twice as many in backward
-        yield choose.candidate(grid, volumes, _state_bytes(raw, grid) * held, flops)
+        yield choose.candidate(grid, volumes, state_bytes(raw, grid) * held, flops)
 
 
 def _dealt(model: nn.Module, experts: Ted | None) -> int:
@@ -141,8 +141,8 @@ def _dealt(model: nn.Module, experts: Ted | None) -> int:
     return max(sizes, default=1) if experts is not None and experts.expert_tensor_parallel is not False else 1
 
 
-def _state_bytes(raw: Mapping[str, Any], grid: Grid) -> float:
-    """Of a parameter with Adam, on one rank; ZeRO's stages share over data."""
+def state_bytes(raw: Mapping[str, Any], grid: Grid) -> float:
+    """Bytes of one parameter with Adam on a rank: weight, gradient and states, of which ZeRO's stages share out over data."""
     stage = section(raw, "zero_optimization").get("stage", 0)
     half = enabled(raw, "fp16") or enabled(raw, "bf16")
     weights, gradients, optimizer = (2, 2, 12) if half else (4, 4, 8)

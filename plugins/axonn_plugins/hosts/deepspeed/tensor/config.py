@@ -1,4 +1,4 @@
-"""What the rest of a configuration may be beside ``axonn.tensor_parallel``, and the grid that it makes."""
+"""Conditions on the rest of a configuration beside ``axonn.tensor_parallel``, and the grid that it makes."""
 
 from __future__ import annotations
 

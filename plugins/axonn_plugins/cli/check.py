@@ -1,0 +1,238 @@
+"""``axonn check``: what a ds_config.json comes to on a number of ranks, without starting any."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+from tyro import conf
+
+from axonn_plugins.cli.check_script import notes
+from axonn_plugins.cli.options import read
+from axonn_plugins.config.base import ConfigError
+
+_CONSTANTS = (
+    "runtime.constants",
+    "runtime.activation_checkpointing.config",
+    "runtime.data_pipeline.constants",
+    "runtime.zero.config",
+    "autotuning.constants",
+    "compression.constants",
+    "elasticity.constants",
+    "monitor.constants",
+    "nebula.constants",
+    "profiling.constants",
+    "runtime.swap_tensor.constants",
+)
+"""Modules of DeepSpeed that name the keys of its configuration."""
+_MORE = (
+    "axonn",
+    "comms_logger",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "compile",
+    "hybrid_engine",
+    "inference",
+    "tensor_parallel",
+)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The verdict on a ds_config.json without starting a rank: whether it is obeyed, the grid, who reads what, and with --model plan and memory.
+
+    Attributes:
+        config: the path of ds_config.json.
+        script: the training script, which is read and not run.
+        ranks: processes that are to train.
+        model: the path of HF's config.json, or a name that axonn samo memory knows: prints the plan of its layers and the bytes of a rank.
+    """
+
+    config: Annotated[conf.Positional[Path], conf.arg(metavar="DS_CONFIG")]
+    script: Annotated[conf.Positional[Path | None], conf.arg(metavar="SCRIPT")] = None
+    ranks: int = 1
+    model: str | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code, 1 where the configuration is refused.
+
+    Raises:
+        ConfigError: the file cannot be read, or an option is wrong.
+    """
+    parsed = read(Options, arguments, "axonn check")
+    if parsed.ranks < 1:
+        raise ConfigError(f"--ranks = {parsed.ranks} is not a number of ranks; use 1 or more")
+    raw = load(parsed.config)
+    for key in unknown(raw):
+        print(f"note: {key}")
+    try:
+        lines, grid, block = verdict(raw, parsed.ranks)
+    except ConfigError as error:
+        print(f"{parsed.config} on {parsed.ranks} ranks: refused\n{error}")
+        return 1
+    print(f"{parsed.config} on {parsed.ranks} ranks: obeyed", *lines, sep="\n")
+    if parsed.script is not None:
+        replicas = 1 if grid is None else grid.world // grid.readers
+        print(*notes(parsed.script, _keys(block), replicas), sep="\n")
+    if parsed.model is not None:
+        print(*layers(block, raw, grid, parsed.model), sep="\n")
+    return 0
+
+
+def load(file: Path) -> dict[str, Any]:
+    """Read a ds_config.json; values "auto" of the HF Trainer's are left out, which fills them in.
+
+    Raises:
+        ConfigError: it is not there, no JSON, no object, or has no block.
+    """
+    try:
+        raw = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f'"{file}" cannot be read: {error.strerror}; give the path of a ds_config.json') from None
+    except ValueError as error:
+        raise ConfigError(f'"{file}" is not JSON: {error}; correct it') from None
+    if not isinstance(raw, dict) or "axonn" not in raw:
+        raise ConfigError(
+            f'"{file}" has no "axonn" block; add one, such as "axonn": {{"tensor_parallel": {{"gx": 2}}}}'
+        )
+    return {key: value if key == "axonn" else _filled(value) for key, value in raw.items() if value != "auto"}
+
+
+def _filled(value: Any) -> Any:
+    return {k: _filled(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
+
+
+def unknown(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on keys that DeepSpeed does not read, which it passes over without a word."""
+    with _quietly():
+        known = set(_MORE)
+        for name in _CONSTANTS:
+            try:
+                module = importlib.import_module(f"deepspeed.{name}")
+            except ImportError:  # of another version
+                continue
+            known |= {v for v in vars(module).values() if isinstance(v, str) and re.fullmatch(r"[a-z][a-z0-9_]*", v)}
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
+            yield f'"{key}" is no key that DeepSpeed reads; the nearest is "{near}"'
+
+
+def verdict(raw: dict[str, Any], ranks: int) -> tuple[list[str], Any, Any]:
+    """Check a configuration as `deepspeed.initialize` would.
+
+    Args:
+        raw: the configuration.
+        ranks: processes that are to train.
+
+    Returns:
+        Lines on it, the grid (None where the block splits no layer or its sizes are "auto"), and the block.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        with _quietly():
+            from deepspeed.runtime.config import DeepSpeedConfig
+
+            from axonn_plugins import config
+            from axonn_plugins.hosts.deepspeed import config_hook
+
+            block = config.parse(raw["axonn"])
+            unit, _ = config_hook.configure(SimpleNamespace(), raw, None)
+            rest = {key: value for key, value in raw.items() if key != "axonn" and key not in _BATCH}
+            config_hook.step_aside()
+            DeepSpeedConfig({**rest, "train_batch_size": 1})
+    except (AssertionError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"DeepSpeed refuses it: {' '.join(str(error).split())}") from None
+    finally:
+        os.environ.pop("WORLD_SIZE", None) if before is None else os.environ.update(WORLD_SIZE=before)
+    keys = ", ".join(sorted(_keys(block))) or "none"
+    open_sizes = block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3
+    grid = None if open_sizes else getattr(unit, "grid", None)
+    lines = [f"keys that are on: {keys}"]
+    if grid is not None:
+        lines += [grid.draw(), f"{grid.readers} of {grid.world} ranks read different data"]
+    elif open_sizes:
+        lines.append('the grid: sizes that are "auto" are chosen when the engine starts and knows the model')
+    return [*lines, *_batches(raw, ranks if grid is None else grid.readers, open_sizes)], grid, block
+
+
+def _batches(raw: Mapping[str, Any], readers: int, open_sizes: bool) -> Iterator[str]:
+    total, micro, steps = (raw.get(key) for key in _BATCH)
+    if open_sizes or (total is None and micro is None):
+        return
+    micro = micro or max(int(total or 0) // (readers * (steps or 1)), 1)
+    steps = steps or (max(int(total) // (micro * readers), 1) if total else 1)
+    yield f"a step: {micro * steps * readers} samples, {micro} a reader at a time, {steps} micro-batches"
+
+
+def _keys(block: Any) -> set[str]:
+    return {key for key in type(block).model_fields if key != "requires" and getattr(block, key) is not None} | set(
+        block.others
+    )
+
+
+def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str) -> Iterator[str]:
+    """Lines on a model under the configuration: the plan of its layers, and the bytes of weights, gradients and states on a rank."""
+    import torch
+
+    from axonn_plugins.samo.models import maker
+    from axonn_tp import Grid, auto_plan, place
+    from axonn_tp.plan.volumes import local_parameters
+
+    with torch.device("meta"):
+        made = maker(model)()
+    whole = sum(parameter.numel() for parameter in made.parameters())
+    held, on = whole, grid or Grid()
+    if block.tensor_parallel is not None and grid is not None:
+        from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
+
+        plan, report = layer_plans(block.tensor_parallel), None
+        if block.tensor_parallel.plan == "auto":
+            plan, report = auto_plan(made, grid)
+        held = local_parameters(made, place(made, grid, plan, options(block.tensor_parallel)), grid)
+        if report is not None:
+            yield str(report)
+    from axonn_plugins.hosts.deepspeed.tensor.auto_sizes import state_bytes
+
+    size = state_bytes(raw, on)
+    yield (
+        f"a rank holds {held:,} of {whole:,} parameters ({held / whole:.1%}); weights, gradients and Adam's states "
+        f"{size * held / 2**30:.2f} GiB, {size:.3g} bytes a parameter; activations come on top"
+    )
+    if block.samo is not None or block.ted is not None or block.offload_optimizer is not None:
+        yield "axonn.samo, ted and offload_optimizer take less than that: axonn samo memory, axonn ted memory"
+
+
+class _quietly:
+    """Keeps what DeepSpeed prints when it is imported off stdout, and lets it start without a GPU."""
+
+    def __enter__(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self._redirected = redirect_stdout(sys.stderr)
+        self._redirected.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._redirected.__exit__(*error)

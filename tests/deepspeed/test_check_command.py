@@ -1,0 +1,110 @@
+"""`axonn check`: the verdict that `deepspeed.initialize` would give, without a rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+
+from axonn_plugins.cli import check, main
+from axonn_plugins.config import ConfigError
+
+BLOCK: dict[str, Any] = {"tensor_parallel": {"gx": 2, "gz": 2, "plan": "auto"}}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 96,
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def configuration(**keys: Any) -> str:
+        Path("ds.json").write_text(json.dumps({"train_batch_size": 32, "axonn": BLOCK} | keys))
+        return "ds.json"
+
+    return configuration
+
+
+def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
+    engine = deepspeed.DeepSpeedEngine
+    file = write(bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    Path("config.json").write_text(json.dumps(LLAMA))
+    assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
+    out = capsys.readouterr().out
+    assert "8 ranks: obeyed" in out and "gx=2 gy=1 gz=2 gdata=2" in out and "4 of 8 ranks read different data" in out
+    assert "a step: 32 samples, 8 a reader at a time, 1 micro-batches" in out
+    assert "model.layers.*.mlp.down_proj" in out and "16 bytes a parameter" in out
+    assert deepspeed.DeepSpeedEngine is engine
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "words"),
+    [
+        (7, {}, "gx*gy*gz = 2*1*2 = 4 does not divide the 7 ranks"),
+        (8, {"train_batch_size": 30}, "train_batch_size = 30 does not divide by gz*gdata = 2*2"),
+        (8, {"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
+        (8, {"zero_optimization": {"stage": 9}}, "DeepSpeed refuses it"),
+        (8, {"axonn": {"tensor_paralel": {}}}, "tensor_parallel"),
+    ],
+)
+def test_what_is_refused(write: Any, capsys: pytest.CaptureFixture, ranks: int, keys: Any, words: str) -> None:
+    assert main(["check", write(**keys), "--ranks", str(ranks)]) == 1
+    out = capsys.readouterr().out
+    assert f"{ranks} ranks: refused" in out and words in out
+
+
+def test_keys_that_deepspeed_passes_over(write: Any) -> None:
+    raw = check.load(
+        Path(write(zero_optimisation={}, gradient_clipping=1.0, wall_clock_breakdown=True, bf16={}, fp16={}, aio={}))
+    )
+    (said,) = check.unknown(raw)
+    assert said == '"zero_optimisation" is no key that DeepSpeed reads; the nearest is "zero_optimization"'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not JSON"), ("[]", 'has no "axonn" block'), (None, "cannot be read")]
+)
+def test_files_that_are_none(write: Any, text: str | None, words: str) -> None:
+    file = Path("other.json")
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        check.load(file)
+
+
+@pytest.mark.parametrize(
+    ("script", "keys", "words"),
+    [
+        ("import deepspeed\ndeepspeed.initialize(mpu=unit)", {"tensor_parallel"}, "t.py:2: mpu does not go with"),
+        ("x = 1", {"samo"}, "nothing obeys the block"),
+        (
+            "deepspeed.initialize()\nDistributedSampler(data, num_replicas=4)",
+            {"tensor_parallel"},
+            "t.py:2: the sampler",
+        ),
+        ("Trainer(model)\nDistributedSampler(data, num_replicas=4)", {"tensor_parallel"}, "t.py:1: the HF Trainer"),
+        ("deepspeed.initialize(model=model)", {"pipeline"}, "none is made in it"),
+        ("deepspeed.initialize(model=PipelineModule(layers))", {"tensor_parallel"}, '"pipeline": {} in the block'),
+    ],
+)
+def test_a_script_is_read(tmp_path: Path, script: str, keys: set[str], words: str) -> None:
+    from axonn_plugins.cli.check_script import notes
+
+    file = tmp_path / "t.py"
+    file.write_text(script)
+    said = notes(file, keys, replicas=2)
+    assert any(words in one for one in said), said
+    assert sum("sampler deals" in one for one in said) == (words == "t.py:2: the sampler")
+    with pytest.raises(ConfigError, match="no Python script"):
+        file.write_text("def")
+        notes(file, keys, 1)
