@@ -46,25 +46,28 @@ def exchange(tensor: Tensor, groups: Axes, sent: list[int] | None = None, receiv
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, sources: Tensor, groups: Axes, drop: bool) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, groups: Axes, drop: bool, full: bool) -> Tensor:
         ctx.save_for_backward(sources)
-        ctx.groups, ctx.drop, ctx.count = groups, drop, tokens.shape[0]
+        ctx.groups, ctx.drop, ctx.full, ctx.count = groups, drop, full, tokens.shape[0]
         if drop:
             sources = sources.chunk(groups.size("tensor"))[groups.rank("tensor")]
-        padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-        return padded.index_select(0, sources)
+        return (tokens if full else _with_zeros(tokens)).index_select(0, sources)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (sources,) = ctx.saved_tensors
         if ctx.drop:
             grad = gather_from(grad, ctx.groups, "tensor", 0)
-        total = grad.new_zeros(ctx.count + 1, grad.shape[1])
+        total = grad.new_zeros(ctx.count + (not ctx.full), grad.shape[1])
         total.index_add_(0, sources, grad)
-        return total[:-1], None, None, None
+        return total[: ctx.count], None, None, None, None
 
 
-def dispatch(tokens: Tensor, slots: Tensor, count: int, groups: Axes, drop: bool) -> Tensor:
+def _with_zeros(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+
+
+def dispatch(tokens: Tensor, slots: Tensor, count: int, groups: Axes, drop: bool, full: bool = False) -> Tensor:
     """Put tokens into slots.
 
     Args:
@@ -73,6 +76,7 @@ def dispatch(tokens: Tensor, slots: Tensor, count: int, groups: Axes, drop: bool
         count: of slots, C.
         groups: the axes.
         drop: take this tensor rank's share of the slots only; the gradient is gathered over the tensor ranks.
+        full: a token is routed to every slot.
 
     Returns:
         C × M, or C/G_tensor × M; zeros in slots that nothing is routed to.
@@ -80,23 +84,25 @@ def dispatch(tokens: Tensor, slots: Tensor, count: int, groups: Axes, drop: bool
     sources = torch.full((count + 1,), tokens.shape[0], dtype=torch.long, device=tokens.device)
     numbers = torch.arange(tokens.shape[0], device=tokens.device).expand_as(slots)
     sources.scatter_(0, slots.reshape(-1), numbers.reshape(-1))
-    return _Dispatch.apply(tokens, sources[:-1], groups, drop)
+    return _Dispatch.apply(tokens, sources[:-1], groups, drop, full)
 
 
-def combine(outputs: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+def combine(outputs: Tensor, slots: Tensor, weights: Tensor, full: bool = False) -> Tensor:
     """The experts' outputs for each token, weighted.
 
     Args:
         outputs: (..., M), what is in each slot.
         slots: k × S; beyond the last: in none.
         weights: k × S.
+        full: every route has a slot.
 
     Returns:
         S × M.
     """
     features = outputs.shape[-1]
-    padded = torch.cat([outputs.reshape(-1, features), outputs.new_zeros(1, features)])
-    routed = padded.index_select(0, slots.reshape(-1)).view(*slots.shape, features)
+    rows = outputs.reshape(-1, features)
+    rows = rows if full else _with_zeros(rows)
+    routed = rows.index_select(0, slots.reshape(-1)).view(*slots.shape, features)
     return (routed * weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
 
 

@@ -46,11 +46,13 @@ class Sending:
         slots: k × S: each route's row, share after share; beyond the last one: there is none.
         length: rows of the longest share.
         splits: rows of this rank's share, by expert rank.
+        full: every route has a row.
     """
 
     slots: Tensor
     length: int
     splits: list[int]
+    full: bool
 
 
 def plan_sending(routes: Routes, table: Tensor, share: int, ranks: int) -> Sending:
@@ -67,7 +69,8 @@ def plan_sending(routes: Routes, table: Tensor, share: int, ranks: int) -> Sendi
     numbers = starts[routes.experts.clamp(min=0)] + routes.places
     slots = numbers % shares * length + numbers // shares
     slots = torch.where(routes.experts >= 0, slots, shares * length)
-    return Sending(slots, length, table[share].view(ranks, -1).sum(1).tolist())
+    full = int(table.sum()) == routes.experts.numel()
+    return Sending(slots, length, table[share].view(ranks, -1).sum(1).tolist(), full)
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,14 @@ class Receiving:
     """The rows that a rank receives, in the order of its experts, and how many come from each rank.
 
     Attributes:
-        order: where each row is among those of all shares, share after share, each padded to `length`; sorted by expert.
+        order: where each row is among those of all shares, share after share, each padded to `length`; sorted by expert. None: they
+            are of one share and for one expert.
         length: rows of the longest share.
         splits: rows of this rank's share, by expert rank.
         counts: rows of each expert here.
     """
 
-    order: Tensor
+    order: Tensor | None
     length: int
     splits: list[int]
     counts: list[int]
@@ -97,12 +101,13 @@ def plan_receiving(table: Tensor, share: int, device: torch.device) -> Receiving
     """
     ranks, shares, experts = table.shape
     totals = table.sum((0, 2))
-    length = int(totals.max())
-    padding = (length - totals).unsqueeze(1)
-    runs = torch.cat([table.transpose(0, 1).flatten(1), padding], dim=1).flatten()
-    kinds = torch.cat([torch.arange(experts).repeat(ranks), torch.tensor([experts])]).repeat(shares)
-    kinds = kinds.to(device).repeat_interleave(runs.to(device), output_size=shares * length)
-    order = kinds.argsort(stable=True)[: int(totals.sum())]
+    length, order = int(totals.max()), None
+    if shares > 1 or experts > 1:
+        padding = (length - totals).unsqueeze(1)
+        runs = torch.cat([table.transpose(0, 1).flatten(1), padding], dim=1).flatten()
+        kinds = torch.cat([torch.arange(experts).repeat(ranks), torch.tensor([experts])]).repeat(shares)
+        kinds = kinds.to(device).repeat_interleave(runs.to(device), output_size=shares * length)
+        order = kinds.argsort(stable=True)[: int(totals.sum())]
     return Receiving(order, length, table[:, share].sum(1).tolist(), table.sum((0, 1)).tolist())
 
 
@@ -155,20 +160,22 @@ def through_experts(
     sending = plan_sending(routes, table.cpu(), share, groups.size("expert"))
     receiving = plan_receiving(arriving.cpu(), share if gathered else 0, tokens.device)
 
-    rows = dispatch(tokens, sending.slots, shares * sending.length, groups, drop)[: sum(sending.splits)]
+    # Of several shares some may be padded.
+    rows = dispatch(tokens, sending.slots, shares * sending.length, groups, drop, shares == 1)[: sum(sending.splits)]
     rows = exchange(rows, groups, sending.splits, receiving.splits)
     if gathered:
         rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
     with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
-        outputs = experts(rows.index_select(0, receiving.order), receiving.counts)
-    shape = arriving.shape[1] * receiving.length, outputs.shape[1]
-    rows = outputs.new_zeros(shape).index_copy(0, receiving.order, outputs)
+        order = receiving.order
+        rows = experts(rows if order is None else rows.index_select(0, order), receiving.counts)
+    if order is not None:
+        rows = rows.new_zeros(arriving.shape[1] * receiving.length, rows.shape[1]).index_copy(0, order, rows)
     if gathered:
         rows = (scatter_from if fused else split_to)(rows, groups, "tensor", 0)[: sum(receiving.splits)]
     rows = exchange(rows, groups, receiving.splits, sending.splits)
     if drop:
         rows = gather_from(_pad(rows, sending.length), groups, "tensor", 0)
-    return combine(rows, sending.slots, routes.weights)
+    return combine(rows, sending.slots, routes.weights, sending.full)
 
 
 @contextmanager

@@ -201,8 +201,7 @@ class GradientReducer:
             view.zero_()
         elif parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
-        if parameter.requires_grad:  # not frozen meanwhile
-            parameter.grad = view
+        parameter.grad = view
 
 
 def _present(bucket: _Bucket) -> Tensor:

@@ -123,12 +123,26 @@ def test_bucket_bytes_must_be_positive() -> None:
         GradientReducer([], None, bucket_bytes=0)  # type: ignore[arg-type]
 
 
-def without_gradients() -> None:
+def special_steps() -> None:
     mesh = Mesh(Grid(1, 1, 2, 1))
-    model = axonn_tp.parallelize(Model(), mesh, {"up": LayerPlan("normal"), "down": LayerPlan("transposed")})
+    plan = {"up": LayerPlan("normal"), "down": LayerPlan("transposed")}
+    model = axonn_tp.parallelize(Model(), mesh, plan)
     axonn_tp.sync_gradients(model.parameters(), mesh)  # weights split over z are summed over data, which is one rank
     assert all(parameter.grad is None for parameter in model.parameters())
 
+    # A layer is frozen in a step of the others, whose gradients are new, and keeps the sums that it has.
+    reducer, rows = GradientReducer(model.parameters(), mesh), torch.randn(4, 6) + mesh.coordinates["z"]
+    model(rows).square().mean().backward()
+    reducer.finish()
+    kept = [parameter.grad.clone() for parameter in model.up.parameters()]
+    model.up.requires_grad_(False)
+    model.down.zero_grad()
+    model(rows).square().mean().backward()
+    reducer.finish()
+    for parameter, before in zip(model.up.parameters(), kept, strict=True):
+        assert torch.allclose(parameter.grad, before)
+    assert all(parameter.grad is None for parameter in model.unused.parameters())
 
-def test_a_step_without_gradients_is_no_error() -> None:
-    run_ranks(without_gradients, 2)
+
+def test_steps_without_gradients_and_beside_a_frozen_layer() -> None:
+    run_ranks(special_steps, 2)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import samo
 from axonn_plugins.autoload import activate
+from axonn_plugins.optim import reducer
 from axonn_plugins.pccl.build import load
 from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, dense, masks_of, plain, ready, run, start, train
 
@@ -38,22 +39,23 @@ CASES: dict[str, tuple[Case, Any]] = {
 def counted() -> Iterator[list[int]]:
     """Bytes of every all-reduce and reduce-scatter."""
     seen: list[int] = []
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor")}
+    names = ((dist, "all_reduce"), (dist, "reduce_scatter_tensor"), (reducer, "start_parts"))
+    originals = {name: (where, getattr(where, name)) for where, name in names}
 
     def counting(name: str) -> Any:
         def call(*tensors: Any, **keywords: Any) -> Any:
             seen.append(max(t.nbytes for t in (*tensors, *keywords.values()) if isinstance(t, torch.Tensor)))
-            return originals[name](*tensors, **keywords)
+            return originals[name][1](*tensors, **keywords)
 
         return call
 
-    for name in originals:
-        setattr(dist, name, counting(name))
+    for name, (where, _) in originals.items():
+        setattr(where, name, counting(name))
     try:
         yield seen
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for name, (where, original) in originals.items():
+            setattr(where, name, original)
 
 
 def against_plain() -> dict[str, Any]:

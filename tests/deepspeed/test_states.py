@@ -17,6 +17,7 @@ from torch import nn  # noqa: E402
 
 from axonn_plugins.autoload import activate  # noqa: E402
 from axonn_plugins.config import ConfigError  # noqa: E402
+from axonn_plugins.optim import reducer  # noqa: E402
 from tests.distributed import run_ranks  # noqa: E402
 
 activate()
@@ -53,7 +54,7 @@ def step(engine: Any, poison: bool = False) -> None:
 def coalesced(block: dict[str, Any], stage: int) -> bool:
     """Passes whose sums are reduced once train as one pass of the losses' sum."""
     found, sent = [], []
-    whole = dist.all_reduce, dist.reduce_scatter_tensor
+    whole = dist.all_reduce, dist.reduce_scatter_tensor, reducer.start_parts
     for together in (False, True):
         engine = engine_of(block, bf16=False, stage=stage)
         for _ in range(2):
@@ -63,9 +64,11 @@ def coalesced(block: dict[str, Any], stage: int) -> bool:
                 with engine.coalesce_grad_reduction():
                     for rows in (first, second):
                         loss = engine(rows).square().mean()
-                        dist.all_reduce = dist.reduce_scatter_tensor = lambda *_, **__: sent.append(1)
+                        dist.all_reduce = dist.reduce_scatter_tensor = reducer.start_parts = lambda *_, **__: (
+                            sent.append(1)
+                        )
                         engine.backward(loss)
-                        dist.all_reduce, dist.reduce_scatter_tensor = whole
+                        dist.all_reduce, dist.reduce_scatter_tensor, reducer.start_parts = whole
             else:
                 engine.backward(engine(first).square().mean() + engine(second).square().mean())
             engine.step()

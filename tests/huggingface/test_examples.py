@@ -20,6 +20,7 @@ pytest.importorskip("peft")
 from axonn_recipes import examples  # noqa: E402
 from axonn_recipes.examples.accelerate import train as of_accelerate  # noqa: E402
 from axonn_recipes.examples.peft import train as of_peft  # noqa: E402
+from axonn_recipes.examples.pruned import train as of_pruned  # noqa: E402
 from axonn_recipes.examples.trainer import train as of_trainer  # noqa: E402
 from tests.huggingface.trainer_runs import forget  # noqa: E402
 
@@ -52,3 +53,11 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     for ranks in (2, 4):
         for found in run_ranks(losses, ranks, tmp_path, ranks):
             assert found == pytest.approx(wanted, abs=2e-4), (found, wanted)
+
+
+@pytest.mark.parametrize(("module", "folder"), [(of_peft, "peft_output"), (of_pruned, "pruned_output")])
+def test_examples_write_into_folders_of_their_own(module: Any, folder: str, capsys: pytest.CaptureFixture) -> None:
+    """What one leaves in a folder would be read by another: an adapter is part of any model that is loaded from beside it."""
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    assert f"(default: {folder})" in capsys.readouterr().out

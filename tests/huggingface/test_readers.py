@@ -178,6 +178,15 @@ def refused(function: Any, config: dict[str, Any]) -> str:
     return "no error"
 
 
+def second(config: dict[str, Any], readers: int) -> None:
+    """Two models of one Accelerator: the first again, then another that is not trained, then one that is."""
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5, "gradient_accumulation_steps": 1}
+    accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=config))
+    models = gpt2(), gpt2(), nn.Linear(4, 4)
+    for model in (models[0], models[0], *models):
+        accelerator.prepare(model, *([] if model is models[1] else [torch.optim.SGD(model.parameters())]))
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
     "optimizer": ("plain", {}),
@@ -217,6 +226,9 @@ def every_trainer(config: bool) -> dict[str, Any]:
     ]
     if config:
         found["prompts differ"] = attempt(generated, GRIDS["gx"], True)
+        forget()
+        found["second"] = refused(second, settings({"gx": 2}))
+        forget()
         found["world"] = refused(trained, settings({"gx": 3}))
         forget()
         PartialState()  # before it is known that DeepSpeed will be used
@@ -312,6 +324,10 @@ def test_the_inner_module_generates(one: dict[str, Any], ranks: list[dict[str, A
     ("name", "said"),
     {
         "world": ("gx*gy*gz = 3*1*1 = 3", "2 ranks"),
+        "second": (
+            "a second model, Linear",
+            "knows the engine of the first alone, GPT2LMHeadModel; give each model an Accelerator",
+        ),
         "late": ("Accelerate counts 1 of the 2 ranks",),
     }.items(),
 )

@@ -11,6 +11,7 @@ from torch.utils.file_baton import FileBaton
 
 from axonn_plugins import build_locks
 from axonn_plugins.cli import doctor as doctor_command
+from axonn_plugins.hosts.transformers import accelerate_patch
 from axonn_plugins.observe import doctor
 from axonn_plugins.observe.doctor import Check
 
@@ -236,4 +237,11 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys,
     assert not capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     build_locks.warn()
+    assert str(root / "cpu_adam" / "lock") in capsys.readouterr().err
+    # Accelerate has DeepSpeed build a kernel before any configuration is looked at.
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"axonn": {}}')
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(config))
+    assert accelerate_patch._on_cpu(lambda self, cpu: (None, "kind"))(None) == ("gloo", "kind")
     assert str(root / "cpu_adam" / "lock") in capsys.readouterr().err

@@ -117,6 +117,12 @@ def test_plans_send_each_row_once():
     plan = plan_receiving(arriving, 1, torch.device("cpu"))
     assert plan.counts == routes.exp_counts[2:4].tolist() and plan.splits == [plans[1].splits[1]]
     assert len(plan.order) == sum(plan.counts) <= 3 * plan.length
+    assert not any(plan.full for plan in plans)
+    # One share for one expert comes sorted.
+    alone = plan_receiving(arriving[:, :1, :1], 0, torch.device("cpu"))
+    assert alone.order is None and alone.counts == [int(arriving[0, 0, 0])] == [alone.length]
+    everyone = Gate(k=1, dropless=True)(logits, True)
+    assert plan_sending(everyone, share_out(everyone.exp_counts, 3), 0, 4).full
 
 
 @pytest.mark.parametrize("all_switches", [False, thorough(True)])

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from axonn_plugins.optim.index import Index
 
+_LEAST_BYTES, _CALLS = 2**18, 8
+"""Fewer bytes a call waste time on latency; more calls let most of the sums run beside backward."""
 Ranks = tuple[dist.ProcessGroup | None, int]
 """Who sums a parameter's gradients, and by what the sum is divided."""
 
@@ -261,7 +263,7 @@ def make_stores(
 
     Args:
         entries: in the order of the model; the last come first in the vectors.
-        bucket_bytes: a bucket is full when it has so many.
+        bucket_bytes: a bucket is full when it has so many, or an eighth of all, but at least 256 KiB.
         stage: what ranks share: see `Bucket`; buckets are padded so that it divides.
         host: see `Store`.
         gradient_dtype: see `FlatOptimizer`.
@@ -273,7 +275,9 @@ def make_stores(
     for (dtype, _), members in by_kind.items():
         buckets: list[Bucket] = []
         owned, kind = 0, dtype if gradient_dtype is None else torch.promote_types(dtype, gradient_dtype)
-        for filling in _fill(members, bucket_bytes // kind.itemsize):
+        eighth = sum(entry.kept for entry in members) * kind.itemsize // _CALLS
+        most = min(bucket_bytes, max(_LEAST_BYTES, eighth))
+        for filling in _fill(members, most // kind.itemsize):
             begin = buckets[-1].end if buckets else 0
             for entry, start in zip(filling, _starts(filling, begin), strict=True):
                 entry.start, entry.filled, entry.arrived = start, False, False

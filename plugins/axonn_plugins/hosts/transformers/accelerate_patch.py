@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from axonn_plugins import build_locks
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers.readers import Readers, replicas
@@ -105,8 +106,10 @@ def _on_cpu(original: Callable[..., tuple]) -> Callable[..., tuple]:
         backend, kind = original(self, cpu, *rest, **keywords)
         distributed = not cpu and int(os.environ.get("LOCAL_RANK", -1)) != -1
         asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        block = _noticed or _launched_with_block()
-        return ("gloo" if backend is None and block and distributed and asked else backend), kind
+        if not (distributed and asked and (_noticed or _launched_with_block())):
+            return backend, kind
+        build_locks.warn()  # DeepSpeed builds its own kernel for this backend before it looks at a configuration
+        return backend or "gloo", kind
 
     return prepare
 
@@ -259,6 +262,8 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
         raw = plugin.deepspeed_config
         models = [one for one in given if isinstance(one, nn.Module)]
         loaders = [one for one in given if isinstance(one, DataLoader)]
+        if models and isinstance(raw, Mapping) and "axonn" in raw:
+            _refuse_second(self, models[0], given)
         if models and open_sizes(raw):
             steps = raw.get("gradient_accumulation_steps")
             steps = steps if isinstance(steps, int) else self.gradient_accumulation_steps
@@ -280,6 +285,22 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
         return original(self, *given)
 
     return prepare
+
+
+def _refuse_second(accelerator: Any, model: nn.Module, given: tuple) -> None:
+    """Refuse to train a model by another's engine.
+
+    Raises:
+        ConfigError: the Accelerator has prepared another model, to whose engine its `backward` gives every loss.
+    """
+    known = accelerator.deepspeed_engine_wrapped
+    trained = any(hasattr(one, "param_groups") or type(one).__name__ == "DummyOptim" for one in given)
+    if known is not None and trained and known.engine.module is not model:
+        raise ConfigError(
+            f"accelerator.prepare was given a second model, {type(model).__name__}, with an optimizer, and under DeepSpeed accelerator.backward knows "
+            f"the engine of the first alone, {type(known.engine.module).__name__}; give each model an Accelerator of its own "
+            '(Accelerator(deepspeed_plugins={"first": ..., "second": ...})), or make both parts of one module with one optimizer'
+        )
 
 
 def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,14 @@ def base() -> LlamaForCausalLM:
 def main(arguments: Sequence[str] | None = None) -> float:
     """Train; returns the loss that the saved adapter has in one process on what is held out, in nats a byte."""
     parser = HfArgumentParser([TrainingArguments], description=__doc__)  # type: ignore[list-item]
-    parser.set_defaults(max_steps=40, learning_rate=1e-2, logging_steps=10, report_to=["none"], disable_tqdm=True)
+    parser.set_defaults(
+        output_dir="peft_output",
+        max_steps=40,
+        learning_rate=1e-2,
+        logging_steps=10,
+        report_to=["none"],
+        disable_tqdm=True,
+    )
     (options,) = parser.parse_args_into_dataclasses(arguments)
     training, held_out = map(Windows, windows())
     adapters = LoraConfig(r=8, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")

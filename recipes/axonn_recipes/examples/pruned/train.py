@@ -24,7 +24,14 @@ def write_checkpoint(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
     """Fine-tune; returns the saved model's loss on what is held out, in nats a byte, and the share of its layers' weights that is zero."""
     parser = HfArgumentParser([TrainingArguments], description=__doc__)  # type: ignore[list-item]
-    parser.set_defaults(max_steps=40, learning_rate=3e-3, logging_steps=10, report_to=["none"], disable_tqdm=True)
+    parser.set_defaults(
+        output_dir="pruned_output",
+        max_steps=40,
+        learning_rate=3e-3,
+        logging_steps=10,
+        report_to=["none"],
+        disable_tqdm=True,
+    )
     (options,) = parser.parse_args_into_dataclasses(arguments)
     checkpoint = Path(options.output_dir) / "dense"
     with options.main_process_first(desc="write the checkpoint"):
