@@ -208,6 +208,7 @@ def page(cells: list[Cell]) -> str:
             *rows,
             "",
             "Tests of a host compare its training with one process, without the stock host beside it. A version that pip's index lacks is not in the table.",
+            *(f"Of {name}: {', '.join(f'`{file}`' for file in files)}." for name, files in SUITES.items()),
             "",
         ]
     )
