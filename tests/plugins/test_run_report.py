@@ -184,3 +184,5 @@ def test_services_that_are_not_there(
     monkeypatch.setenv("AXONN_TRACK", "wanbd")
     with pytest.raises(ConfigError, match='has "wanbd", which is not known; use "wandb"'):
         MetricsLogger(tmp_path)
+    assert main(["train", "quickstart", "--dry-run"]) == 2
+    assert 'AXONN_TRACK has "wanbd"' in capsys.readouterr().err

@@ -121,6 +121,10 @@ def _recipe(command: str, rest: list[str]) -> tuple[Main, list[str]]:
     if command == "bench":
         # Before torch is imported: nobody knows host names in an emulated node, and c10d warns at every connection.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    else:
+        from axonn_plugins.observe.trackers import named
+
+        named()  # a mistake in it is said before any rank is started
     return importlib.import_module(f"axonn_recipes.{prefix}{rest[0]}.recipe").main, rest[1:]
 
 
