@@ -89,7 +89,16 @@ def of_two() -> nn.Module:
     return model
 
 
+def adaptive() -> nn.Module:
+    """Its loss has a term that no row makes; q alone is adapted."""
+    torch.manual_seed(1)
+    steps = {"total_step": 8, "tinit": 1, "tfinal": 2, "deltaT": 1}
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], init_r=4, target_r=2, task_type="CAUSAL_LM", **steps)
+    return peft.get_peft_model(llama(), config)
+
+
 OTHERS: dict[str, Any] = {
+    "AdaLoRA": adaptive,
     "prefix": partial(prompted, peft.PrefixTuningConfig),
     "p-tuning": partial(prompted, peft.PromptEncoderConfig, encoder_hidden_size=16),  # rank 0 alone saves what it gives
     "two": of_two,

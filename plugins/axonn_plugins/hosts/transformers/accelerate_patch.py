@@ -322,7 +322,9 @@ def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             keep_whole(loader)
         found = original(self, *given, **keywords)
-        return end_with_samples(found) if trains else found
+        # TRL's trainers of generated text gather over readers by rows of lists: theirs stay filled up with the first samples.
+        lists = getattr(loader.collate_fn, "__name__", "") == "identity"
+        return end_with_samples(found) if trains and not lists else found
 
     return prepare_data_loader
 

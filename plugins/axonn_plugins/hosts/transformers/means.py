@@ -46,6 +46,7 @@ class Kind:
     weights: Tensor | None = None
 
 
+_weights: dict[int, float] = {}  # of AdaLoRA's configurations in use, as they were given
 _kinds: WeakKeyDictionary[nn.Module, dict[tuple, Kind]] = WeakKeyDictionary()
 
 
@@ -102,7 +103,8 @@ def in_one_process(
     kinds = _kinds.setdefault(self.model, {})
     key = (type(self), id(self.compute_loss_func), self.model.training, own)
     self._axonn_weighed = False
-    with nullcontext() if key in kinds else watching:
+    summed = num_items_in_batch is not None and (key not in kinds or kinds[key].adds)
+    with nullcontext() if key in kinds else watching, _constants_once(self.model, readers if summed else 1):
         found = original(model, inputs, return_outputs=return_outputs, **more)
     counted = asked() != before
     if self._axonn_weighed:  # the Trainer's own method was in it
@@ -116,6 +118,23 @@ def in_one_process(
         return _times(found, share())
     factor = _factor(self, kinds[key], labels, readers)
     return _times(found, factor / readers if counted else factor)
+
+
+@contextmanager
+def _constants_once(model: Any, times: int) -> Iterator[None]:
+    """Inside, what AdaLoRA adds to a loss whatever the rows are is so much less: it is to count once where a sum counts for each reader."""
+    configs = [one for one in getattr(model, "peft_config", {}).values() if hasattr(one, "orth_reg_weight")]
+    before = [(config, config.orth_reg_weight) for config in configs]
+    outer = {id(config) for config in configs} - _weights.keys()
+    for config, weight in before:  # a script's method may call the Trainer's, which knows better what is summed
+        config.orth_reg_weight = _weights.setdefault(id(config), weight) / times
+    try:
+        yield
+    finally:
+        for config, weight in before:
+            config.orth_reg_weight = weight
+        for known in outer:
+            del _weights[known]
 
 
 def _labels(self: Any, model: Any, inputs: Mapping[str, Any], counted: Any) -> tuple[Tensor | None, bool]:
