@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,9 @@ def unfrozen() -> None:
     whole.load_state_dict(model.state_dict())
     model.up.requires_grad_(False)
     split = fabric.setup(model)
+    fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    with pytest.warns(UserWarning, match="a matrix's shard along z is flat") if dist.get_rank() == 0 else nullcontext():
+        fabric.setup_optimizers(torch.optim.AdamW(groups(model)))
     split.up.requires_grad_(True)
     ids = torch.arange(12).reshape(2, 6)
     sampler = torch.utils.data.DistributedSampler(ids, fabric.world_size, fabric.global_rank, shuffle=False)

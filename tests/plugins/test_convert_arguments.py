@@ -14,10 +14,11 @@ import torch
 
 import axonn_plugins
 from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
 
 axonn_plugins.activate()
 transformers = pytest.importorskip("transformers")
-from axonn_plugins.weights import megatron_names  # noqa: E402
+from axonn_plugins.weights import hf, litgpt, megatron_names  # noqa: E402
 from tests.plugins.test_convert import converted, drawn, megatron_folder, same, tensors  # noqa: E402
 
 
@@ -71,3 +72,17 @@ def test_scaled_positions_that_megatron_has_not_are_refused(tmp_path: Path, caps
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "megatron"]) == 2
     assert "--use-rope-scaling" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_missing_transformers_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (
+        lambda: hf.configuration(tmp_path),
+        lambda: hf.class_of(None),
+        lambda: litgpt.hf_configuration(None, tmp_path),
+    ):
+        with pytest.raises(
+            ConfigError, match="need transformers, which cannot be imported .*; install it, or convert in"
+        ):
+            call()

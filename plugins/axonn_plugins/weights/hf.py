@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -16,6 +17,20 @@ from axonn_tp.checkpoint.serial import write_safetensors
 from axonn_tp.grid.lazy import recording
 
 
+def library() -> Any:
+    """The package transformers.
+
+    Raises:
+        ConfigError: it is not here.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"Hugging Face's configurations need transformers, which cannot be imported ({error}); install it, or convert in an environment that has it"
+        ) from None
+
+
 def configuration(folder: Path) -> Any:
     """The configuration in a folder; None where it has none.
 
@@ -25,11 +40,10 @@ def configuration(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         return None
-    from transformers import AutoConfig
-
+    kind = library().AutoConfig
     # What transformers raises on a configuration that it cannot use is of many kinds.
     try:
-        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+        return kind.from_pretrained(file, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
             f"{file} is not a configuration that transformers can use: {' '.join(str(error).split())}"
@@ -42,8 +56,7 @@ def class_of(config: Any) -> Any:
     Raises:
         ConfigError: transformers has none.
     """
-    import transformers
-
+    transformers = library()
     named = (config.architectures or [None])[0]
     if named is None and type(config) in transformers.AutoModelForCausalLM._model_mapping:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]

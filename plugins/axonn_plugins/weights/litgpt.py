@@ -135,8 +135,7 @@ def hf_configuration(config: Any, folder: Path) -> Any:
     Raises:
         ConfigError: it is of no family that is mapped here.
     """
-    import transformers
-
+    transformers = hf.library()
     types = {family: kind for kind, family in _NAMES.items()}
     kind = types.get(config.name.partition("-")[0], "llama")
     plain = config.norm_class_name == "RMSNorm" and not (

@@ -44,3 +44,11 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, data in held.items():
             parameter.data = data
+
+
+def sorted_by_shards(optimizer: Optimizer) -> bool:
+    """True if its groups look as if parameters had been sorted by the shapes of shards, which are flat along z."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    matrices = any(all(parameter.dim() > 1 for parameter in group) for group in groups)
+    vectors = [group for group in groups if group and all(parameter.dim() <= 1 for parameter in group)]
+    return matrices and any(len({len(layout_of(p).serial_shape) > 1 for p in group}) == 2 for group in vectors)

@@ -10,10 +10,12 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonn_plugins.hosts.common.elementwise import check_optimizer
+from axonn_plugins.hosts.common.split_states import sorted_by_shards
 from axonn_plugins.hosts.lightning import files
 from axonn_plugins.hosts.lightning.bare_backward import allow_penalties
 from axonn_plugins.hosts.lightning.gradients import Gradients, finish, gradients_of
@@ -68,6 +70,11 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         """An optimizer of a model that is split already."""
         if self.grid.world > self.grid.gdata:
             check_optimizer(optimizer)
+        if sorted_by_shards(optimizer):
+            rank_zero_warn(
+                f"{type(optimizer).__name__} has groups by the shapes of parameters that are split already, where a matrix's shard along z is flat: "
+                "make it before, and pass it along in fabric.setup(model, optimizer)"
+            )
         return optimizer
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
