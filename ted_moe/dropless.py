@@ -167,7 +167,8 @@ def through_experts(
         rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
     with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
         order = receiving.order
-        rows = experts(rows if order is None else rows.index_select(0, order), receiving.counts)
+        rows = rows if order is None else rows.index_select(0, order)
+        rows = experts(rows, receiving.counts)
     if order is not None:
         rows = rows.new_zeros(arriving.shape[1] * receiving.length, rows.shape[1]).index_copy(0, order, rows)
     if gathered:

@@ -286,7 +286,8 @@ class Gathers:
             return self._last_beside(phase, layer)
         run: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
         held = 0
-        while layer is not None and self._startable(phase, layer) and not {layer} & {*run, *self._pending, *self._kept}:
+        there = (run, self._pending, self._kept)
+        while layer is not None and self._startable(phase, layer) and not any(layer in one for one in there):
             shard, dtype = self._wanted(phase, layer)
             size = shard.numel() * dtype.itemsize * self.mesh.size("z")
             # A layer that is called twice leads back to those that followed its first call.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samo
+from axonn_plugins.optim.store import Entry, make_stores
 from tests.distributed import run_ranks
 from tests.samo.reference import Masked
 
@@ -389,3 +390,19 @@ def test_host_memory_beside_a_gpu():
     assert all(torch.equal(*both) for both in zip(weights, same, strict=True))
     for number, values in device.items():
         assert all(torch.equal(value.cpu(), visiting[number][key].cpu()) for key, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("weights", "bucket_bytes", "sizes"),
+    [
+        (16, 25 * 2**20, [4, 4, 4, 4]),  # an eighth of 1 MiB is less than 256 KiB
+        (64, 25 * 2**20, [8] * 8),
+        (16, 2**17, [2] * 8),
+        (3, 25 * 2**20, [3]),
+    ],
+)
+def test_a_bucket_has_an_eighth_of_all_and_at_least_256_kib(weights: int, bucket_bytes: int, sizes: list[int]) -> None:
+    entries = [Entry(str(number), nn.Parameter(torch.zeros(2**14)), 0) for number in range(weights)]
+    (store,) = make_stores(entries, bucket_bytes)
+    assert [len(bucket.entries) for bucket in store.buckets] == sizes
+    assert [entry.name for entry in store.entries] == [str(number) for number in reversed(range(weights))]

@@ -12,7 +12,8 @@ from axonn_recipes.options import Run, at_least_one, heads_fit
 
 PEERS = {"hf": "AutoEP and AutoTP", "megatron": "Megatron"}
 """Who else trains a model."""
-_USUAL = {"hf": "2,4 2,8 1,8", "megatron": "1,4 1,8"}
+_USUAL = {"hf": "2,4 2,8 1,8 1,2", "megatron": "1,4 1,8"}
+_OURS = {"hf": "2,4,1 1,8,1 1,8,8 1,2,1", "megatron": "2,4,1 1,8,1 1,8,8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ class Options(Mixture, Place, Run):
 
     Attributes:
         peers: ranks that split layers, and ranks of experts, as in "2,4 1,8"; of these AutoEP and AutoTP, or Megatron, are measured;
-            by itself 2,4 2,8 1,8, of a Megatron 1,4 1,8.
-        ours: gx, ranks of experts, and gz, as in "2,4,1 1,8,8".
+            by itself 2,4 2,8 1,8 1,2, of a Megatron 1,4 1,8.
+        ours: gx, ranks of experts, and gz, as in "2,4,1 1,8,8"; by itself 2,4,1 1,8,1 1,8,8, and of a HF model 1,2,1.
     """
 
     nodes: int = 4
@@ -75,7 +76,7 @@ class Options(Mixture, Place, Run):
     batch: int = 32
     rounds: int = 5
     peers: str | None = None
-    ours: str = "2,4,1 1,8,1 1,8,8"
+    ours: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,8 @@ def resolve(options: Options) -> Settings:
     settings = Settings(**chosen, nodes=node_count(options.nodes), ways=())
     peers = _USUAL[options.model] if options.peers is None else options.peers
     ways = [_way("--peers", text, 2) for text in peers.split()]
-    ways += [_way("--ours", text, 3) for text in options.ours.split()]
+    ours = _OURS[options.model] if options.ours is None else options.ours
+    ways += [_way("--ours", text, 3) for text in ours.split()]
     if not any(way.ours for way in ways):
         raise ConfigError("--ours names no side; write gx, ranks of experts, gz as in 2,4,1")
     for way in ways:
