@@ -712,7 +712,7 @@ def host_waits() -> None:
         "states": flags,
         "offload": flags,
         "capacity": {},
-        "dropless": {read: 2, sent: 2, "item": 1},
+        "dropless": {read: 2, "item": 1},
         "message": {read: 1, sent: 1},
     }, found
 

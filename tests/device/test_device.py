@@ -83,7 +83,7 @@ _PLACES = ("axonn_tp/comm", "axonn_tp/context", "axonn_tp/layers", "ted_moe", "s
 _PLACES += ("plugins/axonn_plugins/pipeline", "plugins/axonn_plugins/hosts/common/goldfish.py")
 _PLACES += ("plugins/axonn_plugins/pccl/device.py", "plugins/axonn_plugins/pccl/csrc/device.cpp")
 NOT_ON_A_DEVICE = {
-    "self._started[oldest] = sum_.wait()": "only gloo's sums in parts hold the whole",
+    "self._whole.pop(0).wait()": "only gloo's sums in parts hold the whole",
     "work.wait()": "a backend that knows no groups: not NCCL",
     "capacity = routes.capacity if room is None else room.wait()": "numbers of the host; the wait below it is mutated",
     "return Agreement(int(count), tokens, self.groups, drawn).wait()": "the same",
