@@ -110,7 +110,7 @@ def on_grids(expected: Expected, grids: list[Grid]) -> dict[str, dict[str, float
     return found
 
 
-@pytest.mark.parametrize("grids", [OF_EIGHT, thorough(list(factorisations(8)))], ids=["half", "all"])
+@pytest.mark.parametrize("grids", [OF_EIGHT, thorough(list(factorisations(8)))], ids=["some", "all"])
 def test_on_grids_of_eight(grids: list[Grid]) -> None:
     for found in run_ranks(on_grids, 8, serial_step(SPLIT), grids):
         for grid, errors in found.items():
