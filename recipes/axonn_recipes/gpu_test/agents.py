@@ -61,9 +61,19 @@ class Agent:
         self.scale, self.patience = scale, patience
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.store = _store(self.ranks, not served and self.rank == 0)
         # Processes of a system start anew where they use a GPU, which a fork must not have touched.
         self._context: Any = multiprocessing.get_context("spawn" if scale.device == "cuda" else "fork")
+        if not served and self.rank == 0:
+            self._serve()
+        self.store = _store(self.ranks, False)
+
+    def _serve(self) -> None:
+        """Have a process of its own serve the store: a fork beside its thread may find the resolver locked for good."""
+        reader, writer = self._context.Pipe(duplex=False)
+        self._context.Process(target=_serve, args=(self.ranks, writer, os.getpid()), daemon=True).start()
+        writer.close()
+        if (error := reader.recv()) is not None:
+            raise RuntimeError(error)
 
     def run(self, number: int, name: str) -> Outcome:
         """Run a system; every agent calls it with the same arguments. Rank 0 has what was found, the others only their own error."""
@@ -124,6 +134,18 @@ def _store(ranks: int, serves: bool) -> dist.TCPStore:
     """A store of all ranks at MASTER_ADDR and MASTER_PORT, where torchrun has one already."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, ranks, serves, wait_for_workers=False)
+
+
+def _serve(ranks: int, writer: Connection, parent: int) -> None:
+    die_with(parent)
+    try:
+        served = _store(ranks, True)
+    except RuntimeError as error:
+        writer.send(str(error))
+        return
+    writer.send(None)
+    while served:
+        time.sleep(3600)
 
 
 def _tail(log: Path) -> str:
