@@ -86,6 +86,7 @@ MUTATIONS = [
         "plugins/axonn_plugins/optim/access.py", "settle([store.device] if store.host else [])", "pass", ("states",)
     ),
     # Gradients that are summed
+    Mutation(_REDUCER, "        handle.wait()\n        for entry", "        for entry", ("states",)),
     Mutation(_REDUCER, "            self.handle.wait()", "            pass", ("states", "pruned")),
     Mutation(_REDUCER, "        self._wait()\n        return said", "        return said", ("states", "pruned")),
     Mutation(
