@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 CALLS: Counter[str] = Counter()
-"""How often what was called."""
+"""The number of calls, by kind."""
 
 
 class DType(enum.Enum):
@@ -87,7 +87,7 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: Any = 
 
 @dataclass
 class Float8Tensor:
-    """What a quantizer makes: no torch tensor, so that nothing else can read it."""
+    """The result of a quantizer: no torch tensor, so that nothing else can read it."""
 
     data: Tensor
     scale_inv: Tensor

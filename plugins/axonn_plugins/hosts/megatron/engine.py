@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Engine:
-    """What was found.
+    """The parts of Transformer Engine that our layers call.
 
     Attributes:
         norms: its LayerNorm and RMSNorm, by name.
