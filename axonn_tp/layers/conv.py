@@ -134,6 +134,9 @@ class Convolution:
         found = torch.ops.aten.convolution_backward(grad, input, weight, None, *self.options, wanted)
         return found[0 if of_input else 1]
 
+    def once(self) -> Convolution:  # noqa: D102
+        return self
+
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output."""
         return torch.convolution(self._pad(input), weight, bias, *self.options)

@@ -83,6 +83,9 @@ class Operation(Protocol):
     features: int
     tokens: int
 
+    def once(self) -> Operation:
+        """The operation of one forward and its backward."""
+
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output."""
 
@@ -100,6 +103,9 @@ class Matmul:
     """O = I·Wᵀ with the weight as torch stores it, (n, k)."""
 
     features, tokens = -1, -2
+
+    def once(self) -> Operation:  # noqa: D102
+        return self
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: D102
         return F.linear(input, weight, bias)
@@ -170,10 +176,15 @@ class Product(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, input: Tensor, block: Tensor, bias: Tensor | None, route: Route, layer: Weight, source: Source | None
     ) -> Tensor:
-        mesh, operation = layer.mesh, layer.operation
+        mesh, operation = layer.mesh, layer.operation.once()
         alone = mesh.size(route.contracted) == 1
         output = operation.forward(input, block, bias if alone else None)
-        ctx.route, ctx.layer, ctx.shapes = route, layer, (input.shape, block.shape, output.shape)
+        ctx.route, ctx.layer, ctx.operation, ctx.shapes = (
+            route,
+            layer,
+            operation,
+            (input.shape, block.shape, output.shape),
+        )
         ctx.dtype, ctx.entry = block.dtype, source.entry if source is not None else None
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         ctx.again = layer.regather_inputs and wants_weight and source is not None and route.takes != "split"
@@ -194,7 +205,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         layer, route, entry = ctx.layer, ctx.route, ctx.entry
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        operation = layer.operation
+        operation = ctx.operation
         input_shape, block_shape, output_shape = ctx.shapes
         if torch.is_grad_enabled():
             return *_differentiable(ctx, grad), None, None, None

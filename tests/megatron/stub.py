@@ -44,6 +44,7 @@ _WORDS = {
     "ckpt_format": "torch_dist",
     "optimizer": "adam",
     "fp8_format": None,
+    "fp8_recipe": "delayed",
     "recompute_granularity": None,
     "distributed_backend": "nccl",
     "softmax_type": "vanilla",

@@ -14,11 +14,13 @@ import torch
 
 from axonn_plugins.hosts.megatron import arguments, connections, features, known, rules
 from axonn_plugins.hosts.megatron.settings import Settings
-from tests.megatron import harness
+from tests.megatron import engine_double, harness
 from tests.megatron.conftest import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 ON = ["--tensor-model-parallel-impl", "axonn3d"]
+ENGINE = ["--transformer-impl", "transformer_engine"]
+EIGHT = [*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 # Of a world of 8: the flags, and what the sentence must say.
 WRONG = {
     "unknown-impl": (["--tensor-model-parallel-impl", "axon"], "axon is not known; use megatron or axonn3d"),
@@ -123,7 +125,17 @@ WRONG = {
         [*ON, "--axonn-gx", "2", "--sequence-parallel"],
         "--sequence-parallel does not go with .* --axonn-layout scattered",
     ),
-    "fp8": ([*ON, "--fp8-format", "hybrid"], "--fp8-format hybrid does not go with"),
+    "fp8": (
+        [*ON, "--fp8-format", "hybrid"],
+        "--transformer-impl local does not go with --fp8-format hybrid beside .* use transformer_engine",
+    ),
+    "fp8-delayed": (
+        [*ON, *ENGINE, "--fp8-format", "hybrid"],
+        "--fp8-recipe delayed does not go with --fp8-format hybrid beside .* use tensorwise",
+    ),
+    "fp8-blocks": ([*ON, *EIGHT[:-1], "mxfp8"], "--fp8-recipe mxfp8 does not go with .* use tensorwise"),
+    "fp8-experts": ([*ON, *EIGHT, "--num-experts", "8"], "--num-experts 8 does not go with --fp8-format hybrid"),
+    "fp8-tuned": ([*ON, *EIGHT, "--axonn-tune-matmuls"], "--axonn-tune-matmuls does not go with --fp8-format hybrid"),
     "fsdp": ([*ON, "--use-megatron-fsdp"], "--use-megatron-fsdp does not .* --axonn-gz"),
     "fsdp2": ([*ON, "--use-torch-fsdp2"], "--use-torch-fsdp2 does not"),
     "comm-overlap": ([*ON, "--tp-comm-overlap"], "--tp-comm-overlap does not .* --axonn-overlap"),
@@ -280,6 +292,43 @@ def test_the_flags_become_settings(host):
     host.run(*ON, "--axonn-overlap", "none")
     assert host.installed[2] == Settings(1, 1, 1, "scattered", False, False, False)
     assert host.installed[1].options().cache_gathers == "2GiB"
+
+
+def test_weight_gradients_are_added_by_a_kernel_where_there_is_one(host):
+    def fused(*flags):
+        return host.run(*ON, *flags).gradient_accumulation_fusion
+
+    with engine_double.installed(apex=True):
+        assert fused("--axonn-gx", "2", "--axonn-gy", "2")
+        assert not fused("--no-gradient-accumulation-fusion")
+        assert not fused("--axonn-gz", "2"), "a sum over z comes between"
+        assert not fused("--axonn-tune-matmuls")
+    with engine_double.installed(engine=True):
+        assert fused(*ENGINE) and not fused()
+        assert not fused(*ENGINE, "--num-experts", "8")
+
+
+UNEVEN = {
+    "hidden": (["--axonn-gy", "8"], "--hidden-size 64 by --axonn-gy 8 leaves a rank 8, no multiple of 16"),
+    "ffn": (["--axonn-gx", "2", "--ffn-hidden-size", "48"], "--ffn-hidden-size 48 by --axonn-gx 2 leaves a rank 24"),
+    "heads": (
+        ["--axonn-gx", "8", "--ffn-hidden-size", "256"],
+        "the width of all heads 64 by --axonn-gx 8 leaves a rank 8",
+    ),
+    "tokens": (["--seq-length", "20"], "--seq-length times --micro-batch-size 40 by --context-parallel-size 1 leaves"),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_products_in_8_bits_are_of_even_sizes(host, capsys, name):
+    flags, said = UNEVEN[name]
+    with engine_double.installed(engine=True):
+        host.run(*ON, *EIGHT, "--axonn-gx", "2", "--axonn-gy", "2")
+        assert len(host.installed) == 1
+        with pytest.raises(SystemExit):
+            host.run(*ON, *EIGHT, *flags)
+    told = capsys.readouterr().err
+    assert re.match("pretrain_gpt.py: error: .*" + said, told) and told.count("\n") == 1, told
 
 
 def test_without_the_flag_nothing_is_different(host, monkeypatch):

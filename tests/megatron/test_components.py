@@ -58,6 +58,19 @@ WRONG = {
         "communication_aware_checkpointing is false, .* leave the flag out",
     ),
     "ted-stock": (["--axonn-ted"], "Megatron's own layers .* add --tensor-model-parallel-impl axonn3d"),
+    "ted-eight": (
+        [
+            *ON,
+            "--axonn-ted",
+            "--transformer-impl",
+            "transformer_engine",
+            "--fp8-format",
+            "hybrid",
+            "--fp8-recipe",
+            "tensorwise",
+        ],
+        "--axonn-ted does not go with --fp8-format hybrid: .* leave one of the two out",
+    ),
     "ted-once": ([*ON, "--axonn-ted"], "nothing with collectives is recomputed, .* add --recompute-granularity full"),
     "offload": (
         [*OFFLOAD, "--optimizer", "lamb"],

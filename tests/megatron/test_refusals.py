@@ -12,12 +12,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core.transformer import TransformerConfig
 
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.hosts.megatron import engine
 from axonn_plugins.hosts.megatron.embedding import VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
 from axonn_plugins.hosts.megatron.refusals import check_config
 from axonn_plugins.hosts.megatron.settings import Settings
 from tests.distributed import run_ranks
-from tests.megatron import training
+from tests.megatron import engine_double, training
 from tests.megatron.training import Case
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -46,6 +47,21 @@ def test_a_config_is_held_against_the_table(name: str) -> None:
     value, said = WRONG[name]
     with pytest.raises(ConfigError, match=f"{name} = .* does not go with axonn3d: .*{said}"):
         check_config(_config(**{name: value}))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "blockwise", "custom"])
+def test_8_bits_are_of_one_recipe(recipe: str) -> None:
+    with pytest.raises(ConfigError, match=f"fp8_recipe = '{recipe}' does not go with axonn3d: .*; use tensorwise"):
+        check_config(_config(fp8="hybrid", fp8_recipe=recipe))
+
+
+def test_8_bits_need_transformer_engine() -> None:
+    config = _config(fp8="hybrid", fp8_recipe="tensorwise")
+    if engine.load() is None:
+        with pytest.raises(ConfigError, match="fp8 = 'hybrid' needs transformer-engine, 2.2 or later"):
+            check_config(config)
+    with engine_double.installed(engine=True):
+        check_config(config)
 
 
 def test_a_plain_config_passes() -> None:

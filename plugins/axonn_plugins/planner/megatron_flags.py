@@ -39,7 +39,7 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
     if ours and experts:
         return "on a grid its MoE layers own the dispatch of tokens; TED is for DeepSpeed, and --strategy 1d for Megatron's own experts"
     if ours and question.setting.fp8:
-        return "on a grid layers multiply in 16 bits; --strategy 1d is Megatron's own with transformer-engine"
+        return "on a grid products in 8 bits have never run on a GPU; --strategy 1d is Megatron's own with transformer-engine"
     if ours and split.sequence > 1:
         return "on a grid its layers take whole samples; --strategy 2d is Megatron's own context parallelism"
     if split.sequence > 1 and question.machine.device == "cpu":

@@ -257,6 +257,11 @@ def _check_ted(args: Any, block: Any) -> None:
         raise ConfigError(
             f"Megatron's own layers call collectives whose results cannot be kept, {nothing}; add --tensor-model-parallel-impl axonn3d"
         )
+    if getattr(args, "fp8", None):
+        raise ConfigError(
+            f"{flag('ted')} does not go with --fp8-format {args.fp8}: Megatron recomputes by Transformer Engine's checkpoint then, which keeps "
+            "nothing; leave one of the two out"
+        )
     ranks = getattr(args, "context_parallel_size", 1)
     if ranks > 1:
         raise ConfigError(

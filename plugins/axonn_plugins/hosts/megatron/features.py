@@ -77,12 +77,14 @@ FEATURES = (
     Feature("use_torch_fsdp2", _SHARED, "leave it out, and use --use-distributed-optimizer"),
     Feature("init_model_with_meta_device", "our layers draw their own share of a weight on the device"),
     Feature(
-        "fp8", "products of its blocks are in bf16, fp16 or fp32", "leave it out, or use --bf16", (), "--fp8-format"
-    ),
-    Feature(
-        "fp4", "products of its blocks are in bf16, fp16 or fp32", "leave it out, or use --bf16", (), "--fp4-format"
+        "fp4",
+        "products of its blocks are in 8, 16 or 32 bits",
+        "use --fp8-format hybrid --fp8-recipe tensorwise",
+        (),
+        "--fp4-format",
     ),
     Feature("fp8_param_gather", "weights are gathered over z in the type they are computed in"),
+    Feature("fp8_param", "weights are gathered over z in the type they are computed in"),
     Feature("tp_comm_overlap", f"{_KERNEL}", "leave it out, and choose by --axonn-overlap"),
     Feature("symmetric_ar_type", _KERNEL, "leave it out", ()),
     Feature("delay_wgrad_compute", _KERNEL, "leave it out, and choose by --axonn-overlap"),
@@ -169,6 +171,31 @@ FEATURES = (
     ),
 )
 """In the order in which they are reported."""
+
+_ATTENTION = "scales would be of a rank's heads alone, other ones on each grid"
+EIGHT_BITS = (
+    Feature(
+        "transformer_impl",
+        "products in 8 bits are Transformer Engine's",
+        "use transformer_engine, the default",
+        ("transformer_engine",),
+    ),
+    Feature(
+        "fp8_recipe",
+        "layers here scale a tensor by what it holds, while histories of scales are kept, and blocks cut, by Transformer Engine's own",
+        "use tensorwise",
+        ("tensorwise",),
+    ),
+    Feature(
+        "num_experts", "experts are Megatron's own layers, and what they share is scaled otherwise", "leave it out", ()
+    ),
+    Feature("num_moe_experts", "experts are Megatron's own layers", "leave it out", ()),
+    Feature("fp8_dot_product_attention", _ATTENTION),
+    Feature("fp8_multi_head_attention", _ATTENTION),
+    Feature("fp8_output_proj", "the output layer is not Transformer Engine's"),
+    Feature("axonn_tune_matmuls", "it times products in 16 or 32 bits"),
+)
+"""Those that do not go with --fp8-format."""
 
 SHARED = (
     Feature(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.gathers import OwnShards
 from axonn_plugins.hosts.megatron.parameters import new_bias, new_weight
+from axonn_plugins.hosts.megatron.products import Accumulated, apex_kernel
 from axonn_plugins.hosts.megatron.sharing import column_split, row_split, share_of_stream
 from axonn_tp.comm.collectives import gather_from
 from axonn_tp.layers.linear import Linear
@@ -23,7 +24,7 @@ from axonn_tp.layers.linear_split import LinearSplit
 from axonn_tp.layers.product import Matmul
 
 
-class _Parallel(OwnShards, Linear):  # type: ignore[misc]
+class Parallel(OwnShards, Linear):  # type: ignore[misc]
     """The common part of both layers: a linear of `axonn_tp` that is made from Megatron's arguments."""
 
     sequence_parallel = False
@@ -37,14 +38,18 @@ class _Parallel(OwnShards, Linear):  # type: ignore[misc]
         self.in_features, self.out_features, self.split, self.shared = input_size, output_size, split, None
         self.input_size, self.output_size = input_size, output_size
         self.config, self.skip_bias_add = config, skip_bias_add
-        self.operation = Matmul()
-        # Megatron's activations are (sequence, batch, features); what we scatter is the sequence.
-        self.operation.tokens = 0
         self._prepare(
             mesh, {"weight": split.weight_layout(output_size, input_size), "bias": split.bias_layout(output_size)}
         )
+        self.operation = self._new_operation(name)
+        # Megatron's activations are (sequence, batch, features); what we scatter is the sequence.
+        self.operation.tokens = 0
         # As Megatron's: checkpoints of Transformer Engine's layers have this key.
         self._register_load_state_dict_pre_hook(_without_extra_state)
+
+    def _new_operation(self, name: str) -> Matmul:
+        kernel = apex_kernel() if self.config.gradient_accumulation_fusion else None
+        return Matmul() if kernel is None else Accumulated(self, kernel)
 
     def _allocate(self, weight: bool, bias: bool, init_method: Callable[[Tensor], Any], dim: int) -> None:
         layouts, mesh, config = self.layouts, self.mesh, self.config
@@ -86,7 +91,7 @@ _HEADS = {"qkv": "num_query_groups", **dict.fromkeys(("q_proj", "q_up_proj", "kv
 _TO_LATENT, _FROM_LATENT = ("q_down_proj", "kv_down_proj"), ("q_up_proj", "kv_up_proj")
 
 
-class ColumnParallelLinear(_Parallel):
+class ColumnParallelLinear(Parallel):
     """Y = X·Wᵀ + b with W split over x along its output and over y along its input features, and over z.
 
     Args:
@@ -152,7 +157,7 @@ class ColumnParallelLinear(_Parallel):
         return output, bias
 
 
-class RowParallelLinear(_Parallel):
+class RowParallelLinear(Parallel):
     """Y = X·Wᵀ + b with W split over y along its output and over x along its input features, and over z.
 
     Args:

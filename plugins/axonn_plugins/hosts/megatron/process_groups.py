@@ -80,6 +80,15 @@ def mesh() -> MegatronMesh:
     return _installed.mesh
 
 
+def sharers() -> dist.ProcessGroup | None:
+    """The ranks of x, y and z of this data-parallel replica; None where that is one rank."""
+    here = mesh()
+    if here.size("model") * here.size("z") == 1:
+        return None
+    # Those among which Megatron takes experts to be spread.
+    return parallel_state.get_expert_tensor_and_model_parallel_group()
+
+
 def stages() -> int:
     """Number of pipeline stages."""
     mesh()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.hosts.megatron.features import FEATURES, SHARED, Feature
+from axonn_plugins.hosts.megatron import engine
+from axonn_plugins.hosts.megatron.features import EIGHT_BITS, FEATURES, SHARED, Feature
 from axonn_plugins.hosts.megatron.known import KNOWN
 from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
 
@@ -31,6 +33,8 @@ def check_arguments(args: Any) -> None:
     ranks = getattr(args, "context_parallel_size", 1)
     if ranks > 1:
         _check_table(args, SHARED, f"--context-parallel-size {ranks} beside {IMPL}")
+    if getattr(args, "fp8", None):
+        _check_table(args, EIGHT_BITS, f"--fp8-format {args.fp8} beside {IMPL}")
     _check_start(args)
 
 
@@ -49,11 +53,16 @@ def check_config(config: Any) -> None:
     Raises:
         ConfigError: names the field.
     """
-    for feature in FEATURES:
+    eight = EIGHT_BITS if getattr(config, "fp8", None) else ()
+    for feature in (*FEATURES, *eight):
         value = getattr(config, feature.name, None)
         if feature.name not in _DERIVED and refused(feature, value):
             shown = getattr(value, "name", None) or repr(value)
             raise ConfigError(f"{feature.name} = {shown} does not go with axonn3d: {feature.why}; {feature.remedy}")
+    if eight and engine.load() is None:
+        raise ConfigError(
+            f"fp8 = {config.fp8!r} needs transformer-engine, 2.2 or later, which is not installed; install it, or set None"
+        )
 
 
 def _check_start(args: Any) -> None:
@@ -76,6 +85,7 @@ def _check_start(args: Any) -> None:
 
 def refused(feature: Feature, value: Any) -> bool:
     """True if a value is none that goes with a grid; by type, too: True is not the size 1."""
+    value = value.value if isinstance(value, enum.Enum) else value
     return value is not None and not any(value == one and type(value) is type(one) for one in feature.allowed)
 
 

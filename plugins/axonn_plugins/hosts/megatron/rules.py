@@ -17,7 +17,7 @@ from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topolo
 from axonn_plugins.hosts.megatron.features import MODELS
 from axonn_plugins.hosts.megatron.refusals import IMPL, TESTED, check_arguments, warn_of_unknown
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS, Settings
-from axonn_plugins.hosts.megatron.sizes import attention_widths, indivisible
+from axonn_plugins.hosts.megatron.sizes import attention_widths, indivisible, uneven_in_8_bits
 from axonn_plugins.names import require
 from axonn_plugins.observe.doctor import MEGATRON_BELOW
 from axonn_tp import Grid
@@ -58,8 +58,8 @@ def before(args: Any) -> Settings:
     _check_tensor_size(args, settings)
     _blocks(args, settings)
     args.tensor_model_parallel_size = settings.tensor
-    # Both are on by default and change no number, but need kernels that our layers do not call.
-    args.gradient_accumulation_fusion, args.no_persist_layer_norm = False, True
+    # Both are on by default and change no number.
+    args.gradient_accumulation_fusion, args.no_persist_layer_norm = _fuses(args, settings), True
     args.axonn_gx, args.axonn_gy, args.axonn_gz = settings.gx, settings.gy, settings.gz
     # What only the ranks that saved it can read would be read by others of the same number.
     args.dist_ckpt_optim_fully_reshardable = args.use_distributed_optimizer and args.ckpt_format == "torch_dist"
@@ -76,7 +76,7 @@ def after(args: Any, settings: Settings) -> None:
     Raises:
         ConfigError: the first mistake.
     """
-    mistake = indivisible(args, settings)
+    mistake = indivisible(args, settings) or uneven_in_8_bits(args, settings)
     if mistake is not None:
         raise ConfigError(mistake)
     _check_batch(args, settings)
@@ -118,6 +118,15 @@ def _check_engine(args: Any) -> None:
         raise ConfigError(
             "--transformer-impl transformer_engine, the default, needs transformer-engine, which is not installed; install it, or use local"
         )
+
+
+def _fuses(args: Any, settings: Settings) -> bool:
+    """True if weight gradients are to be added to main gradients by a kernel, it is installed, and no sum over z comes between."""
+    kernel = "transformer_engine" if args.transformer_impl == "transformer_engine" else "fused_weight_gradient_mlp_cuda"
+    wanted = getattr(args, "gradient_accumulation_fusion", False)
+    # Experts are Megatron's own layers, whose kernel is always apex's.
+    plain = settings.gz == 1 and not getattr(args, "num_experts", None) and not settings.tune_matmuls
+    return wanted and plain and importlib.util.find_spec(kernel) is not None
 
 
 def _size(args: Any, axis: str) -> int | str:

@@ -6,6 +6,9 @@ from typing import Any
 
 from axonn_plugins.hosts.megatron.settings import Settings
 
+MULTIPLE = 16
+"""Of which rows and columns of a product in 8 bits are multiples."""
+
 
 def indivisible(args: Any, settings: Settings) -> str | None:
     """The first size of the model that the grid does not divide, as a sentence; None where it divides all.
@@ -49,6 +52,33 @@ def indivisible(args: Any, settings: Settings) -> str | None:
     for flag, size, axis, by in sizes:
         if size % by:
             return f"{flag} {size} does not divide by --axonn-{axis} {by}, which splits it; change one of the two"
+    return None
+
+
+def uneven_in_8_bits(args: Any, settings: Settings) -> str | None:
+    """The first size of a rank's products that Transformer Engine cannot multiply in 8 bits, as a sentence; None where it can all."""
+    if not getattr(args, "fp8", None):
+        return None
+    gx, gy, ranks = settings.gx, settings.gy, getattr(args, "context_parallel_size", 1)
+    heads = args.num_attention_heads * (
+        getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads
+    )
+    for flag, size, divisor in (
+        ("--hidden-size", args.hidden_size, ("--axonn-gy", gy)),
+        ("--ffn-hidden-size", args.ffn_hidden_size, ("--axonn-gx", gx)),
+        ("the width of all heads", heads, ("--axonn-gx", gx)),
+        *((f"{name},", width, ("--axonn-gx", gx)) for name, width in attention_widths(args)),
+        (
+            "--seq-length times --micro-batch-size",
+            args.seq_length * args.micro_batch_size,
+            ("--context-parallel-size", ranks),
+        ),
+    ):
+        if size % (divisor[1] * MULTIPLE):
+            return (
+                f"{flag} {size} by {divisor[0]} {divisor[1]} leaves a rank {size / divisor[1]:g}, no multiple of {MULTIPLE}, as products with "
+                f"--fp8-format {args.fp8} need; change one of the two"
+            )
     return None
 
 

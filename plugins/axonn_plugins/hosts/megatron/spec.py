@@ -25,10 +25,14 @@ from torch import Tensor, nn
 
 from axonn_plugins.hosts.megatron import context, grouped, latent, moe, mtp, process_groups
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
+from axonn_plugins.hosts.megatron.engine_layers import (
+    EngineColumnParallelLinear,
+    EngineRowParallelLinear,
+    LayerNormColumnParallelLinear,
+)
 from axonn_plugins.hosts.megatron.forward import watch_forward
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
 from axonn_plugins.hosts.megatron.loss import language_model_loss
-from axonn_plugins.hosts.megatron.norm_linear import LayerNormColumnParallelLinear
 from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
@@ -46,12 +50,15 @@ def install(settings: Settings) -> None:
     if _originals:
         return
     for provider in _providers():
-        _originals.replace(provider, "column_parallel_linear", lambda self: ColumnParallelLinear)
-        _originals.replace(provider, "row_parallel_linear", lambda self: RowParallelLinear)
-        if provider is not backends.LocalSpecProvider:
-            _originals.replace(provider, "column_parallel_layer_norm_linear", _norm_linear)
-            # Of Transformer Engine's plain linears those of latents are taken alone.
-            _originals.replace(provider, "linear", lambda self: ColumnParallelLinear)
+        if provider is backends.LocalSpecProvider:
+            _originals.replace(provider, "column_parallel_linear", lambda self: ColumnParallelLinear)
+            _originals.replace(provider, "row_parallel_linear", lambda self: RowParallelLinear)
+            continue
+        _originals.replace(provider, "column_parallel_linear", lambda self: EngineColumnParallelLinear)
+        _originals.replace(provider, "row_parallel_linear", lambda self: EngineRowParallelLinear)
+        _originals.replace(provider, "column_parallel_layer_norm_linear", lambda self: LayerNormColumnParallelLinear)
+        # Of Transformer Engine's plain linears those of latents are taken alone.
+        _originals.replace(provider, "linear", lambda self: EngineColumnParallelLinear)
     _originals.replace(tensor_parallel, "ColumnParallelLinear", ColumnParallelLinear)
     _originals.replace(tensor_parallel, "VocabParallelEmbedding", VocabParallelEmbedding)
     _originals.wrap(attention.Attention, "__init__", _with_heads)
@@ -75,10 +82,6 @@ def install(settings: Settings) -> None:
     seed = seeded(megatron_random.model_parallel_cuda_manual_seed)
     for module in (megatron_random, tensor_parallel):
         _originals.replace(module, "model_parallel_cuda_manual_seed", seed)
-
-
-def _norm_linear(provider: object) -> type:
-    return LayerNormColumnParallelLinear
 
 
 def _providers() -> list[type]:
