@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import all_reduce, whole_parameter
+from axonn_tp.compiled import layers as compiled
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import plain, split_of
@@ -33,6 +34,10 @@ _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     LayerNorm: nn.LayerNorm,
     GroupNorm: nn.GroupNorm,
     CrossEntropyLoss: nn.CrossEntropyLoss,
+    compiled.Linear: nn.Linear,
+    compiled.Embedding: nn.Embedding,
+    compiled.LayerNorm: nn.LayerNorm,
+    compiled.CrossEntropyLoss: nn.CrossEntropyLoss,
 }
 # Mixed into whatever class the layer had.
 _MIXED = (Conv, RMSNorm)
