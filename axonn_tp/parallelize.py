@@ -87,7 +87,7 @@ def parallelize(
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     if options.compile:
-        check_compiled(model, placements, mesh.grid)
+        check_compiled(model, placements.values(), mesh.grid)
     agree_on_unread(model, mesh)
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -14,7 +14,7 @@ from axonn_tp.plan.rules import Placement
 _LEAVE_OUT = "or leave compile out: torch.compile then leaves split layers as they are"
 
 
-def check_compiled(model: nn.Module, placements: Mapping[str, Placement], grid: Grid) -> None:
+def check_compiled(model: nn.Module, placements: Iterable[Placement], grid: Grid) -> None:
     """Refuse a model of which `Options(compile=True)` would compile something else, or nothing.
 
     Raises:
@@ -25,11 +25,11 @@ def check_compiled(model: nn.Module, placements: Mapping[str, Placement], grid: 
             f"sequence = {grid.sequence} does not go with compile = True, as what looks across shared sequences is not traced; "
             f"use sequence = 1, {_LEAVE_OUT}"
         )
-    for name, placement in placements.items():
+    for placement in placements:
         convolution = isinstance(placement.module, _ConvNd) and placement.split is not None
         if convolution or placement.kind == "group_norm":
             raise ValueError(
-                f"layer {name}: a {type(placement.module).__name__} that is split is not traced, as compile = True asks; name it replicated "
+                f"layer {placement.name}: a {type(placement.module).__name__} that is split is not traced, as compile = True asks; name it replicated "
                 f"in the plan, {_LEAVE_OUT}"
             )
     if grid.gx * grid.gy == 1:
