@@ -111,7 +111,7 @@ def parallelize(
         synchronise(model, mesh)
     _share_inputs(placements)
     sum_unnamed(model, mesh)
-    _count_locally(model, placements)
+    _count_locally(model, placements, options)
     if options.compile:
         _count_forwards(model, gathers)
     else:
@@ -207,15 +207,19 @@ def _share_inputs(placements: Mapping[str, Placement]) -> None:
                 placements[reader].module.shared = shared  # type: ignore[assignment]
 
 
-def _count_locally(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+def _count_locally(model: nn.Module, placements: Mapping[str, Placement], options: Options) -> None:
     """Divide what plans name as counts, once where several layers of one module name it."""
     done: set[tuple[str, str]] = set()
     for name, placement in placements.items():
         holder = name.rpartition(".")[0]
         names = [count for count in placement.counts if (holder, count) not in done]
         done.update((holder, count) for count in names)
-        if names:
-            count_locally(model.get_submodule(holder), names, partial(_shares, placement.module))
+        module, layer = model.get_submodule(holder), placement.module
+        traced = [count for count in names if options.compile and "." not in count]
+        if traced:
+            hooks.count(module, traced, layer, _shares(layer))
+        if names != traced:
+            count_locally(module, [count for count in names if count not in traced], partial(_shares, layer))
 
 
 def _shares(layer: nn.Module) -> int:

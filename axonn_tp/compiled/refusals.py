@@ -53,4 +53,5 @@ def dropouts(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _drops(attribute: str) -> bool:
-    return "drop" in attribute and "path" not in attribute
+    # Of whole samples, and of heads that have modules for it.
+    return "drop" in attribute and "path" not in attribute and not attribute.startswith(("summary_", "classifier_"))
