@@ -122,7 +122,7 @@ def parallelize(
 
 
 def _count_forwards(model: nn.Module, gathers: Gathers) -> None:
-    """What `_watch_forward` is to a compiled model, whose layers gather weights in the graph."""
+    """As `_watch_forward`, for a compiled model, whose layers gather weights in the graph."""
     known = hasattr(model, "axonn_gathers")
     model.axonn_gathers = gathers  # type: ignore[assignment]
     if not known:

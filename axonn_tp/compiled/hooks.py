@@ -23,7 +23,7 @@ def leave(model: nn.Module, inputs: tuple, output: object) -> None:
 
 
 def count(module: nn.Module, names: Iterable[str], layer: nn.Module, shares: int) -> None:
-    """What `axonn_tp.plan.counted_attributes.count_locally` does to attributes of the module itself; its calls do not nest.
+    """Divide attributes of a module while its forward runs, as `axonn_tp.plan.counted_attributes.count_locally`; its calls do not nest.
 
     Args:
         module: whose forward reads them.

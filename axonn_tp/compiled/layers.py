@@ -21,7 +21,7 @@ from axonn_tp.options import Options
 
 @dataclass(frozen=True)
 class Block:
-    """What a layer has of its weight.
+    """A layer's part of its weight.
 
     Attributes:
         mesh: the mesh's name in a graph.
