@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,8 @@ class Options:
         verify_plan: where ranks of z share sequences, run the beginning of the first batch whole as well, and refuse a model that
             computes something else on shares.
         tune_matmuls: time every distinct matmul of the first step as NN, NT and TN and keep the fastest (§5.1.3).
+        compile: `torch.compile` traces the layers (`axonn_tp.compiled`), collectives and all, in place of leaving them as they are. Only
+            with ``layout="replicated"``; overlap is then the compiler's.
 
     Raises:
         ValueError: names the option, its value and what is allowed.
@@ -63,6 +66,7 @@ class Options:
     tune_matmuls: bool = False
     attention: str = "auto"
     verify_plan: bool = True
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -81,6 +85,26 @@ class Options:
                 f"bucket_bytes = {self.bucket_bytes!r} is no number of bytes; give one, or 0 to have each weight gathered alone"
             )
         self.cached()
+        for name, held, needed in self._not_compiled() if self.compile else ():
+            raise ValueError(
+                f"{name} = {held!r} does not go with compile = True, which traces the plain collectives alone; use {name} = {needed!r}, "
+                "or leave compile out: torch.compile then leaves split layers as they are"
+            )
+
+    def _not_compiled(self) -> Iterator[tuple[str, object, object]]:
+        """Options that cannot be compiled: name, value, and the one that can."""
+        needed = {
+            "layout": "replicated",
+            "reshard_after_forward": False,
+            "regather_inputs": False,
+            "cache_gathers": 0,
+            "gradient_dtype": None,
+            "sync_batch_norm": False,
+            "tune_matmuls": False,
+        }
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                yield name, getattr(self, name), value
 
     @property
     def scattered(self) -> bool:

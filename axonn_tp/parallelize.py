@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -18,10 +19,13 @@ from torch.nn.modules.conv import _ConvNd
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
+from axonn_tp.compiled import hooks
+from axonn_tp.compiled import layers as compiled
+from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, read_rest
 from axonn_tp.grid.mesh import Mesh
-from axonn_tp.layers.activation import leave_to_eager
+from axonn_tp.layers.activation import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.batch_norm import synchronise
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
@@ -82,6 +86,8 @@ def parallelize(
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
+    if options.compile:
+        check_compiled(model, placements.values(), mesh.grid)
     agree_on_unread(model, mesh)
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()
@@ -94,7 +100,7 @@ def parallelize(
                 seen.add(id(parameter))
                 broadcast(parameter, mesh)
         if name in placements:
-            _convert(placements[name], mesh, gathers)
+            _convert(placements[name], mesh, gathers, options)
         read_rest(module, mesh.device)
         if tuner is not None and isinstance(module, Linear):
             module.operation = TunedMatmul(tuner)
@@ -105,11 +111,28 @@ def parallelize(
         synchronise(model, mesh)
     _share_inputs(placements)
     sum_unnamed(model, mesh)
-    _count_locally(model, placements)
-    _watch_forward(model, tuner)
+    _count_locally(model, placements, options)
+    if options.compile:
+        _count_forwards(model, gathers)
+    else:
+        _watch_forward(model, tuner)
     accumulate_as(model, options)
     share_sequences(model, mesh, None if options.attention == "auto" else options.attention, options.verify_plan)
     return model
+
+
+def _count_forwards(model: nn.Module, gathers: Gathers) -> None:
+    """As `_watch_forward`, for a compiled model, whose layers gather weights in the graph."""
+    known = hasattr(model, "axonn_gathers")
+    model.axonn_gathers = gathers  # type: ignore[assignment]
+    if not known:
+        model.register_forward_pre_hook(hooks.enter, prepend=True)
+        model.register_forward_hook(hooks.leave, always_call=True)
+
+
+_AS_THEY_ARE = SimpleNamespace(
+    Linear=Linear, Embedding=Embedding, LayerNorm=LayerNorm, RMSNorm=RMSNorm, CrossEntropyLoss=CrossEntropyLoss
+)
 
 
 class _Forward:
@@ -135,6 +158,8 @@ def _watch_forward(model: nn.Module, tuner: Tuner | None) -> None:
 
 def _enter_forward(model: nn.Module, inputs: tuple) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    if forward.layers and compiler_runs():
+        tell_uncompiled()
     for gathers in forward.layers:
         gathers.enter()
     if forward.tuner is not None and forward.tuner.stepped and not forward.tuner.finished:
@@ -150,26 +175,27 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
         gathers.leave()
 
 
-def _convert(placement: Placement, mesh: Mesh, gathers: Gathers) -> None:
+def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Options) -> None:
     module = placement.module
+    kinds: Any = compiled if options.compile else _AS_THEY_ARE
     if isinstance(module, _ConvNd) and placement.split is not None:
         Conv.convert(module, mesh, placement.split, placement.options)
     elif placement.split is not None:
-        Linear.convert(module, mesh, placement.split, placement.options)  # type: ignore[arg-type]
+        kinds.Linear.convert(module, mesh, placement.split, placement.options)  # type: ignore[arg-type]
     elif placement.kind == "embedding":
-        Embedding.convert(module, mesh, placement.scatter_tokens, placement.tied)  # type: ignore[arg-type]
+        kinds.Embedding.convert(module, mesh, placement.scatter_tokens, placement.tied)  # type: ignore[arg-type]
     elif placement.kind == "norm":
-        norm = LayerNorm if isinstance(module, nn.LayerNorm) else RMSNorm
+        norm = kinds.LayerNorm if isinstance(module, nn.LayerNorm) else kinds.RMSNorm
         norm.convert(module, mesh, placement.scatter_tokens)  # type: ignore[arg-type]
     elif placement.kind == "group_norm":
         GroupNorm.convert(module, mesh, placement.inner_axes)  # type: ignore[arg-type]
     else:
-        CrossEntropyLoss.convert(module, mesh, placement.loss_axes, placement.classes)  # type: ignore[arg-type]
+        kinds.CrossEntropyLoss.convert(module, mesh, placement.loss_axes, placement.classes)  # type: ignore[arg-type]
     if isinstance(module, SplitWeight):
         module.gathers = gathers
         gathers.register(module)
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
-    module.register_forward_pre_hook(_keep_slow_path)
+    module.register_forward_pre_hook(hooks.keep_slow_path)
 
 
 def _share_inputs(placements: Mapping[str, Placement]) -> None:
@@ -181,21 +207,21 @@ def _share_inputs(placements: Mapping[str, Placement]) -> None:
                 placements[reader].module.shared = shared  # type: ignore[assignment]
 
 
-def _count_locally(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+def _count_locally(model: nn.Module, placements: Mapping[str, Placement], options: Options) -> None:
     """Divide what plans name as counts, once where several layers of one module name it."""
     done: set[tuple[str, str]] = set()
     for name, placement in placements.items():
         holder = name.rpartition(".")[0]
         names = [count for count in placement.counts if (holder, count) not in done]
         done.update((holder, count) for count in names)
-        if names:
-            count_locally(model.get_submodule(holder), names, partial(_shares, placement.module))
+        module, layer = model.get_submodule(holder), placement.module
+        traced = [count for count in names if options.compile and "." not in count]
+        if traced:
+            hooks.count(module, traced, layer, _shares(layer))
+        if names != traced:
+            count_locally(module, [count for count in names if count not in traced], partial(_shares, layer))
 
 
 def _shares(layer: nn.Module) -> int:
     """Into how many shares a layer's output is split now; one where it computes as in the serial model (`as_serial`)."""
     return math.prod(layer.mesh.size(axis) for axis in layer.split.split_over) if isinstance(layer, Linear) else 1
-
-
-def _keep_slow_path(module: nn.Module, inputs: tuple) -> None:
-    return None

@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401  registers the operators below
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from axonn_tp.comm.gloo_reduce_scatter import fewer_in_parts, start_parts, sum_parts
+from axonn_tp.comm.gloo_reduce_scatter import fewer_in_parts, on_gloo, start_parts, sum_parts
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Axes, Mesh
 
@@ -112,15 +114,31 @@ def start_all_gather(
             gathered = stacked.movedim(0, dim + 1).flatten(dim, dim + 2)
         return gathered if whole is None or whole == gathered.shape[dim] else gathered.narrow(dim, 0, whole)
 
-    return Pending(_start_flat_gather(tensor.contiguous(), size, mesh.group(axis).group_name), arrange)
+    return Pending(_start_flat_gather(tensor.contiguous(), size, mesh.group(axis)), arrange)
 
 
-def _start_flat_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
+def _start_flat_gather(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    if isinstance(tensor, FunctionalTensor):  # the compiler's, which cannot trace an operator that writes to `out`
+        operators = torch.ops.axonn if on_gloo(group, tensor) else _ops
+        return operators.all_gather_into_tensor(tensor, size, group.group_name)
+    return _start_gather_into_new(tensor, size, group.group_name)
+
+
+def _start_gather_into_new(tensor: Tensor, size: int, group_name: str) -> Tensor:
     # Not `all_gather_into_tensor`, which gloo runs as ALLGATHER_COALESCED: its two threads write the name of the work
     # they have finished to one std::string without a lock, and a name of more than 15 characters lies on the heap, which
     # they then free twice (torch 2.13, ProcessGroupGloo::runLoop). This operator is ALLGATHER.
-    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    return _ops.all_gather_into_tensor_out(tensor, size, group_name, out=gathered)
+    return _ops.all_gather_into_tensor_out(tensor, size, group_name, out=_gathered(tensor, size, group_name))
+
+
+def _gathered(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    return tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+
+
+_library = torch.library.Library("axonn", "FRAGMENT")
+_library.define("all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor")
+_library.impl("all_gather_into_tensor", lambda *given: wait(_start_gather_into_new(*given)), "CPU")
+_library.impl("all_gather_into_tensor", _gathered, "Meta")
 
 
 def start_reduce_scatter(tensor: Tensor, mesh: Axes, axis: str, dim: int = 0, parts: int = 1) -> Pending:

@@ -28,9 +28,14 @@ def _parts(input: Tensor, group_size: int, group_name: str) -> Tensor:
 _library.impl("reduce_scatter_parts", _parts, "CPU")
 
 
+def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """True if gloo carries tensors like this one between the group's ranks."""
+    return group._get_backend(tensor.device).name() == "gloo"
+
+
 def fewer_in_parts(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     """True if fewer bytes go over nodes' links where the group exchanges shares: on gloo, as the first of its ranks finds; all agree."""
-    if group._get_backend(tensor.device).name() != "gloo":
+    if not on_gloo(group, tensor):
         return False
     if group not in _decided:
         store, key = dist.distributed_c10d._get_process_group_store(group), "axonn sums in parts"

@@ -156,6 +156,7 @@ class Gathers:
         options: `overlap_reduce_scatter`, `overlap_all_gather`, `cache_gathers` and `bucket_bytes` are read.
 
     Attributes:
+        forwards: how many forwards of models are under way, one inside another.
         order: a digest of which layers asked for their weights so far, the same on all ranks of z unless they ran other passes.
     """
 
@@ -169,7 +170,7 @@ class Gathers:
         self._kept: dict[GatheredLayer, tuple[_Key, Tensor]] = {}
         self._sources: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
         self._numbers: dict[GatheredLayer, int] = {}
-        self._forwards = 0
+        self.forwards = 0
         self.sums = Sums(mesh, options.bucket_bytes)
         self.order = 0
 
@@ -202,16 +203,16 @@ class Gathers:
 
     def enter(self) -> None:
         """The model's forward begins; forwards of models inside models nest."""
-        self._forwards += 1
+        self.forwards += 1
 
     def leave(self) -> None:
         """The model's forward ends."""
-        self._forwards -= 1
+        self.forwards -= 1
 
     @property
     def in_forward(self) -> bool:
         """True if the model's forward is running, and so all ranks are in the same place."""
-        return self._forwards > 0
+        return self.forwards > 0
 
     def block(self, layer: GatheredLayer) -> Tensor:
         """The block of this (x, y), flat and padded as its shards are; differentiable, the gradient goes to the shard."""

@@ -113,6 +113,58 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh, axes: tuple
     return _SplitCrossEntropy.apply(logits, targets, weight, 0.0, mesh, share)
 
 
+def rows(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    classes: int | None,
+    smoothing: float,
+    ignored: int,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+) -> tuple[Tensor, Tensor]:
+    """Every row's loss, and the weight that its target has in a mean; zeros where a target is `ignored`.
+
+    Args:
+        input: this rank's share of the classes, as `CrossEntropyLoss` takes it.
+        target: class numbers.
+        weight: of all classes; ones when None.
+        classes: see `CrossEntropyLoss.convert`.
+        smoothing: label smoothing.
+        ignored: number of targets that do not count.
+        mesh: the mesh.
+        axes: see `CrossEntropyLoss.convert`.
+
+    Raises:
+        ValueError: soft targets, or shapes that do not belong together.
+    """
+    share = share_of(mesh.grid, mesh.coordinates, axes)
+    dim = min(1, input.dim() - 1)
+    _check(input, target, dim)
+    classes = len(weight) if weight is not None else classes or input.shape[dim] * share.count
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    weight = input.new_ones(classes, dtype=dtype) if weight is None else weight.to(dtype)
+    counted = target != ignored
+    named = target.masked_fill(~counted, 0)
+    in_range = ((named >= 0) & (named < classes)).all()
+    torch._assert_async(in_range, f"a target is not one of the {classes} classes; correct it or set ignore_index")
+    losses = _SplitCrossEntropy.apply(input.movedim(dim, -1), named, weight, smoothing, mesh, share)
+    return losses.masked_fill(~counted, 0), weight[named].masked_fill(~counted, 0)
+
+
+def _check(input: Tensor, target: Tensor, dim: int) -> None:
+    if target.is_floating_point():
+        raise ValueError(
+            f"split cross-entropy takes class numbers as targets, not {target.dtype} probabilities; "
+            "give class numbers or name the loss replicated in the plan"
+        )
+    if input.shape[:dim] + input.shape[dim + 1 :] != target.shape:
+        raise ValueError(
+            f"split cross-entropy: logits {tuple(input.shape)} hold classes in dim {dim}, so targets must have the "
+            f"other dims, not {tuple(target.shape)}; reshape the targets"
+        )
+
+
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """`nn.CrossEntropyLoss` over a mesh: this rank's share of the classes in, the serial loss out on every rank.
 
@@ -150,36 +202,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         share, input = share_of(self.mesh.grid, self.mesh.coordinates, self.axes), plain(input)
         if share.count == 1:
             return super().forward(input, target)
-        dim = min(1, input.dim() - 1)
-        self._check(input, target, dim)
-        classes = len(self.weight) if self.weight is not None else self.classes or input.shape[dim] * share.count
-        dtype = torch.promote_types(input.dtype, torch.float32)
-        weight = input.new_ones(classes, dtype=dtype) if self.weight is None else self.weight.to(dtype)
         target = real_targets(target, self.ignore_index)
-        counted = target != self.ignore_index
-        named = target.masked_fill(~counted, 0)
-        in_range = ((named >= 0) & (named < classes)).all()
-        torch._assert_async(in_range, f"a target is not one of the {classes} classes; correct it or set ignore_index")
-        losses = _SplitCrossEntropy.apply(
-            input.movedim(dim, -1), named, weight, self.label_smoothing, self.mesh, share
-        ).masked_fill(~counted, 0)
+        losses, weights = rows(
+            input, target, self.weight, self.classes, self.label_smoothing, self.ignore_index, self.mesh, self.axes
+        )
         if self.reduction == "none":
             return losses
         if self.reduction == "sum":
             return over_sequence(losses.sum())
-        count = weight[named].masked_fill(~counted, 0).sum()
-        total, count = over_sequence(torch.stack([losses.sum(), count])).unbind()
+        total, count = over_sequence(torch.stack([losses.sum(), weights.sum()])).unbind()
         return total / count
-
-    @staticmethod
-    def _check(input: Tensor, target: Tensor, dim: int) -> None:
-        if target.is_floating_point():
-            raise ValueError(
-                f"split cross-entropy takes class numbers as targets, not {target.dtype} probabilities; "
-                "give class numbers or name the loss replicated in the plan"
-            )
-        if input.shape[:dim] + input.shape[dim + 1 :] != target.shape:
-            raise ValueError(
-                f"split cross-entropy: logits {tuple(input.shape)} hold classes in dim {dim}, so targets must have the "
-                f"other dims, not {tuple(target.shape)}; reshape the targets"
-            )

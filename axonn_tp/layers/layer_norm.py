@@ -48,9 +48,11 @@ def norm_collectives(tokens: int, grid: Grid) -> list[Collective]:
     return [Collective("all_gather", "y", grid.gy, 2 * tokens), Collective("all_reduce", "y", grid.gy, 2 * tokens)]
 
 
-class _Normalise(torch.autograd.Function):
+class Normalise(torch.autograd.Function):
+    """Rows of which each rank of y holds a part, by their moments: input, eps and mesh in."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, mesh: Mesh) -> Tensor:
+    def forward(ctx: Any, input: Tensor, eps: float, mesh: Mesh) -> Tensor:  # noqa: D102
         wide = input if input.dtype == torch.float64 else input.float()
         local = wide.shape[-1]
         mean = wide.mean(-1)
@@ -67,7 +69,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
         normal, scale = ctx.saved_tensors
         wide, normal = grad.to(scale.dtype), normal.to(scale.dtype)
         sums = all_reduce(torch.stack([wide.sum(-1), (wide * normal).sum(-1)]), ctx.mesh, "y")
@@ -95,7 +97,7 @@ class LayerNorm(Split, nn.LayerNorm):
             raise ValueError(
                 f"{self}: the input has {input.shape[-1]} features, expected {self.normalized_shape[0]} / gy = {self.mesh.size('y')}"
             )
-        output = _Normalise.apply(plain(input), self.eps, self.mesh)
+        output = Normalise.apply(plain(input), self.eps, self.mesh)
         if self.weight is not None:
             output = output * self.weight
         return split_as(output if self.bias is None else output + self.bias, input)

@@ -99,9 +99,11 @@ def rms_norm_collectives(tokens: int, grid: Grid) -> list[Collective]:
     return [Collective("all_reduce", "y", grid.gy, tokens)] * 2 if grid.gy > 1 else []
 
 
-class _Normalise(torch.autograd.Function):
+class Normalise(torch.autograd.Function):
+    """Rows of which each rank of y holds a part, by their mean square: input, eps and mesh in."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, mesh: Mesh) -> Tensor:
+    def forward(ctx: Any, input: Tensor, eps: float, mesh: Mesh) -> Tensor:  # noqa: D102
         wide = _wide(input)
         squares = all_reduce(wide.square().sum(-1), mesh, "y")
         scale = (squares / (wide.shape[-1] * mesh.size("y")) + eps).rsqrt()[..., None]
@@ -113,7 +115,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
         normal, scale = ctx.saved_tensors
         wide, normal = grad.to(scale.dtype), normal.to(scale.dtype)
         along = all_reduce((wide * normal).sum(-1), ctx.mesh, "y") / (grad.shape[-1] * ctx.mesh.size("y"))
@@ -146,7 +148,7 @@ class RMSNorm(Split):
         if input.shape[-1] * gy != self.features:
             raise ValueError(f"{self}: the input has {input.shape[-1]} features, expected {self.features} / gy = {gy}")
         share = plain(input)
-        output = _Normalise.apply(share, _epsilon(self, _wide(share[:0]).dtype), self.mesh)
+        output = Normalise.apply(share, _epsilon(self, _wide(share[:0]).dtype), self.mesh)
         weight = self._parameters["weight"]
         return split_as(output if weight is None else output * weight, input)
 

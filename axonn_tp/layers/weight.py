@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import whole_parameter
 from axonn_tp.comm.overlap import Gathers
+from axonn_tp.compiled.casting import computing_dtype
 from axonn_tp.grid.distribute import distribute
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Mesh
@@ -80,9 +81,7 @@ class SplitWeight(Split):
 
     def compute_dtype(self, shard: Tensor) -> torch.dtype:
         """The type that the layer computes in: autocast's where it is on, as torch casts."""
-        if torch.is_autocast_enabled(shard.device.type) and shard.dtype != torch.float64:
-            return torch.get_autocast_dtype(shard.device.type)
-        return shard.dtype
+        return computing_dtype(shard)
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which gradients of the weight that are computed in `dtype` are summed over z."""

@@ -7,7 +7,7 @@ in the serial model. Transposed and head layers, where a pair ends, are compared
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import all_reduce, whole_parameter
+from axonn_tp.compiled import layers as compiled
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import plain, split_of
@@ -33,6 +34,10 @@ _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     LayerNorm: nn.LayerNorm,
     GroupNorm: nn.GroupNorm,
     CrossEntropyLoss: nn.CrossEntropyLoss,
+    compiled.Linear: nn.Linear,
+    compiled.Embedding: nn.Embedding,
+    compiled.LayerNorm: nn.LayerNorm,
+    compiled.CrossEntropyLoss: nn.CrossEntropyLoss,
 }
 # Mixed into whatever class the layer had.
 _MIXED = (Conv, RMSNorm)
@@ -71,12 +76,18 @@ def as_serial(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
     shards: dict[int, dict[str, nn.Parameter | None]] = {}
     with ExitStack() as stack:
+        stack.enter_context(_uncompiled())
         for module in split:
             stack.callback(setattr, module, "__class__", type(module))
             module.__class__ = _plain_class(module, mesh)
             stack.callback(module.register_forward_pre_hook(gather).remove)
             stack.callback(module.register_forward_hook(release, always_call=True).remove)
         yield
+
+
+def _uncompiled() -> AbstractContextManager:
+    """Inside, models that are compiled run as they are: with other layers they would be compiled anew."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _signs(width: int, like: Tensor) -> Tensor:
@@ -155,7 +166,8 @@ def first_difference(
 
     try:
         model.eval()
-        run()
+        with _uncompiled():
+            run()
         again()
         split_pass = {name: list(rows) for name, rows in seen.items()}
         for rows in seen.values():

@@ -57,6 +57,15 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "requires newer": ({"requires": "99.1"}, ("axonn.requires", "99.1", "pip install")),
     "requires nonsense": ({"requires": "new"}, ("axonn.requires", '"new"', "version")),
     "requires number": ({"requires": 0.1}, ("axonn.requires", "0.1", "string")),
+    "compile": (tp(compile=True), ("axonn.tensor_parallel.layout", '"scattered"', '"replicated"', "leave compile out")),
+    "compiled tuning": (
+        tp(compile=True, layout="replicated", tune_matmuls=True),
+        ("axonn.tensor_parallel.tune_matmuls = true", "use false"),
+    ),
+    "compiled sequences": (
+        tp(compile=True, layout="replicated", gz={"batch": 1, "sequence": 2}),
+        ("gz.sequence = 2", "compile", "use 1"),
+    ),
     "samo": ({"samo": {}}, ("axonn.samo.sparsity", "missing")),
     "ted key": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted.tiles", "tile_size")),
     "pccl algorithm": ({"pccl": {"algorithm": "rings"}}, ("axonn.pccl.algorithm", "rings", "ring", "recursive")),
@@ -213,6 +222,10 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "other batch": (
         "torch.randn = lambda *shape, own=torch.randn: own(*shape) + rank",
         ("the model's argument x differs on rank 1 from that of rank 0", "broadcast_inputs = true"),
+    ),
+    "compiled dropout": (
+        "net.drop = nn.Dropout(0.1); tp |= {'layout': 'replicated', 'compile': True}",
+        ("drop.p = 0.1 does not go with compile = True on gx = 2", "leave compile out"),
     ),
     "checks": ("tp['check_every'] = 0", ("axonn.tensor_parallel.check_every = 0", "at least 1")),
 }

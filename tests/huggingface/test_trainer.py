@@ -74,6 +74,7 @@ PACKED = Case(
     collate=packed,
     arguments={"num_train_epochs": 1, "train_sampling_strategy": "sequential", "dataloader_drop_last": True},
 )
+COMPILED = Case(model=llama, batch=8, arguments={"num_train_epochs": 1, "max_steps": 2})
 PLAIN = Case(batch=8, arguments={"num_train_epochs": 1, "eval_strategy": "epoch"})
 
 
@@ -102,6 +103,10 @@ def every(grids: dict[str, tuple[dict[str, Any], int]] | None) -> dict[str, Any]
             continue
         found[f"first: {name}"] = attempt(partial(evaluated_first, block, readers))
         found[f"resumed: {name}"] = attempt(partial(trained, RESUMED, block, readers))
+        if name != "gz":
+            traced = block and {"tensor_parallel": grid | {"layout": "replicated", "compile": True}}
+            told = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if traced else {}
+            found[f"compiled: {name}"] = attempt(partial(trained, COMPILED, traced, readers, **told))
         if name == "gx":
             continue
         found[f"plain: {name}"] = attempt(partial(trained, PLAIN, block, readers))

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from axonn_plugins.config import Axonn, ConfigError, parse, schema, shipped_schema
+from axonn_plugins.config import Axonn, ConfigError, compose, parse, schema, shipped_schema
 from axonn_plugins.config.tensor_parallel import LayerKind
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans
 from axonn_recipes.quickstart.settings import Settings
@@ -59,3 +59,13 @@ def test_an_error_is_a_value_error_that_can_be_caught() -> None:
 def test_importing_plugins_imports_nothing_heavy() -> None:
     code = "import axonn_plugins, sys; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("system", ["ted", "pipeline"])
+def test_what_no_compiler_traces_does_not_go_with_compile(system: str) -> None:
+    block = parse({"tensor_parallel": {"layout": "replicated", "compile": True}, system: {}})
+    with pytest.raises(
+        ConfigError,
+        match=rf"axonn.tensor_parallel.compile = true does not go with axonn.{system}: .*; leave compile out",
+    ):
+        compose.check(block)

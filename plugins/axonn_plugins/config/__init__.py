@@ -77,6 +77,8 @@ def parse(block: Any) -> Axonn:
             raise ConfigError(_sentence({**first, "loc": (key, *first["loc"])})) from None
     if found.samo is not None:
         found.samo.require_whole()
+    if found.tensor_parallel is not None:
+        found.tensor_parallel.require_compiled()
     return found
 
 

@@ -37,6 +37,10 @@ def _other_tensor_ranks(block: Axonn) -> bool:
     return block.ted.tensor > 1 and block.tensor_parallel.given.get("gx") != block.ted.tensor
 
 
+def _compiled(block: Axonn) -> bool:
+    return block.tensor_parallel is not None and block.tensor_parallel.compile
+
+
 CONFLICTS = (
     Conflict(
         ("tensor_parallel", "ted"),
@@ -49,6 +53,13 @@ CONFLICTS = (
         lambda block: block.tensor_parallel is not None and block.tensor_parallel.trace_steps is not None,
         lambda block: "axonn.tensor_parallel.trace_steps",
         "a pipeline's engine records its own events, by record_events(); leave it out",
+    ),
+    *(
+        Conflict(("tensor_parallel", other), _compiled, lambda block: "axonn.tensor_parallel.compile = true", reason)
+        for other, reason in (
+            ("ted", "where a token goes is known when it is there, and no compiler traces that; leave compile out"),
+            ("pipeline", "stages run microbatches as messages come, which no compiler traces; leave compile out"),
+        )
     ),
 )
 """All of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, WrapValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from axonn_plugins.config.base import Block, Size
+from axonn_plugins.config.base import Block, ConfigError, Size
 
 LayerKind = Literal[
     "normal", "transposed", "head", "self_contained", "embedding", "norm", "group_norm", "loss", "replicated"
@@ -166,6 +167,11 @@ class TensorParallel(Block):
         description="Time every distinct matmul of the first step as NN, NT and TN, keep the fastest for the run, print the gains and cache "
         "them on disk by device and library version.",
     )
+    compile: bool = Field(
+        False,
+        description="torch.compile, which otherwise leaves split layers as they are, traces them and their collectives. Only with "
+        '"layout": "replicated"; what overlaps is then the compiler\'s choice.',
+    )
     trace_steps: list[int] | None = Field(
         None,
         description="Two steps, first and last, counted from 1: rank 0 records them by torch.profiler, collectives under their axes' names, "
@@ -188,6 +194,28 @@ class TensorParallel(Block):
         "differs; "
         "the same where ranks of z share sequences. Turn off for a model whose forward gives other results when it is repeated.",
     )
+
+    def require_compiled(self) -> None:
+        """Refuse what does not go with `compile`.
+
+        Raises:
+            ConfigError: the first such key.
+        """
+        if not self.compile:
+            return
+        if self.sequence > 1:
+            raise ConfigError(
+                f"axonn.tensor_parallel.gz.sequence = {self.sequence} does not go with axonn.tensor_parallel.compile, as what looks across "
+                "shared sequences is not traced; use 1, or leave compile out"
+            )
+        needed = {"layout": "replicated", "reshard_after_forward": False, "regather_inputs": False, "cache_gathers": 0}
+        for key, value in {**needed, "sync_batch_norm": False, "tune_matmuls": False}.items():
+            held = getattr(self, key)
+            if held != value:
+                raise ConfigError(
+                    f"axonn.tensor_parallel.{key} = {json.dumps(held)} does not go with axonn.tensor_parallel.compile, which traces the plain "
+                    f"collectives alone; use {json.dumps(value)}, or leave compile out"
+                )
 
     @model_validator(mode="before")
     @classmethod

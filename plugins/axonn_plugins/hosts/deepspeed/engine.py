@@ -54,6 +54,7 @@ from axonn_tp import (
     place,
     sync_gradients,
 )
+from axonn_tp.compiled.refusals import check_compiled
 
 
 def choose_sizes(
@@ -196,7 +197,11 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None
         if self._axonn.plan == "auto":
             plan, report = auto_plan(model, grid)
-        return Split(plan, place(model, grid, plan, options(self._axonn)), report)
+        chosen = options(self._axonn)
+        placements = place(model, grid, plan, chosen)
+        if chosen.compile:
+            check_compiled(model, placements, grid)
+        return Split(plan, placements, report)
 
     def _apply_split(self, model: nn.Module, split: Split) -> None:
         """Make the mesh, and the model parallel."""

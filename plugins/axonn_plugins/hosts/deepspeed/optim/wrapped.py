@@ -103,7 +103,7 @@ def factory_of(
             f"the optimizer has step hooks, and {key} makes another one of its kind, which would not call them; register them on "
             "engine.optimizer"
         )
-    settings = dict(optimizer.defaults)
+    settings = {**_beside_defaults(optimizer, key), **optimizer.defaults}
     if kind.__module__.startswith("deepspeed.") and kind.__name__ == "MuonWithAuxAdam":
         kind, settings = MuonWithAdam, {"adam_w_mode": getattr(optimizer, "adam_w_mode", True)}
         _without_deepspeeds(optimizer.param_groups)
@@ -129,6 +129,29 @@ def factory_of(
     accepted = inspect.signature(kind).parameters
     settings = {name: value for name, value in settings.items() if name in accepted}
     return lambda groups: kind(groups, **settings)  # type: ignore[arg-type]
+
+
+def _beside_defaults(optimizer: torch.optim.Optimizer, key: str) -> dict[str, Any]:
+    """Arguments that an optimizer keeps as attributes alone, as the FusedAdam of apex and Transformer Engine does its `adam_w_mode`.
+
+    Raises:
+        ConfigError: one of them has it keep what tiles would not find; `key` is who runs it.
+    """
+    own = vars(optimizer)
+    held = {name: own[name] for name in ("master_weights", "use_decoupled_grad") if own.get(name)}
+    types = own.get("name_to_dtype_map", {})
+    held |= {
+        f"{name}_dtype": types[name]
+        for name in ("exp_avg", "exp_avg_sq")
+        if types.get(name) not in (None, torch.float32)
+    }
+    for name, value in held.items():
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__} has {name} = {value}, and {key} keeps float32 weights, gradients and states itself; "
+            "leave it out"
+        )
+    names = inspect.signature(type(optimizer)).parameters
+    return {name: own[name] for name in names if isinstance(own.get(name), (bool, int, float, str))}
 
 
 def _without_deepspeeds(groups: Groups) -> None:
