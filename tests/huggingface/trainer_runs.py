@@ -106,13 +106,13 @@ def quiet(grid: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """What Accelerate keeps from one run to the next."""
+    """Reset what Accelerate keeps from one run to the next."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def right(given: Any) -> dict[str, float]:
-    """How many words were guessed."""
+    """The share of words that were guessed, and their number."""
     guessed, labels = numpy.asarray(given.predictions)[:, :-1], numpy.asarray(given.label_ids)[:, 1:]
     counted = labels != -100
     return {"right": float((guessed == labels)[counted].mean()), "words": float(counted.sum())}
@@ -161,7 +161,7 @@ def reported(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def history(used: transformers.Trainer) -> list[dict[str, float]]:
-    """What was logged, without times."""
+    """The log, without times."""
     return [reported(entry) for entry in used.state.log_history]
 
 
