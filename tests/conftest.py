@@ -1,4 +1,4 @@
-"""What holds for every test.
+"""Settings of every test.
 
 A test's time limit goes by progress: whenever it has passed, the test goes on if its processes have worked meanwhile, up to `AT_MOST` times.
 A busy machine makes tests slow, but not idle, as ranks are that wait for each other for ever.

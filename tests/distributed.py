@@ -13,7 +13,7 @@ from axonn_tp import Grid, Mesh
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-    """What `function(*arguments)` returned on each rank of a gloo process group."""
+    """Run `function(*arguments)` on each rank of a gloo process group, and return the results."""
     return launch(_with_group, ranks, function, arguments)
 
 

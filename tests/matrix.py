@@ -21,7 +21,7 @@ def names(cases: Iterable[str], every_run: Collection[str]) -> list[Any]:
 
 
 def asked(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
-    """What this run asks the tests of the file for, by these parameters of theirs."""
+    """Cases that this run asks the tests of the file for, by these parameters of theirs."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     return {tuple(item.callspec.params.get(name) for name in parameters) for item in items}
 

@@ -40,7 +40,7 @@ MODULES = modules()
 
 
 def imports(file: Path, deferred: bool) -> Iterator[str]:
-    """What a file imports when it is imported itself, and, if asked, later."""
+    """Imports of a file when it is imported itself, and, if asked, later."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree) if deferred else tree.body:
         if isinstance(node, ast.Import):

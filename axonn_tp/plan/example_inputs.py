@@ -31,6 +31,7 @@ def guesses(model: nn.Module) -> Iterator[Arguments]:
         yield from _published(model, ids, generator)
     if vocabulary:
         yield (ids,), {}
+        yield (ids, ids.flip(1)), {}  # and their targets, where a model gives its loss
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if channels is not None:
         for size in (16, 32, 64, 224):

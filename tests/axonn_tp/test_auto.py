@@ -353,6 +353,23 @@ class Odd(nn.Module):
         return self.inner(x * gate)
 
 
+class Losing(nn.Module):
+    """Gives its loss, as many scripts for DeepSpeed have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.inner, self.head = nn.Embedding(16, 8), Mixing("good"), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.inner(self.tokens(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_targets_are_guessed() -> None:
+    plan, report = auto_plan(Losing(), Grid(2, 1, 1, 1))
+    assert set(plan) == {"inner.down", "head"} and "example_inputs" not in report.note
+
+
 def test_inputs_given_or_guessed() -> None:
     plan, report = auto_plan(Odd(), Grid(2, 1, 1, 1))
     assert set(plan) == {"inner.up", "inner.down"}

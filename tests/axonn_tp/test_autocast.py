@@ -28,7 +28,7 @@ def relative(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def autocast_pass(grid: Grid, options: Options) -> tuple[dict[str, float], list, list]:
-    """How far from exact serial and parallel gradients are; the collectives with bytes of an element, seen and expected."""
+    """Errors of serial and parallel gradients; the collectives with bytes of an element, seen and expected."""
     torch.manual_seed(2)
     mesh, serial = Mesh(grid), GPT(CONFIG)
     ids = torch.randint(CONFIG.vocabulary, (8, CONFIG.context + 1))

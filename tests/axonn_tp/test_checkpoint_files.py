@@ -40,7 +40,7 @@ def held(folder: Path) -> float:
 
 
 def killed_at(call: int, write: Callable[[], Any]) -> bool:
-    """Whether a forked process that runs `write` was killed just before its `call`-th change of the file system."""
+    """True if a forked process that runs `write` was killed just before its `call`-th change of the file system."""
     child = os.fork()
     if child == 0:
         left = call

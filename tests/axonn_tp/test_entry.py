@@ -103,7 +103,7 @@ def test_readers_of_one_tensor_equal_serial() -> None:
 
 
 def counted(family: str) -> list[tuple[str, list[Collective], list[Collective], int]]:
-    """What goes over x, y and z in one pass, and what the placements say."""
+    """Collectives over x, y and z in one pass, counted and as the placements say."""
     found = []
     for mesh in meshes(GRIDS):
         grid = mesh.grid

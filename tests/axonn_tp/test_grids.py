@@ -77,7 +77,7 @@ def largest_error(
 
 @dataclass
 class Step:
-    """What a step of the serial model gives: the model before it and after it, its gradients on the latter."""
+    """A step of the serial model: the model before it and after it, its gradients on the latter."""
 
     before: nn.Module
     after: nn.Module

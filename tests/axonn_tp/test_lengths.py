@@ -90,7 +90,7 @@ def test_drawn_models_equal_serial(ranks: int, seeds: range) -> None:
 
 
 def dropped(seeds: range) -> list[list[float]]:
-    """What models with dropout give, by rank of the x-y plane; once more where their blocks are recomputed."""
+    """Outputs of models with dropout, by rank of the x-y plane; once more where their blocks are recomputed."""
     found = []
     for mesh in meshes([Grid(2, 2), Grid(4)]):
         for seed in seeds:

@@ -54,7 +54,7 @@ def test_shares_are_exact_to_one_rounding_and_counted_as_what_they_are() -> None
 
 
 def bundled() -> list[tuple[str, bool, list[Collective]]]:
-    """Whether several tensors in a call give what each gives alone, bit for bit, and the calls."""
+    """True if several tensors in a call give what each gives alone, bit for bit; and the calls."""
     mesh, found = Mesh(Grid(1, 1, 4)), []
     for dtype in DTYPES:
         tensors = [drawn(dist.get_rank(), size, dtype) for size in (4, 24, 1000)]
@@ -99,7 +99,7 @@ def test_shares_are_exchanged_where_that_sends_less_between_nodes() -> None:
 
 
 def gradients(layers: int) -> float:
-    """How far gradients with reduce-scatters that wait for backward's end are from those with none that waits."""
+    """Largest difference of gradients with reduce-scatters that wait for backward's end from those with none that waits."""
     import axonn_tp
     from axonn_recipes.models.gpt import GPT, GPTConfig
 

@@ -96,7 +96,7 @@ def batches() -> Tensor:
 
 @cache
 def expected(gate: str, parts: int) -> dict[str, Any]:
-    """What one process finds whose batch is that of so many ranks."""
+    """Results of one process whose batch is that of so many ranks."""
     model = copied(gate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses, aux = [], []

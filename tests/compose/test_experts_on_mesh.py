@@ -109,7 +109,7 @@ def in_stages() -> Any:
 
 
 def trained() -> float:
-    """How far weights are from one process' after three steps of two passes, sums under way while backward runs."""
+    """Largest difference of weights from one process' after three steps of two passes, sums under way while backward runs."""
     mesh, far = Mesh(Grid(2, 1, 2)), 0.0
     case = Case(mesh.grid, 2, "k 2")
     models = [start(case, mesh), copied(case.gate)]
@@ -132,7 +132,7 @@ def trained() -> float:
 
 
 def verified() -> list[Any]:
-    """What the check of a plan finds: of a right one, with the experts and without them, and of one that cuts heads."""
+    """Findings of the check of a plan: of a right one, with the experts and without them, and of one that cuts heads."""
     mesh, found = Mesh(Grid(2, 2)), []
     ids = batches()[:2, :-1]
     for plan in ("stream", "cuts heads"):
@@ -155,7 +155,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh | None, 
 
 
 def resumed(folder: str) -> dict[str, float]:
-    """How far weights are after a step on other grids, and in one process, from those of the run that was saved before it."""
+    """Largest difference of weights after a step on other grids, and in one process, from those of the run that was saved before it."""
     groups.reuse()
     first = Case(Grid(2, 1, 2), 2, "k 2, drops, residual")
     others = [Case(Grid(1, 2, 1, 2), 1, first.gate), Case(Grid(2, 1, 1, 2), 4, first.gate, ted=WHOLE), first]

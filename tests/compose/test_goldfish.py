@@ -301,7 +301,7 @@ def divided(loss: Any, host: str) -> list[float]:
 
 
 def on_grids() -> dict[str, Any]:
-    """What hosts find on every grid of these ranks, DeepSpeed with the published hash, and what one process does."""
+    """Results of hosts on every grid of these ranks, DeepSpeed with the published hash, and those of one process."""
     ready(staged=False)
     found: dict[str, Any] = {}
     strategies = itertools.cycle(get_args(Strategy)[1:])

@@ -68,7 +68,7 @@ EVERY_RUN = {
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What came out on rank 0; pipelines have groups of their own, and pccl stays once it is there."""
+    """Results of rank 0; pipelines have groups of their own, and pccl stays once it is there."""
     kinds: dict[tuple[bool, bool], dict[str, Case]] = {}
     for name, case in chosen(request, CASES).items():
         kinds.setdefault((bool(case.stages), "pccl" in case.block), {})[name] = case

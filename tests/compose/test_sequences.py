@@ -40,7 +40,7 @@ STAGED = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What came out on rank 0."""
+    """Results of rank 0."""
     results: dict[str, Any] = {}
     for cases in (
         {name: case for name, case in CASES.items() if "pccl" not in case.block},

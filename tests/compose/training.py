@@ -221,7 +221,7 @@ def _add_noise(case: Case, parameters: dict[str, nn.Parameter], steps: int) -> N
 
 
 def ready(staged: bool) -> None:
-    """What every rank does first.
+    """Prepare a rank.
 
     Args:
         staged: whether all cases are pipelines, which have the ranks of one group in two, each with an order of its own.
@@ -329,7 +329,7 @@ def train(engine: Any, case: Case, steps: range | None = None) -> tuple[list[flo
 
 
 def obeyed(engine: Any, case: Case) -> None:
-    """What no loss shows: that each key is at work."""
+    """Assert what no loss shows: that each key is at work."""
     block, kinds = case.block, {type(module).__name__ for module in engine.module.modules()}
     if "offload_optimizer" in block:
         optimizer = engine.optimizer

@@ -83,13 +83,13 @@ class Case:
 
 
 def ready() -> None:
-    """What every rank does first."""
+    """Prepare a rank."""
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
 
 
 def run(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-    """What a function returned on each rank; torch would send tensors by handles that end with the rank."""
+    """Run a function on each rank, and return its results; torch would send tensors by handles that end with the rank."""
     found = launch(_as_arrays, ranks, function, arguments)
     return tree_map(lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, numpy.ndarray) else leaf, found)
 

@@ -153,7 +153,7 @@ def one_sentence(message: str) -> bool:
 
 
 def sentences(stderr: str) -> list[str]:
-    """What the ranks were told by us."""
+    """Sentences of ours that the ranks were told."""
     return [line.removeprefix("axonn: error: ") for line in stderr.splitlines() if line.startswith("axonn: error: ")]
 
 

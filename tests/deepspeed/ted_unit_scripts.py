@@ -101,7 +101,7 @@ class Expert(nn.Module):
 
 @dataclass(frozen=True)
 class Script:
-    """What a script has.
+    """Options of a script.
 
     Attributes:
         ted: the block; None: stock DeepSpeed.

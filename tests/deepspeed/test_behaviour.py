@@ -1,4 +1,4 @@
-"""What the engine does beside the arithmetic: overflows, samplers, inputs and labels that differ, odd modules."""
+"""The engine beside its arithmetic: overflows, samplers, inputs and labels that differ, odd modules."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SAMPLED = [(drop, length) for drop in (False, True) for length in (24, 23)]
 
 
 def sampled(grid: str) -> dict[tuple[bool, int], dict[str, Any]]:
-    """What each rank reads in two epochs through loaders built before and after initialize, and through DeepSpeed's own."""
+    """Samples that each rank reads in two epochs through loaders built before and after initialize, and through DeepSpeed's own."""
     data = {length: TensorDataset(torch.arange(float(length))) for _, length in SAMPLED}
     early = {(drop, length): DistributedSampler(data[length], shuffle=True, drop_last=drop) for drop, length in SAMPLED}
     loaders = {kind: DataLoader(data[kind[1]], batch_size=2, sampler=sampler) for kind, sampler in early.items()}

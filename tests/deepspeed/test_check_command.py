@@ -53,7 +53,15 @@ def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
         (7, {}, "gx*gy*gz = 2*1*2 = 4 does not divide the 7 ranks"),
         (8, {"train_batch_size": 30}, "train_batch_size = 30 does not divide by gz*gdata = 2*2"),
         (8, {"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
-        (8, {"zero_optimization": {"stage": 9}}, "DeepSpeed refuses it"),
+        (8, {"zero_optimization": {"stage": 9}}, "zero_optimization.stage = 9 is not"),
+        (8, {"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage = "two" is not 0, 1, 2 or 3'),
+        (8, {"optimizer": "Adam"}, 'optimizer = "Adam" is not an object; write it in'),
+        (8, {"bf16": True}, "bf16 = true is not an object"),
+        (
+            8,
+            {"zero_optimization": {"reduce_bucket_size": "x"}},
+            'refuses it: reduce_bucket_size = "x": Input should be',
+        ),
         (8, {"axonn": {"tensor_paralel": {}}}, "tensor_parallel"),
     ],
 )
@@ -72,7 +80,12 @@ def test_keys_that_deepspeed_passes_over(write: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "is not JSON"), ("[]", 'has no "axonn" block'), (None, "cannot be read")]
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", 'has no "axonn" block'),
+        (None, "cannot be read"),
+    ],
 )
 def test_files_that_are_none(write: Any, text: str | None, words: str) -> None:
     file = Path("other.json")

@@ -206,7 +206,7 @@ def serial_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def resumed_elsewhere(place: str, run: Case) -> dict[str, Any]:
-    """What an engine that resumed holds and computes, against what the one that saved noted."""
+    """Compare what an engine that resumed holds and computes with what the one that saved noted."""
     engine = fresh(run)
     path, state = engine.load_checkpoint(place)
     noted = torch.load(f"{place}/noted.pt")

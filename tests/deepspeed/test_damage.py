@@ -65,7 +65,7 @@ PATHS: dict[str, Callable[[], Any]] = {
 
 
 def told(load: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[str, float]:
-    """What a rank was told, and after how many seconds; they leave together."""
+    """Error that a rank was told, and the seconds until then; ranks leave together."""
     started, answer = time.monotonic(), "loaded"
     try:
         load(*arguments, **keywords)
@@ -77,7 +77,7 @@ def told(load: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[st
 
 
 def with_bytes(file: Path, change: Callable[[bytes], bytes | None], look: Callable[[], Any]) -> Any:
-    """What is found while a file is otherwise; None for what it becomes: it is gone."""
+    """Look while a file has the bytes that it is changed to; for None it is gone."""
     before = file.read_bytes() if file.exists() else None
     dist.barrier()
     if dist.get_rank() == 0:
@@ -159,7 +159,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def agreed(ranks: list[dict[str, Any]], part: str, case: str) -> str:
-    """What all ranks were told, in seconds."""
+    """Error that all ranks were told, within seconds."""
     answers = {rank[part][case][0] for rank in ranks}
     assert len(answers) == 1, answers
     assert max(rank[part][case][1] for rank in ranks) < SECONDS

@@ -1,4 +1,4 @@
-"""What DeepSpeed, transformers and accelerate hand out of a split model is the serial model's, on every rank, or a refusal."""
+"""Exports of a split model by DeepSpeed, transformers and accelerate are the serial model's, on every rank, or a refusal."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def exports(engine: Any, serial: Any, batch: Tensor, folder: Path) -> dict[str, 
 
 
 def with_accelerate(engine: Any, wanted: dict[str, Tensor], folder: Path) -> dict[str, Any]:
-    """What `Accelerator.get_state_dict` does under DeepSpeed, and what it saves for HF's Trainer."""
+    """Exports by `Accelerator.get_state_dict` under DeepSpeed, and files that it saves for HF's Trainer."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 

@@ -116,7 +116,7 @@ def arguments(system: str) -> dict[str, Any]:
 
 
 def initialize(keywords: dict[str, Any]) -> str:
-    """What it says."""
+    """Initialize an engine; returns the refusal, or "trains"."""
     try:
         engine = deepspeed.initialize(**keywords)[0]
     except axonn_plugins.config.ConfigError as error:

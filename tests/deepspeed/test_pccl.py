@@ -91,7 +91,7 @@ def test_losses_are_those_of_stock_at_every_stage_and_engines_may_alternate() ->
 
 
 def _logged() -> dict[str, Any]:
-    """What DeepSpeed's comms_logger counts at every stage, by side and by stage: size → calls of each operation."""
+    """Counts of DeepSpeed's comms_logger, by side and by stage: size → calls of each operation."""
     from deepspeed import comm
 
     deepspeed.init_distributed(dist_backend="gloo")

@@ -1,4 +1,4 @@
-"""What replicas should have the same is compared all run long, in every call of the model, and named where it differs."""
+"""Replicas are compared all run long, in every call of the model, and what differs is named."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def odd(engine: Any) -> bool:
 def train(
     grid: str, disturb: Callable[[Any, int], None], dtype: str = "fp32", labels: float = 1.0, **model: Any
 ) -> dict[str, Any]:
-    """What ended the run and when, or the parameters that replicas hold at its end."""
+    """Error that ended the run and its step, or the parameters that replicas hold at its end."""
     engine = begin(grid, dtype, **model)
     data = torch.Generator().manual_seed(engine.mesh.rank("batch"))
     kind = next(engine.module.parameters()).dtype
@@ -120,7 +120,7 @@ def skipped(grid: str) -> dict[str, Any]:
 
 
 def calls(how: Callable[[Any, Tensor], Any], mine: Callable[[int], Tensor], grid: str = "gx2gz2") -> str:
-    """What a call outside training says."""
+    """Error of a call outside training."""
     engine = begin(grid)
     engine.eval()
     try:

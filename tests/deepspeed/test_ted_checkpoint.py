@@ -104,7 +104,7 @@ def go(name: str, folder: str, others: list[str]) -> Any:
 
 
 def no_states(case: Case, folder: str) -> str:
-    """What is said where a checkpoint's states cannot be read."""
+    """Errors where a checkpoint's states cannot be read."""
     if dist.get_rank() == 0:
         for file in Path(folder).glob("*/expp_rank_*"):
             file.unlink()

@@ -160,7 +160,7 @@ def gradients(form: str) -> Any:
 
 
 def dice(dropless: bool) -> Any:
-    """What tensor ranks draw after whole experts with dropout."""
+    """Numbers that tensor ranks draw after whole experts with dropout."""
     import axonn_plugins
 
     axonn_plugins.activate()
@@ -191,7 +191,7 @@ class Doubled(MoE):
 
 
 def subclass() -> Any:
-    """What a subclass of DeepSpeed's layer gives, before and after it is TED's; its inner part by itself."""
+    """Outputs of a subclass of DeepSpeed's layer, before and after it is TED's; of its inner part by itself."""
     torch.manual_seed(6)
     layer = Doubled(HIDDEN, FeedForward(), 4, k=2, min_capacity=1, top2_2nd_expert_sampling=False)
     x = torch.randn(9, HIDDEN)
@@ -204,7 +204,7 @@ def subclass() -> Any:
 
 
 def told(ted: dict[str, Any], ep_size: int) -> Any:
-    """What DeepSpeed says of experts: under TED, after it, and under a stock engine that comes while TED's is there."""
+    """DeepSpeed's word on experts: under TED, after it, and under a stock engine that comes while TED's is there."""
     stock, name = deepspeed.utils.groups, f"ep_size_{ep_size}"
 
     def said() -> Any:

@@ -1,4 +1,4 @@
-"""What training scripts do around ``axonn.ted``: overflows, checkpoints in checkpoints, autocast, results that are no tensors."""
+"""Habits of training scripts around ``axonn.ted``: overflows, checkpoints in checkpoints, autocast, results that are no tensors."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ TILE = 2**15
 
 
 def by_value(function: Any, *arguments: Any) -> bytes:
-    """What a rank found, with its tensors' contents: handles end with the rank."""
+    """Results of a rank, with its tensors' contents: handles end with the rank."""
     return pickle.dumps(function(*arguments))
 
 

@@ -188,7 +188,7 @@ def parallel(case: Case) -> dict[str, Any]:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns, or the exception as text, so that later cases still run."""
+    """Call a function; return its result, or the exception as text, so that later cases still run."""
     try:
         return function(*arguments)
     except Exception as error:

@@ -643,7 +643,7 @@ def weights_of_losses() -> None:
 
 
 def _waited(step: Callable[[], Any]) -> dict[str, int]:
-    """How often the host waits for the device in a step behind two others."""
+    """Count the host's waits for the device in a step behind two others."""
     for _ in range(2):
         step()
     late.forbid(False)

@@ -221,7 +221,7 @@ def _told(mutation: Mutation, device: Path) -> str:
 
 
 def untouched(device: Path, chosen: list[Mutation]) -> None:
-    """What the cases say of the code as it is: nothing."""
+    """Complaints of the cases about the code as it is: none."""
     cases = tuple(dict.fromkeys(name for each in chosen for name in each.cases))
     found = _told(Mutation(_SLOTS, "wait()", "wait()", cases), device)
     assert not found, found

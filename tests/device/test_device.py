@@ -40,7 +40,7 @@ MORE = ("stages_2", "stages_2_replicas_2", "stages_4_replicas_2", "composed_8")
 
 
 def ran(file: Path, *cases: str) -> dict[str, dict[str, Any]]:
-    """What the cases said, by name."""
+    """Output of the cases, by name."""
     environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.device", str(file), *cases],

@@ -56,7 +56,7 @@ def named(node: ast.AST) -> list[str]:
 
 
 def resolve(words: list[str], known: dict[str, Any]) -> Any:
-    """What a dotted name of ours is."""
+    """The object that a dotted name of ours stands for."""
     if words[0] not in known:
         known[words[0]] = importlib.import_module(words[0])
     value = known[words[0]]
@@ -110,7 +110,7 @@ LINES = sorted({tuple(words) for block in BLOCKS if block.language in ("", "bash
 
 
 def test_modules_and_extras() -> None:
-    """What ``python -m`` and torchrun start is there, and so is what pip installs with us."""
+    """Modules that ``python -m`` and torchrun start are there, and so are the extras of pip."""
     extras = re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().partition("extras_require]")[2], re.M)
     for words in LINES:
         if "-m" in words and words[0] in ("python", "torchrun", "accelerate"):

@@ -23,7 +23,7 @@ PLANS = ("auto", "auto", "auto with inputs", "pairs", "pairs", "stream", "none")
 
 @dataclass(frozen=True)
 class Case:
-    """What a number draws; equal numbers draw equal cases.
+    """A case that a number draws; equal numbers draw equal cases.
 
     Attributes:
         number: of the case, with its seed.
@@ -130,7 +130,7 @@ def _silent() -> Iterator[None]:
 
 
 def run(case: Case, mesh: Mesh) -> str:
-    """What became of a case on this rank: "equal", "refused: …" or "wrong: …"; every rank calls it."""
+    """Run a case; returns "equal", "refused: …" or "wrong: …". Every rank calls it."""
     steps, serial, model = batches(case), make(case), make(case)
     random = Random(case.number[1])
     plan: Any = None if case.plan == "none" else "auto"

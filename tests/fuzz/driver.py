@@ -26,7 +26,7 @@ _CHUNK = 100
 
 @dataclass
 class Found:
-    """What became of cases.
+    """Verdicts on cases.
 
     Attributes:
         told: "equal", "refused: …", "wrong: …", "failed: …" or "hangs", by number.

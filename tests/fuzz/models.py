@@ -90,7 +90,7 @@ class Step:
 
 @dataclass
 class Drawn:
-    """What a random model is made of.
+    """Parts of a random model.
 
     Attributes:
         hidden: features of all streams.

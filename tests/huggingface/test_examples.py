@@ -57,7 +57,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "folder"), [(of_peft, "peft_output"), (of_pruned, "pruned_output")])
 def test_examples_write_into_folders_of_their_own(module: Any, folder: str, capsys: pytest.CaptureFixture) -> None:
-    """What one leaves in a folder would be read by another: an adapter is part of any model that is loaded from beside it."""
+    """Else one would read what another left: an adapter is part of any model that is loaded from beside it."""
     with pytest.raises(SystemExit):
         module.main(["--help"])
     assert f"(default: {folder})" in capsys.readouterr().out

@@ -43,7 +43,7 @@ class OwnLoader(transformers.Trainer):
 
 
 def words(given: Any) -> dict[str, float]:
-    """How many words were guessed, and, where inputs are given, how many there are of one kind."""
+    """Count words that were guessed, and, where inputs are given, those of one kind."""
     guessed, labels = numpy.asarray(given.predictions)[:, :-1], numpy.asarray(given.label_ids)[:, 1:]
     seen = {} if given.inputs is None else {"sevens": float((numpy.asarray(given.inputs) == 7).sum())}
     return {"guessed": float(guessed[labels != -100].sum()), "words": float((labels != -100).sum()), **seen}

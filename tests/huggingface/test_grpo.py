@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 import axonn_plugins
@@ -17,7 +15,7 @@ from tests.distributed import run_ranks
 axonn_plugins.activate()
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-from tests.huggingface.trainer_runs import WORDS, forget, llama, quiet, reported  # noqa: E402
+from tests.huggingface.trainer_runs import forget, llama, preferred, reported, tokenizer  # noqa: E402
 
 
 def by_turns(probabilities: Tensor, num_samples: int) -> Tensor:
@@ -41,22 +39,11 @@ def rewards(prompts: list[str], completions: list[str], **more: Any) -> list[flo
 
 def tuned(folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
     forget()
-    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="60", eos_token="59")
     arguments = trl.GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=4 // readers,
-        per_device_eval_batch_size=4 // readers,
-        eval_strategy="epoch",
         gradient_accumulation_steps=2,
         num_generations=2,
         max_completion_length=4,
-        num_train_epochs=1,
-        learning_rate=1e-2,
-        bf16=False,
-        gradient_checkpointing=False,
-        **quiet(grid),
+        **preferred(folder, 4, grid, readers),
     )
     used = trl.GRPOTrainer(
         model=llama(),
@@ -64,7 +51,7 @@ def tuned(folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[s
         args=arguments,
         train_dataset=prompts(12),
         eval_dataset=prompts(5),  # with 2 completions of each, readers have not as many of the last batch
-        processing_class=words,
+        processing_class=tokenizer(),
     )
     with mock.patch("torch.multinomial", by_turns):
         used.train()

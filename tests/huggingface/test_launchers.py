@@ -57,7 +57,7 @@ LAUNCHERS = {
 
 
 def told(folder: Path, launcher: str) -> list[dict[str, Any]]:
-    """What a launcher tells two ranks."""
+    """Variables that a launcher gives two ranks."""
     config, script = folder / "ds_config.json", folder / "train.py"
     config.write_text(json.dumps(CONFIG))
     script.write_text(SAYS)

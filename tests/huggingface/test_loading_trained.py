@@ -59,7 +59,7 @@ def learned(folder: Path, name: str, block: dict[str, Any] | None, readers: int)
 
 
 def by_accelerate(folder: Path) -> list[int]:
-    """How many parameters are unread once the configuration is known, and under one without the block."""
+    """Count parameters that are unread once the configuration is known, and under one without the block."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     found = []

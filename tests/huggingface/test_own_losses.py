@@ -128,7 +128,7 @@ class Coincident(nn.Module):
 
 
 def batch_encoding(samples: list[dict[str, Tensor]]) -> Any:
-    """What the collators of transformers return is no dict."""
+    """A batch as the collators of transformers return it, which is no dict."""
     return transformers.BatchEncoding(padded(samples))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import axonn_plugins
 from tests.deepspeed.training import attempt
@@ -21,17 +20,9 @@ axonn_plugins.activate()
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")
-from tests.huggingface.trainer_runs import WORDS, forget, history, llama, quiet  # noqa: E402
+from tests.huggingface.trainer_runs import forget, history, llama, preferred, tokenizer  # noqa: E402
 
 SAMPLES, EVALUATED = 30, 11  # of batches of 8: two readers have 4 and 2 of the last, and 3 and none
-
-
-def tokens() -> Any:
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="60"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="60", bos_token="59", eos_token="58", unk_token="60"
-    )
 
 
 def samples(number: int, seed: int, kind: str = "pairs") -> Any:
@@ -99,24 +90,14 @@ TRAINERS: dict[str, tuple[Any, Any, str, Callable[[], Any], Callable[[], dict[st
 def tuned(name: str, folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
     forget()
     trainer, config, kind, model, more = TRAINERS[name]
-    arguments = config(
-        output_dir=folder,
-        per_device_train_batch_size=8 // readers,
-        per_device_eval_batch_size=8 // readers,
-        eval_strategy="epoch",
-        num_train_epochs=1,
-        learning_rate=1e-2,
-        bf16=False,
-        gradient_checkpointing=False,
-        **quiet(grid),
-    )
+    arguments = config(**preferred(folder, 8, grid, readers))
     arguments.remove_unused_columns &= name != "ORPO"
     used = trainer(
         model=model(),
         args=arguments,
         train_dataset=samples(SAMPLES, 1, kind),
         eval_dataset=samples(EVALUATED, 2, kind),
-        processing_class=tokens(),
+        processing_class=tokenizer("60", bos_token="59", eos_token="58"),
         **more(),
     )
     used.train()

@@ -71,7 +71,7 @@ def settings(grid: dict[str, Any] | None, stage: int = 0, **changes: Any) -> dic
 
 
 def forget() -> None:
-    """What Accelerate keeps from one run to the next."""
+    """Reset what Accelerate keeps from one run to the next."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models
 
 import axonn_plugins
 from tests.deepspeed.training import attempt
@@ -18,7 +16,7 @@ from tests.distributed import run_ranks, same_on_all
 axonn_plugins.activate()
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-from tests.huggingface.trainer_runs import WORDS, forget, history, llama, quiet  # noqa: E402
+from tests.huggingface.trainer_runs import forget, history, llama, preferred, tokenizer  # noqa: E402
 
 AXES = {"gx": 1, "gy": 1, "gz": 2}
 WAYS: tuple[dict[str, Any], ...] = (
@@ -40,26 +38,14 @@ def rows(number: int, seed: int) -> Any:
 def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[str, float]]:
     """The last batches, of 3 and 2 samples, leave the second of two readers without any."""
     forget()
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
-    tokens = {"pad_token": "60", "eos_token": "59", "unk_token": "0"}
-    arguments = trl.SFTConfig(
-        output_dir=same_on_all(tempfile.mkdtemp()),
-        per_device_train_batch_size=8 // readers,
-        per_device_eval_batch_size=8 // readers,
-        eval_strategy="epoch",
-        num_train_epochs=1,
-        learning_rate=1e-2,
-        bf16=False,
-        gradient_checkpointing=False,
-        **quiet(grid),
-        **{"max_length": 12} | more,
-    )
+    folder = same_on_all(tempfile.mkdtemp())
+    arguments = trl.SFTConfig(**preferred(folder, 8, grid, readers) | {"max_length": 12} | more)
     used = trl.SFTTrainer(
         model=llama(),
         args=arguments,
         train_dataset=rows(27, 1),
         eval_dataset=rows(10, 2),
-        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, **tokens),
+        processing_class=tokenizer(),
     )
     used.train()
     return history(used)

@@ -1,4 +1,4 @@
-"""What the HF Trainer offers, under the block and in one process: losses, steps, evaluations, files; and sizes that are "auto"."""
+"""The HF Trainer under the block and in one process: losses, steps, evaluations, files; and sizes that are "auto"."""
 
 from __future__ import annotations
 

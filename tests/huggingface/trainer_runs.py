@@ -12,6 +12,7 @@ import numpy
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -105,14 +106,37 @@ def quiet(grid: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
+def preferred(folder: str, batch: int, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
+    """Arguments of a trainer of TRL's, for one epoch in float32."""
+    each = batch // readers
+    return quiet(grid) | {
+        "output_dir": folder,
+        "per_device_train_batch_size": each,
+        "per_device_eval_batch_size": each,
+        "eval_strategy": "epoch",
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+
+
+def tokenizer(unknown: str = "0", **more: str) -> Any:
+    """Numbers below `WORDS` as words, with spaces between."""
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token=unknown))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = {"pad_token": "60", "eos_token": "59", "unk_token": unknown} | more
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
+
+
 def forget() -> None:
-    """What Accelerate keeps from one run to the next."""
+    """Reset what Accelerate keeps from one run to the next."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def right(given: Any) -> dict[str, float]:
-    """How many words were guessed."""
+    """The share of words that were guessed, and their number."""
     guessed, labels = numpy.asarray(given.predictions)[:, :-1], numpy.asarray(given.label_ids)[:, 1:]
     counted = labels != -100
     return {"right": float((guessed == labels)[counted].mean()), "words": float(counted.sum())}
@@ -161,7 +185,7 @@ def reported(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def history(used: transformers.Trainer) -> list[dict[str, float]]:
-    """What was logged, without times."""
+    """The log, without times."""
     return [reported(entry) for entry in used.state.log_history]
 
 

@@ -38,7 +38,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def started(arguments: list[str], folder: Path, **more: str) -> str:
-    """What a command prints, in a process of its own."""
+    """Output of a command in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **more}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         environment.pop(name, None)
@@ -74,7 +74,7 @@ def test_litgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def through_the_converters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was trained, by LitGPT's commands to a model of transformers and back."""
+    """Convert what was trained to a model of transformers and back by LitGPT's commands."""
     transformers = pytest.importorskip("transformers")
     import litgpt.config
     from litgpt.model import GPT

@@ -144,7 +144,7 @@ def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
 
 
 def refusals() -> list[str]:
-    """What is refused, and the rest that one start of ranks is enough for."""
+    """Refusals, and the rest that one start of ranks is enough for."""
     said: list[str] = []
     fabric = fabric_of(AxonnStrategy(gx=2), "32-true")
     assert (fabric.world_size, fabric.strategy.grid.world) == (1, 2) and isinstance(fabric.strategy, AxonnStrategy)

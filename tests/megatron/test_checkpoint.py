@@ -98,7 +98,7 @@ def steps(case: Case, model: Any, optimizer: Any, first: int, last: int) -> list
 
 
 def state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
-    """What Megatron's scripts save and load."""
+    """The state that Megatron's scripts save and load."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     weights = model.module.sharded_state_dict(metadata=metadata)
     found = {"model": weights}
@@ -175,7 +175,7 @@ needs_script = pytest.mark.skipif(bool(harness.missing()), reason=harness.missin
 @needs_script
 @pytest.mark.parametrize("asynchronous", [[], ["--async-save"]], ids=["at once", "in the background"])
 def test_the_pretrain_script(tmp_path: Path, asynchronous: list[str]) -> None:
-    """What is saved after 4 iterations on (2, 1, 2, 1) goes on on (1, 2, 1, 2) and in stock Megatron of two tensor ranks; its own, with us."""
+    """A checkpoint after 4 iterations on (2, 1, 2, 1) goes on on (1, 2, 1, 2) and in stock Megatron of two tensor ranks; its own, with us."""
     common = [*harness.CPU, *harness.MODEL, *harness.MOCK, "--train-iters", "8"]
     impl = ["--tensor-model-parallel-impl", "axonn3d"]
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")

@@ -166,7 +166,7 @@ def _serial(config: dict[str, Any], batch: int) -> dict[str, Any]:
 def _worst(
     grid: Grid, experts: tuple[int, int | None], config: dict[str, Any], choices: Choices, one: dict[str, Any]
 ) -> float:
-    """How far this rank's tokens, their gradients and those of its parameters are from one process'."""
+    """Largest difference of this rank's tokens, their gradients and those of its parameters from one process'."""
     settings = Settings(grid.gx, grid.gy, grid.gz)
     case = Case(settings=settings, dtype=torch.float64, config={**ROUTED, **config}, experts=experts)
     moe.choose(choices)
@@ -227,7 +227,7 @@ def test_a_mixture_is_one_process_s_on_every_grid() -> None:
 
 
 def _communicated(cases: dict[str, tuple[Ted, bool]]) -> dict[str, list[Collective]]:
-    """What a mixture's forward and backward pass communicate, but for what ranks tell each other before."""
+    """Collectives of a mixture's forward and backward pass, but for what ranks tell each other before."""
     training.on_cpu()
     settings, found = Settings(2, 1, 2), {}
     for name, (block, recomputes) in cases.items():

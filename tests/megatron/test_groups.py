@@ -74,7 +74,7 @@ GRIDS = [(Settings(2, 2, 2), 1), (Settings(2, 1, 2), 2), (Settings(1, 2, 1), 2),
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What every rank has of each grid."""
+    """Groups that every rank has of each grid."""
     config = tmp_path_factory.mktemp("nccl") / "nccl.yaml"
     config.write_text("tp: {max_ctas: 8}\ndp: {net_name: IB}\n")
     return run_ranks(_all, 8, str(config))

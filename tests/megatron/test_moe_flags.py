@@ -144,7 +144,7 @@ def _counted() -> list[int]:
 
 
 def _products(case: Case) -> int:
-    """How often a pass asks for a grouped one."""
+    """Count the grouped products of a pass."""
     original, calls = grouped.F.grouped_mm, []
 
     def counted(*given: Any, **named: Any) -> Any:

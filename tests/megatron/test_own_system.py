@@ -17,7 +17,7 @@ NOISE = ["--axonn-gradient-noise", json.dumps({"std": 0.3}), "--train-iters", "6
 
 
 def apart(wanted: dict[str, Any], found: dict[str, dict[str, Any]], within: float = TOLERANCE) -> dict[str, Any]:
-    """How far every case is from what is wanted, where that is too far; ``pytest -s`` shows all."""
+    """Differences of cases from what is wanted, where they are too large; ``pytest -s`` shows all."""
     far = {name: result.get("error") or difference(wanted, result) for name, result in found.items()}
     print(*(f"{name}: {value}" for name, value in far.items()), sep="\n")
     return {name: value for name, value in far.items() if not (isinstance(value, float) and value < within)}

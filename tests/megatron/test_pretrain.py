@@ -30,7 +30,7 @@ def stock(variant: str, *more: str, data: list[str] = MOCK) -> tuple[int, list[s
 
 
 def differences(cases: dict[str, tuple[int, list[str]]], timeout: float = 1800) -> dict[str, float | str]:
-    """How far every case but the first is from it, where that is too far; ``pytest -s`` shows all."""
+    """Differences of all cases from the first, where they are too large; ``pytest -s`` shows all."""
     found = run(Path(CHECKOUT, "pretrain_gpt.py"), cases, timeout)
     wanted = found.pop(next(iter(cases)))
     assert "error" not in wanted, wanted["error"]

@@ -1,4 +1,4 @@
-"""What of a model's config and of its layers' arguments is obeyed or refused, on megatron.core alone."""
+"""A model's config and its layers' arguments, obeyed or refused, on megatron.core alone."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_runs_go_on_pruned_on_other_grids_and_in_stages(tmp_path: Path) -> None:
 
 @needs_script
 def test_checkpoints_are_those_of_megatrons_optimizer(tmp_path: Path) -> None:
-    """What is pruned is zero in them, so that each prunes by magnitude what the other has pruned."""
+    """Pruned weights are zero in them, so that each prunes by magnitude what the other has pruned."""
     ours, theirs = interrupted(tmp_path / "ours"), interrupted(tmp_path / "theirs")
     masked = "--axonn-masked"
     cases = {"masked": stock("plain", masked, *FEW), "theirs begins": stock("plain", masked, *theirs[0])}

@@ -37,7 +37,7 @@ VOCABULARY, SEQUENCE, BATCH = 64, 16, 8
 
 @dataclass(frozen=True)
 class Case:
-    """What a run is.
+    """Options of a run.
 
     Attributes:
         settings: of our grid; Megatron's own layers when None.
@@ -143,7 +143,7 @@ def _engine_layers() -> Any:
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """What `train` gives for each case, on this rank, a grid at a time: groups take longer to make than a case to run."""
+    """Call `train` for each case, on this rank, a grid at a time: groups take longer to make than a case to run."""
     on_cpu()
     grids: dict[tuple, list[str]] = defaultdict(list)
     for name, case in cases.items():
@@ -289,7 +289,7 @@ def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
 
 
 def loss_of(model: Any, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """What a stage gives for (batch, sequence + 1) tokens: the last one losses (batch, share of the sequence).
+    """Run a stage on (batch, sequence + 1) tokens; the last one gives losses (batch, share of the sequence).
 
     Args:
         model: this stage's.

@@ -19,7 +19,7 @@ from tests.megatron.harness import CHECKOUT
 
 
 class JournalBlock(Block):
-    """What a run must be."""
+    """Requirements on a run."""
 
     backend: str = Field("gloo", description="Of all process groups.")
 
@@ -55,7 +55,7 @@ class Journal(System, key="journal"):
 
 
 class MaskedBlock(Block):
-    """How much is pruned."""
+    """The share that is pruned."""
 
     sparsity: float = Field(0.9, description="Of each matrix but embeddings.")
 
@@ -83,7 +83,7 @@ class Masked(System, key="masked"):
 
 
 class FrugalBlock(Block):
-    """What memory a run may take."""
+    """The memory that a run may take."""
 
     most: float = Field(
         description="Bytes of gradient, index and state of each element that is kept, beside the weights."

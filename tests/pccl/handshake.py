@@ -22,7 +22,7 @@ READ, SHARE, SHOW = 1, 2, 4
 
 @dataclass(frozen=True)
 class Secret:
-    """What members of a group know."""
+    """A secret that members of a group know."""
 
     secret: bytes
 
@@ -98,7 +98,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the other side hangs up without a word."""
+    """True if the other side hangs up without a word."""
     try:
         return connection.recv(100) == b""
     except ConnectionResetError:

@@ -95,7 +95,7 @@ def play(rank: int, size: int, ports: tuple[int, int], victim: int, end: str, se
 
 
 def round_of(draw: random.Random, end: str | None = None, size: int | None = None) -> tuple[list[str], float]:
-    """What went wrong in one round, and after how many seconds the last rank was told."""
+    """Faults of one round, and the seconds until the last rank was told."""
     size, end, seed = size or draw.randint(3, 8), end or draw.choice(ENDS), draw.randrange(10**6)
     victim = draw.randrange(size)
     ports = free_port(), free_port()

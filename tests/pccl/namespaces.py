@@ -16,7 +16,7 @@ INTERFACE = "eth0"
 
 @cache
 def lacking() -> str | None:
-    """What such nodes need and this machine has not."""
+    """The first thing that such nodes need and this machine has not."""
     if os.geteuid() != 0:
         return "root"
     if shutil.which("ip") is None:
@@ -34,7 +34,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def nodes(count: int) -> Iterator[Callable[[int], dict[str, str]]]:
-    """How `axonn_plugins.cluster.launch.launch` puts rank i on node i, which has the address fd77::(i + 1)."""
+    """The function by which `axonn_plugins.cluster.launch.launch` puts rank i on node i, which has the address fd77::(i + 1)."""
     mark = f"axonn{os.getpid()}"
     names = [f"{mark}-{node}" for node in range(count)]
     switch = f"{mark}-switch"

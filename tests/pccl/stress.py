@@ -53,7 +53,7 @@ def values(dtype: torch.dtype, elements: int, seed: int) -> Tensor:
 
 
 def reduced(parts: list[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
-    """What the ranks' tensors make together; integers wrap as torch's do."""
+    """The ranks' tensors reduced; integers wrap as torch's do."""
     stacked = torch.stack(parts)
     if stacked.dtype is torch.bool:
         return stacked.any(0) if op in (SUM, MAX) else stacked.all(0)

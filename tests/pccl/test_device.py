@@ -1,4 +1,4 @@
-"""What runs on accelerators, on the CPU: gloo stands in for the vendor's library, ranks for GPUs on several nodes."""
+"""The code for accelerators, on the CPU: gloo stands in for the vendor's library, ranks for GPUs on several nodes."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _choices() -> None:
 
 
 def _bits() -> None:
-    """What does not add exactly has the same bits on all ranks and in every run."""
+    """Sums that are not exact have the same bits on all ranks and in every run."""
     rank = dist.get_rank()
     for nodes in (((0, 1), (2, 3)), ((0, 1, 2), (3,))):
         group = group_of(4, nodes)

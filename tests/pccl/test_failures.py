@@ -45,7 +45,7 @@ def _halves(size: int) -> list[torch.Tensor]:
 
 
 def _unlike() -> dict[str, tuple[str, float]]:
-    """What each rank is told in groups of their own."""
+    """Error that each rank is told in groups of their own."""
     rank, size = join(timeout=30)
     found = {}
     group = dist.new_group()

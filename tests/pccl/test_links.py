@@ -258,7 +258,7 @@ FRAME = 0x4C434350
 
 
 def rubbish(kind: str, key: int) -> bytes:
-    """What a member sends where a frame should be."""
+    """Bytes that a member sends where a frame should be."""
     if kind == "rubbish":
         return bytes(range(56))
     # all_reduce of 5 float32 (sum), call 1

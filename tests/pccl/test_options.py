@@ -1,4 +1,4 @@
-"""How pccl is switched on and told what to do, and what is said when it cannot be."""
+"""Switching pccl on and telling it what to do, and the error where it cannot be."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_every_algorithm_and_whose_options_hold() -> None:
 
 
 def _fails(how: str, folder: str) -> str:
-    """What a rank is told when rank 1, or all, cannot make the group."""
+    """Error that a rank is told when rank 1, or all, cannot make the group."""
     import os
 
     from axonn_plugins.pccl import build

@@ -1,4 +1,4 @@
-"""What processes do around the backend: fork, end without a word, run out of memory."""
+"""Processes around the backend: they fork, end without a word, run out of memory."""
 
 from __future__ import annotations
 

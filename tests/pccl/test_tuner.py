@@ -1,4 +1,4 @@
-"""What PCCL takes for which size, by what was measured and where nothing was."""
+"""PCCL's choice for each size, by what was measured and where nothing was."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_ranks_measure_agree_and_keep(tmp_path: Path) -> None:
 
 
 def _starts(folder: str) -> list[Any]:
-    """What comes of each start of a job: the choices, or the error."""
+    """Outcome of each start of a job: the choices, or the error."""
     tuner.SIZES, made = (2**10, 2**14), Network(1e-3, 1e8)
     real = tuner.probe
     tuner.probe = lambda inner, rank, peer: made if real(inner, rank, peer) else None

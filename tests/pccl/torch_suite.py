@@ -95,7 +95,7 @@ def outcome(case: unittest.TestCase, name: str) -> str:
 
 
 def run(chosen: list[str]) -> list[tuple[str, float]]:
-    """What came of each test on this rank, and its seconds."""
+    """Outcome of each test on this rank, and its seconds."""
     tests = suite()
     from torch.testing._internal.common_utils import TestCase
 

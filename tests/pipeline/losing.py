@@ -22,7 +22,7 @@ from axonn_plugins.cluster.launch import free_port
 def survivors(
     function: Callable[..., str], ranks: int, variants: Sequence[tuple] = ((),), timeout: float = 150
 ) -> list[dict[int, str]]:
-    """What ranks of a gloo group returned, by rank; those that did not end in time are left out and killed.
+    """Results of ranks of a gloo group, by rank; those that did not end in time are left out and killed.
 
     The function's variants, each with arguments of its own, run at the same time, for most of theirs is waiting.
     """
@@ -51,7 +51,7 @@ def survivors(
 
 
 def _ended(process: Any) -> bool:
-    """Whether a child has ended, or is stopped."""
+    """True if a child has ended, or is stopped."""
     if not process.is_alive():
         return True
     with suppress(FileNotFoundError):

@@ -35,7 +35,7 @@ class World:
         self._mine = threading.local()
 
     def run(self, ranks: int, work: Callable[[int], Any]) -> list[Any]:
-        """What `work(rank)` returned, or raised, by rank."""
+        """Results or exceptions of `work(rank)`, by rank."""
         found: list[Any] = [None] * ranks
 
         def become(rank: int) -> None:

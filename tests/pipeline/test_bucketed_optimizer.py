@@ -152,7 +152,7 @@ def test_the_last_chunk_goes_in_halves():
 
 
 def _averages(cases):
-    """What each case's parameters are after some steps, with overlap and without, and of whole gradients."""
+    """Parameters of each case after some steps, with overlap and without, and of whole gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
     for dtype, keywords in cases:

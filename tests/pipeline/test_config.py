@@ -1,4 +1,4 @@
-"""What the rest of a configuration may be beside the pipeline, and which engine it leads to."""
+"""The rest of a configuration beside the pipeline, and the engine that it leads to."""
 
 from __future__ import annotations
 

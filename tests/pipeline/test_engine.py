@@ -275,7 +275,7 @@ def stage_is_killed(when: str, folder: str) -> str:
 
 
 def goes_on(folder: str) -> bool:
-    """Whether a run that nobody interrupted, and one from the checkpoint, are the same to the bit."""
+    """True if a run that nobody interrupted, and one from the checkpoint, are the same to the bit."""
     ready()
     ends = []
     for checkpoint in (None, folder):

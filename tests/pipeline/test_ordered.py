@@ -36,7 +36,7 @@ class GroupAChannel(TorchWire):
 
 
 def content(batch: int, microbatch: int, sender: int) -> torch.Tensor:
-    """What a stage sends: of a size that changes, so that some messages do not fit the room that is there."""
+    """A stage's message, of a size that changes, so that some do not fit the room that is there."""
     generator = torch.Generator().manual_seed(100 * batch + 10 * microbatch + sender)
     return torch.rand(random.Random(microbatch).choice([1, 7, 300, 900]), generator=generator)
 
@@ -91,7 +91,7 @@ def run(
     kind: type[TorchWire] = TorchWire,
     connect: bool = True,
 ) -> list[Any]:
-    """What each rank made of it: passes, or an error."""
+    """Outcome of each rank: passes, or an error."""
     pipelines = pipelines_of(stages, replicas)
     monkeypatch.setattr(dist, "new_group", world.new_group)
     monkeypatch.setattr(dist, "get_rank", world.get_rank)

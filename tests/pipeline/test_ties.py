@@ -187,7 +187,7 @@ def differ(layer: Any, change: str) -> None:
 
 
 def mistakes() -> dict[str, str]:
-    """What is said of copies that cannot be one layer; one that merely has another bias is."""
+    """Errors of copies that cannot be one layer; one that merely has another bias is."""
     ready()
     found = {}
     for change in ("trained", "shape"):

@@ -113,7 +113,7 @@ class Case:
 
     @property
     def words(self) -> bool:
-        """Whether the model reads tokens."""
+        """True if the model reads tokens."""
         return isinstance(self.layers()[0], TiedLayerSpec)
 
     def batches(self, replicas: int) -> list[list[list[tuple[Tensor, Tensor]]]]:
@@ -162,7 +162,7 @@ def config(case: Case) -> dict[str, Any]:
 
 
 def ready() -> None:
-    """What every rank does first."""
+    """Prepare a rank."""
     # Else it is compiled, for inference alone, and longer than all else here takes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")

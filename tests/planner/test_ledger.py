@@ -1,4 +1,4 @@
-"""What the planner says goes over each axis, against what the ledger counts in real steps: equal, not close."""
+"""The planner's bytes over each axis against the ledger's in real steps: equal, not close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What 004 leaves out of a step: the output layer, the optimizer, residual sums, attention that is not fused."""
+"""Parts of a step that 004 leaves out: the output layer, the optimizer, residual sums, attention that is not fused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What ends an answer: configurations that our parser takes for any question, and a DeepSpeed run, Megatron runs and a torchrun as printed."""
+"""The end of an answer: configurations that our parser takes for any question, and a DeepSpeed run, Megatron runs and a torchrun as printed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FORWARD, INPUT, WEIGHT, WHOLE = (
 
 
 def orders(schedule, parts, stages, microbatches):
-    """What torch's ranks do, one after another."""
+    """Orders of torch's ranks, one after another."""
     made = object.__new__(getattr(pipelining, SCHEDULES[schedule].torch or "ScheduleInterleaved1F1B"))
     made.pp_group_size, made._n_microbatches, made.n_local_stages = stages, microbatches, parts
     made.num_stages, made.number_of_rounds = parts * stages, microbatches // stages

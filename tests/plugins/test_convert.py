@@ -313,3 +313,26 @@ def test_mistakes_are_one_sentence(
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
     assert not list(tmp_path.glob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("release/metadata.json", b"{", ".metadata is missing"),
+        ("lit_model.pth", b"no zip", "is no file of torch's, or damaged"),
+        ("latest", b"\xff\xfe\x00", "holds none of"),
+        ("other.json", b"{}", 'other.json" is neither a folder nor a config.json'),
+    ],
+)
+def test_files_of_other_kinds_are_one_sentence(
+    name: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "given" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    if name.startswith("release"):
+        (tmp_path / "given" / "latest_checkpointed_iteration.txt").write_text("release")
+    more = ["--config", str(file)] if name == "other.json" else []
+    assert main(["convert", str(tmp_path / "given"), str(tmp_path / "new"), "--to", "axonn", *more]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What a run keeps of its collectives, and the table and picture made of it."""
+"""The ledger of a run, and the table and picture made of it."""
 
 from __future__ import annotations
 

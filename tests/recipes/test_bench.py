@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns, medians with their spread, the table and what is written."""
+"""The common part of benchmarks: turns, medians with their spread, the table and what is written."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_variables_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures_of_a_gpu() -> None:
-    """What of a run on GPUs can be tried without one."""
+    """The parts of a run on GPUs that can be tried without one."""
     kernels = [
         ("gemm", 0, 4),
         ("ncclDevKernel_AllReduce", 2, 8),

@@ -123,7 +123,7 @@ def test_what_is_not_finite_or_of_another_kind_fails() -> None:
 def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
     results: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not computed in a test is taken to have been obtained as it is published, as its verdict is the same code's."""
+    """Numbers that are not computed in a test are taken to have been obtained as they are published, as their verdict is the same code's."""
     monkeypatch.setattr(verdict_of, "elsewhere", dict)  # with which no other number than the published one agrees
     draw = random.Random(20)
     numbers = {row.name: [one for one in row.numbers if not one.needs] for row in ROWS if row.runs}

@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from axonn_recipes.quickstart import report
 from axonn_recipes.quickstart.settings import Settings, asked, find_run, resolve
 from axonn_recipes.quickstart.sides import Parallel, Serial
 from tests.axonn_tp.counting import joined_over_z
+from tests.forked import Forked
 
 SMALL = {"layers": 2, "heads": 4, "hidden": 48, "context": 16, "batch": 8}
 COMMAND = [
@@ -120,44 +120,6 @@ def test_the_printed_plan_is_what_happens(grid: Grid, on_grids: dict[Grid, Plann
     # Replicas compare each call's arguments, order of weight gathers and random state, in one gather.
     compared = Counter({("all_gather", 4, 7): 1}) if gx * gy > 1 else Counter()
     assert rest == compared
-
-
-class Forked:
-    """The command in a process of its own, forked from this one to save the imports: as much of Popen as is needed here."""
-
-    def __init__(self, command: list[str]) -> None:
-        read, write = os.pipe()
-        sys.stdout.flush()
-        self.pid, self.returncode = os.fork(), 0
-        if self.pid == 0:
-            _become(command, write)
-        os.close(write)
-        self.stdout = os.fdopen(read)
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def communicate(self) -> tuple[str]:
-        with self.stdout:
-            text = self.stdout.read()
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return (text,)
-
-
-def _become(command: list[str], write: int) -> NoReturn:
-    code = 1
-    try:
-        for descriptor in (1, 2):
-            os.dup2(write, descriptor)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        code = main(command)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def start(run: str, folder: Path, *options: str, fresh: bool = False) -> Any:

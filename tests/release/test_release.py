@@ -1,4 +1,4 @@
-"""What a release is made of: versions, bounds, scripts for clusters, templates, and what makes its table."""
+"""Parts of a release: versions, bounds, scripts for clusters, templates, and what makes its table."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def four_ranks():
 
 
 def checkpoint(folder):
-    """What four ranks save after 4 of 8 steps, sharded; and the losses of all 8."""
+    """Checkpoint of four ranks after 4 of 8 steps, sharded; and the losses of all 8."""
     rank, found = dist.get_rank(), {}
     for dtype in (torch.float32, torch.bfloat16):
         ours, _, masks = pair(0.8, dtype)

@@ -64,7 +64,7 @@ def mixture(name: str) -> nn.Module:
 
 
 def tokens(reader: int) -> Tensor:
-    """What one of the ranks reads that read different data: odd numbers of tokens, others on each."""
+    """Tokens of one of the ranks that read different data: odd numbers, others on each."""
     torch.manual_seed(5 + reader)
     return torch.randint(VOCABULARY, (1 + reader % 2, 3 + 2 * reader))
 

@@ -1,4 +1,4 @@
-"""What tests of the layer share: stock DeepSpeed-MoE beside it, hard routing, and forms of checkpoint."""
+"""The common part of tests of the layer: stock DeepSpeed-MoE beside it, hard routing, and forms of checkpoint."""
 
 from functools import partial
 

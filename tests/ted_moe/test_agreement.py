@@ -36,7 +36,7 @@ def attempt(layer, tokens):
 
 
 def unequal():
-    """What each mode says of one token more on one rank, and of as many others, after a step that was right."""
+    """Error of each mode on one token more on one rank, and on as many others, after a step that was right."""
     found = {}
     for topology, (name, options) in product(TOPOLOGIES, MODES.items()):
         groups = groups_of(topology)

@@ -92,7 +92,7 @@ def test_base_models_are_those_of_table_4_1():
 
 
 def test_tensor_ranks_hold_megatrons_shares():
-    """What is split sums up to the whole; what is not is on each rank."""
+    """Split parts sum up to the whole; the others are on each rank."""
     experts, tensor = 4, 4
     whole, local = (memory.parameters(SMALL, experts, Degrees(degree)) for degree in (1, tensor))
     layers, sparse, hidden = SMALL.layers, 2, SMALL.hidden
@@ -123,7 +123,7 @@ def test_activations():
 
 
 def stashed(features: int, experts: int, tokens: int) -> dict[tuple[bool, bool], int]:
-    """What `ted_moe.Stashing` holds of a layer, by dropping and fused."""
+    """Bytes that `ted_moe.Stashing` keeps of a layer, by dropping and fused."""
     groups, found = ted_moe.Groups(ted_moe.Topology(4, tensor=2, expert=2)), {}
     for dropping in (False, True):
         for fused in (False, True):

@@ -58,7 +58,7 @@ def serial(gate: dict[str, Any], dropless: bool) -> Mixed:
 
 
 def compared(grid: Grid, name: str) -> tuple[float, float]:
-    """How far loss and gradients are from one process's, relative."""
+    """Largest relative difference of loss and gradients from one process's."""
     from deepspeed.moe.layer import MoE
 
     from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts

@@ -135,7 +135,7 @@ def small() -> Any:
 def trained(
     *arguments: str, overrides: tuple[str, ...] = (OURS,), change: Callable[..., Any] = lambda config: None
 ) -> dict[str, Any]:
-    """What a run of ``torchtitan.train`` reports by step; `change` is made to its configuration first."""
+    """Reports of a run of ``torchtitan.train``, by step; `change` is made to its configuration first."""
     chosen = ["--override.imports", f"{__name__}.attention", *overrides]
     config = ConfigManager().parse_args(["--module", __name__, "--config", "small", *arguments, *chosen])
     change(config)

@@ -27,7 +27,7 @@ from axonn_tp.plan.placement import free_layers, place, readers
 from axonn_tp.plan.report import AT_TIMES, CHANGES, MIXED, Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.conditional import called_at_times
-from axonn_tp.plan.search.pairs import Group, Judge, Traced, short
+from axonn_tp.plan.search.pairs import Group, Judge, Traced, on_a_share, short
 from axonn_tp.plan.search.published_pairs import published_pairs
 from axonn_tp.plan.search.replay import containing
 from axonn_tp.plan.search.runs import Mismatch, Run
@@ -245,7 +245,7 @@ class _Finder:
                 kept += groups
                 continue
             for name in (name for group in groups for name in (*group.normal, group.transposed)):
-                self.reasons[name] = f"{CHANGES} ({short(problem)})"
+                self.reasons[name] = f"{CHANGES} ({on_a_share(problem)})"
         return kept
 
     def _together(self, traced: Traced, groups: list[Group]) -> Exception | None:
@@ -280,7 +280,7 @@ class _Finder:
             return self._stream(plan)
         except Exception as error:
             let_out(error)
-            return {}, f"The stream between pairs is whole on every rank: {collapse(short(error))}."
+            return {}, f"The stream between pairs is whole on every rank: {collapse(on_a_share(error))}."
 
     def _stream(self, plan: Mapping[str, LayerPlan]) -> tuple[dict[str, LayerPlan], str]:
         grid, groups = self.grid, self._groups

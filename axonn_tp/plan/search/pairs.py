@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.plan.counted_attributes import counting_attributes, divisors, read_count
-from axonn_tp.plan.own_faults import let_out
+from axonn_tp.plan.own_faults import failing_line, let_out
 from axonn_tp.plan.report import ALL_FEATURES, collapse
 from axonn_tp.plan.rules import LayerPlan, linear_split
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run
@@ -110,7 +110,7 @@ class Judge:
                     self._fewest_counts(trial, name, run, shares)
                     return self._finest(trial, name, run, common)
                 problem = problem or failed
-        return f"code up to {collapse(group.transposed)} {ALL_FEATURES} ({collapse(short(problem))})"
+        return f"code up to {collapse(group.transposed)} {ALL_FEATURES} ({collapse(on_a_share(problem))})"
 
     def _around(self, group: Group, traced: Traced) -> str:
         """The smallest module that holds the whole group and was called."""
@@ -190,5 +190,17 @@ class Judge:
 
 def short(error: BaseException | None) -> str:
     """An error's words, cut to fit a table."""
-    text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
+    return _cut(str(error) or type(error).__name__)
+
+
+def on_a_share(error: BaseException | None) -> str:
+    """The reason that a share of the model cannot be run: ours in its words, and the line of the model's code that torch stops at."""
+    if error is None or isinstance(error, Mismatch) or (found := failing_line(error)) is None:
+        return short(error)
+    place, code = found
+    return _cut(f"{place} is not made for a share: {code}")
+
+
+def _cut(text: str) -> str:
+    text = re.sub(r"\s+", " ", text).strip()
     return text if len(text) <= 120 else text[:117] + "..."

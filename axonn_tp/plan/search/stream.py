@@ -22,6 +22,7 @@ from axonn_tp.plan.placement import kept_whole
 from axonn_tp.plan.report import collapse
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.copies import is_embedding
+from axonn_tp.plan.search.pairs import on_a_share
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, equal, same
 from axonn_tp.plan.search.shadow import Shadow
 
@@ -302,7 +303,7 @@ def split_stream(
         problem = "other layers would be part of it"
     except Exception as error:
         let_out(error)
-        other, problem = None, str(error) or type(error).__name__
+        other, problem = None, on_a_share(error)
     if other is not None and (other == found or grid.gy == 1):
         return other
     if grid.gy > 1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from axonn_plugins.cli.commands import benchmarks, find, recipes
 
 __all__ = ["benchmarks", "main", "recipes", "run"]
 
+_stopped = False
 _READER_GONE = 141
 """The exit code where whoever read the output has gone, as after ``| head``: a shell's for SIGPIPE."""
 
@@ -21,14 +24,26 @@ def main(arguments: list[str] | None = None) -> int:
         code = command(rest)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
     except BrokenPipeError:
         # What Python would still flush at exit has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_GONE
     except Exception as error:
-        return _failed(error)
+        # Some libraries make another error of an interrupt.
+        return _interrupted(KeyboardInterrupt()) if _stopped else _failed(error)
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    """Say that the command was stopped; returns a shell's exit code for it, 130 after Ctrl-C."""
+    number = getattr(error, "number", signal.SIGINT)
+    if os.environ.get("RANK", "0") == "0":  # one rank says it for all
+        begin = "\n" if sys.stderr.isatty() else ""  # a terminal has written ^C, or a progress bar stands there
+        with suppress(OSError):
+            print(f"{begin}axonn: {'interrupted' if number == signal.SIGINT else 'terminated'}", file=sys.stderr)
+    exec("")  # else Python, which notes an interrupt that goes through an exec, ends by SIGINT and not with our code
+    return 128 + number
 
 
 def _failed(error: Exception) -> int:
@@ -48,9 +63,19 @@ def _failed(error: Exception) -> int:
     raise error
 
 
+def _stop(number: int, frame: Any) -> NoReturn:
+    global _stopped
+    _stopped = True
+    raise KeyboardInterrupt
+
+
 def run() -> NoReturn:
     """The command: `main`, and the end of the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
     code = main()
+    # All is done or undone: what Ctrl-C would interrupt is the interpreter's own end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" in os.environ:
         # A rank has said all: threads of its libraries, which may still run when the interpreter ends, must not abort it.
         sys.stdout.flush()

@@ -15,11 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+from pydantic import ValidationError
 from tyro import conf
 
 from axonn_plugins.cli.check_script import notes
 from axonn_plugins.cli.options import read
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.observe.clock import elapsed
 
 _CONSTANTS = (
     "runtime.constants",
@@ -80,7 +82,8 @@ def main(arguments: list[str]) -> int:
     for key in unknown(raw):
         print(f"note: {key}")
     try:
-        lines, grid, block = verdict(raw, parsed.ranks)
+        with elapsed("asking DeepSpeed"):
+            lines, grid, block = verdict(raw, parsed.ranks)
     except ConfigError as error:
         print(f"{parsed.config} on {parsed.ranks} ranks: refused\n{error}")
         return 1
@@ -89,7 +92,9 @@ def main(arguments: list[str]) -> int:
         replicas = 1 if grid is None else grid.world // grid.readers
         print(*notes(parsed.script, _keys(block), replicas), sep="\n")
     if parsed.model is not None:
-        print(*layers(block, raw, grid, parsed.model), sep="\n")
+        with elapsed("finding the plan"):
+            lines = [*layers(block, raw, grid, parsed.model)]
+        print(*lines, sep="\n")
     return 0
 
 
@@ -159,10 +164,10 @@ def verdict(raw: dict[str, Any], ranks: int) -> tuple[list[str], Any, Any]:
             rest = {key: value for key, value in raw.items() if key != "axonn" and key not in _BATCH}
             config_hook.step_aside()
             DeepSpeedConfig({**rest, "train_batch_size": 1})
-    except (AssertionError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"DeepSpeed refuses it: {' '.join(str(error).split())}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # what DeepSpeed raises on a value that it cannot use is of many kinds
+        raise ConfigError(f"DeepSpeed refuses it: {_words(error)}") from None
     finally:
         os.environ.pop("WORLD_SIZE", None) if before is None else os.environ.update(WORLD_SIZE=before)
     keys = ", ".join(sorted(_keys(block))) or "none"
@@ -174,6 +179,15 @@ def verdict(raw: dict[str, Any], ranks: int) -> tuple[list[str], Any, Any]:
     elif open_sizes:
         lines.append('the grid: sizes that are "auto" are chosen when the engine starts and knows the model')
     return [*lines, *_batches(raw, ranks if grid is None else grid.readers, open_sizes)], grid, block
+
+
+def _words(error: Exception) -> str:
+    """A refusal of DeepSpeed's in a line: of its models the first key that is wrong."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return f"{where or 'a value'} = {json.dumps(first['input'], default=str)}: {first['msg']}; correct it"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _batches(raw: Mapping[str, Any], readers: int, open_sizes: bool) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Literal
 from tyro.conf import Positional, PositionalMetavarFromFieldName
 
 from axonn_plugins.cli.options import read
+from axonn_plugins.observe.progress import each
 
 _BASH = """# axonn completion bash: commands, options and values, as installed when this was written.
 _axonn() {
@@ -69,9 +70,10 @@ def words() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
     after: dict[str, list[str]] = {"": ["--help", "--version"]}
     values: dict[str, list[str]] = {}
+    asked = each(list(every()), "asking", "command")
     # Modules print and draw nothing when they are imported, but some libraries of theirs warn.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        for name in every():
+        for name in asked:
             for depth in range(len(name)):
                 before = "".join(f" {part}" for part in name[:depth])
                 after.setdefault(before, ["--help"])

@@ -13,6 +13,7 @@ from tyro import conf
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.observe.clock import elapsed
 from axonn_plugins.samo.models import maker
 from axonn_tp import Grid, auto_plan
 
@@ -52,7 +53,8 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     began = time.process_time()
     grid = Grid(parsed.gx, parsed.gy, parsed.gz, parsed.gdata)
-    _, report = auto_plan(model, grid, reuse=not parsed.every_block)
+    with elapsed("finding the plan"):
+        _, report = auto_plan(model, grid, reuse=not parsed.every_block)
     took, unit = time.process_time() - began, 1 if sys.platform == "darwin" else 1024
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     print(f"{report}\nFound in {took:.1f} s of one core; at most {held / 2**30:.1f} GiB of memory.")

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from tyro.conf import Positional, PositionalMetavarFromFieldName
-
-from axonn_plugins.cli.options import read
+from axonn_plugins.cli.options import OfRun, read
 from axonn_plugins.observe.ledger_report import picture, read_ledger, table
 
 
 @dataclass(frozen=True)
-class Options:
-    """The collectives of a run's last watched step as a table, and beside it as a timeline.
-
-    Attributes:
-        run: the run's folder, such as runs/quickstart.
-    """
-
-    run: PositionalMetavarFromFieldName[Positional[Path]]
+class Options(OfRun):
+    """The collectives of a run's last watched step as a table, and beside it as a timeline."""
 
 
 def main(arguments: list[str]) -> int:

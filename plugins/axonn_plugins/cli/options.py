@@ -6,16 +6,35 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 from tyro import _errors as wrong
-from tyro.conf import DisallowNone, FlagCreatePairsOff, HelptextFromCommentsOff, SuppressFixed
+from tyro.conf import (
+    DisallowNone,
+    FlagCreatePairsOff,
+    HelptextFromCommentsOff,
+    Positional,
+    PositionalMetavarFromFieldName,
+    SuppressFixed,
+)
 
 from axonn_plugins.config.base import ConfigError
 
 Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """Options of a command on a run that there is.
+
+    Attributes:
+        run: the run's folder, such as runs/quickstart.
+    """
+
+    run: PositionalMetavarFromFieldName[Positional[Path]]
 
 
 def read(kind: type[Kind], arguments: Sequence[str], prog: str = "axonn", default: Kind | None = None) -> Kind:

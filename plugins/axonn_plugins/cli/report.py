@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from tyro.conf import Positional, PositionalMetavarFromFieldName
-
-from axonn_plugins.cli.options import read
+from axonn_plugins.cli.options import OfRun, read
 from axonn_plugins.observe.run_report import write_report
 
 
 @dataclass(frozen=True)
-class Options:
-    """A page of a run, report.html in its folder: loss, throughput, memory, exposed communication, ledger, settings; it loads nothing.
-
-    Attributes:
-        run: the run's folder, such as runs/quickstart.
-    """
-
-    run: PositionalMetavarFromFieldName[Positional[Path]]
+class Options(OfRun):
+    """A page of a run, report.html in its folder: loss, throughput, memory, exposed communication, ledger, settings; it loads nothing."""
 
 
 def main(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import schema
+from axonn_plugins.observe.files import put
 
 
 @dataclass(frozen=True)
@@ -26,5 +27,5 @@ def main(arguments: list[str]) -> int:
     if options.write is None:
         print(schema(), end="")
     else:
-        options.write.write_text(schema())
+        put(options.write, schema())
     return 0

@@ -35,6 +35,10 @@ _IMPORTED_LATE = {
 }
 
 
+_GRACE = 3.0
+"""Seconds that ranks have to clear up when a signal has ended one of them."""
+
+
 class RankFailed(RuntimeError):
     """A rank ended with an error.
 
@@ -47,6 +51,68 @@ class RankFailed(RuntimeError):
     def __init__(self, rank: int, error: BaseException | None, details: str) -> None:
         super().__init__(f"rank {rank} failed:\n{details}")
         self.rank, self.error, self.details = rank, error, details
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ranks were ended by a signal that came to this process.
+
+    Attributes:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Passed:
+    """SIGINT and SIGTERM, which go on to the ranks; a second Ctrl-C kills those that take their time.
+
+    Args:
+        processes: the ranks, as many as are started.
+    """
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    _APART = 1.0
+    """Seconds from which a second SIGINT is another Ctrl-C, and not a launcher that passes on the first."""
+
+    def __init__(self, processes: list[Any]) -> None:
+        self.processes = processes
+        self.first: int | None = None
+        self._came, self._missed = 0.0, False
+
+    def __enter__(self) -> _Passed:
+        # No signal comes between a rank's fork and its own handlers, or to this process before all ranks are there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
+        self._previous = {number: signal.signal(number, self._pass_on) for number in self.numbers}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self.let_come()
+
+    def let_come(self) -> None:
+        """Unblock them."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
+
+    def check(self) -> None:
+        """Raise where a signal has come that the ranks did not answer in their own way.
+
+        Raises:
+            Interrupted: with the first.
+        """
+        if self.first is not None and (self._missed or any(one.exitcode == -self.first for one in self.processes)):
+            raise Interrupted(self.first)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        now, alive = time.monotonic(), [process for process in self.processes if process.is_alive()]
+        if self.first is None:
+            self.first, self._came, self._missed = number, now, not alive
+        elif number == signal.SIGINT and now - self._came > self._APART:
+            number = signal.SIGKILL
+        for process in alive:
+            os.kill(process.pid, number)
 
 
 def free_port() -> int:
@@ -71,8 +137,8 @@ def launch(
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` forked processes with torchrun's environment variables set.
 
-    SIGINT and SIGTERM are passed on to the ranks, which may finish in their own way. When one rank fails the others are
-    killed. A rank whose parent dies is killed by the kernel (Linux).
+    SIGINT and SIGTERM are passed on to the ranks, which may finish in their own way; a second SIGINT kills them. When one rank
+    fails the others are killed. A rank whose parent dies is killed by the kernel (Linux).
 
     Args:
         function: what each rank runs; it finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in os.environ.
@@ -87,6 +153,7 @@ def launch(
 
     Raises:
         RankFailed: the first rank that failed.
+        Interrupted: a signal ended the ranks.
         TimeoutError: the ranks did not finish in time.
     """
     for package, modules in _IMPORTED_LATE.items():
@@ -96,35 +163,35 @@ def launch(
     fork = multiprocessing.get_context("fork")
     port, all_reported = free_port(), fork.Event()
     readers: dict[Connection, int] = {}
-    processes = []
+    processes: list[Any] = []
     sys.stdout.flush()
-    for rank in range(ranks):
-        reader, writer = fork.Pipe(duplex=False)
-        given = (function, arguments, rank, ranks, port, place, os.getpid(), writer, all_reported)
-        process = fork.Process(target=_rank, args=given, daemon=False)
-        process.start()
-        writer.close()
-        readers[reader] = rank
-        processes.append(process)
-
-    def forward(number: int, frame: Any) -> None:
-        for process in processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, number)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        results = _collect(readers, processes, timeout)
-        all_reported.set()
-        for process in processes:
-            process.join()
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with _Passed(processes) as signals:
+        try:
+            for rank in range(ranks):
+                reader, writer = fork.Pipe(duplex=False)
+                given = (function, arguments, rank, ranks, port, place, os.getpid(), writer, all_reported)
+                process = fork.Process(target=_rank, args=given, daemon=False)
+                process.start()
+                writer.close()
+                readers[reader] = rank
+                processes.append(process)
+            signals.let_come()
+            results = _collect(readers, processes, timeout)
+            all_reported.set()
+            for process in processes:
+                process.join()
+            signals.check()
+            return results
+        except RankFailed:
+            if signals.first is None:
+                raise
+            for process in processes:
+                process.join(_GRACE)
+            raise Interrupted(signals.first) from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _collect(readers: dict[Connection, int], processes: list[Any], timeout: float | None) -> list[Any]:
@@ -185,6 +252,9 @@ def _rank(
     writer: Connection,
     all_reported: Event,
 ) -> None:
+    for number in _Passed.numbers:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _Passed.numbers)
     gc.freeze()  # a collection does not walk, and so copy, all that was imported before the fork
     die_with(parent)
     os.environ.update(
@@ -195,8 +265,6 @@ def _rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
     try:
         if place is not None:
             os.environ.update(place(rank))

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from axonn_plugins.observe.clock import elapsed
+
 State = Literal["ok", "missing", "problem", "optional-missing"]
 
 # The same bounds as setup.cfg; a test holds them together.
@@ -88,7 +90,8 @@ def report() -> list[Check]:
 
 def main(as_json: bool = False) -> int:
     """Print the report, as text or as one JSON object; 0 when what the core needs is there, 1 otherwise."""
-    checks = report()
+    with elapsed("looking at what is here"):
+        checks = report()
     broken = [check.name for check in checks if check.core and check.state in ("missing", "problem")]
     if as_json:
         print(json.dumps({"ready": not broken, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -310,8 +313,7 @@ def _optional_parts() -> Iterable[Check]:
 def _megatron_checkout() -> Iterable[Check]:
     name, path = "Megatron-LM", os.environ.get("MEGATRON_LM_PATH")
     if not path:
-        detail = "MEGATRON_LM_PATH is not set; needed for pretrain_gpt.py"
-        yield Check(name, "optional-missing", detail, core=False)
+        yield Check(name, "optional-missing", "MEGATRON_LM_PATH is not set; needed for pretrain_gpt.py", core=False)
     elif Path(path, "pretrain_gpt.py").exists():
         yield Check(name, "ok", path, core=False)
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.observe.files import complete
 
 MISSING = 'needs matplotlib, which is not installed; run pip install "axonn-plugins[plots]"'
 
@@ -53,11 +54,13 @@ class Picture:
         try:
             if option is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=self.dpi)
+            with complete(file) as aside:
+                figure.savefig(aside, dpi=self.dpi)
         except (ValueError, OSError) as error:
             if option is None:
                 raise
+            reason = error.strerror or error if isinstance(error, OSError) else error
             raise ConfigError(
-                f'{option} = "{file}" cannot be written: {error}; use a file such as picture.png, .pdf or .svg'
+                f'{option} = "{file}" cannot be written: {reason}; use a file such as picture.png, .pdf or .svg'
             ) from None
         return [file]

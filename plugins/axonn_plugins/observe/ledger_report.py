@@ -9,6 +9,7 @@ from typing import Any
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 
 LEDGER_FILE = "ledger.json"
 MIB = 2**20
@@ -28,9 +29,7 @@ def write_ledger(entries: list[Any], step: int, run: Path) -> None:
         }
         for entry in entries
     ]
-    new = run / f"{LEDGER_FILE}.new"
-    new.write_text(json.dumps({"step": step, "collectives": rows}))
-    new.replace(run / LEDGER_FILE)
+    put(run / LEDGER_FILE, json.dumps({"step": step, "collectives": rows}))
 
 
 def read_ledger(run: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.observe.charts import Line, chart, timeline
+from axonn_plugins.observe.files import put
 from axonn_plugins.observe.ledger_report import LEDGER_FILE, read_ledger, table
 from axonn_plugins.observe.metrics import GIB, read_metrics
 
@@ -45,7 +46,7 @@ def write_report(run: Path) -> Path:
             f'"{run}" holds no metrics.jsonl with a step in it; give the folder of a run, such as runs/quickstart'
         )
     page = run / "report.html"
-    page.write_text(html(run, records), encoding="utf-8")
+    put(page, html(run, records))
     return page
 
 

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from axonn_plugins.observe.clock import elapsed
+
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-DTORCH_EXTENSION_NAME=_pccl"]
 
@@ -68,7 +70,8 @@ def load() -> ModuleType:
             # Ranks of one node ask at the same time: one compiles, the others wait.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not built.exists():
-                _compile(sorted(_SOURCES.glob("*.cpp")), built)
+                with elapsed("compiling pccl, once"):
+                    _compile(sorted(_SOURCES.glob("*.cpp")), built)
     spec = importlib.util.spec_from_file_location("_pccl", built)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -84,17 +87,27 @@ def _compile(sources: list[Path], to: Path) -> None:
     flags = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
     with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        running: list[subprocess.Popen] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = zip(sources, objects, strict=True)
-            list(pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])]), jobs))
+            done = pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])], running), jobs)
+            try:
+                list(done)
+            except BaseException:  # also Ctrl-C: the pool waits for what runs
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in running:
+                    process.kill()
+                raise
         built = Path(scratch) / to.name
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-        _run([command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)])
+        _run([command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)], running)
         built.replace(to)
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildError(f"pccl does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
+def _run(command: list[str], running: list[subprocess.Popen]) -> None:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        running.append(process)
+        said = process.communicate()[1]
+    if process.returncode:
+        raise BuildError(f"pccl does not compile: {' '.join(command)}\n{said[-4000:]}")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axonn_plugins.cli.options import check_folder, read
+from axonn_plugins.observe.clock import elapsed
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 from axonn_plugins.pccl.calibration import Calibrated, fit, load
 from axonn_plugins.pccl.calibration_report import report
 from axonn_plugins.pccl.clusters import CLUSTERS, PROCESSES, SIZES, Cluster
@@ -66,7 +68,8 @@ def main(arguments: list[str]) -> int:
 def _calibrated(clusters: list[Cluster], parsed: Options) -> int:
     calibration = load()
     if parsed.fit:
-        calibration = fit(calibration, list(CLUSTERS.values()))
+        with elapsed("fitting"):
+            calibration = fit(calibration, list(CLUSTERS.values()))
     for name, constant in calibration.constants.items():
         print(f"{name} = {constant.value:g}: {constant.meaning}; {constant.phenomenon}")
     simulated = [Calibrated(cluster, calibration) for cluster in CLUSTERS.values()]
@@ -83,7 +86,8 @@ def _calibrated(clusters: list[Cluster], parsed: Options) -> int:
 def _simulate(cluster: Cluster, out: Path) -> None:
     timers = Timers(cluster)
     step = fitted_step(timers)
-    specified, fitted = sweep(timers, 0.0), sweep(timers, step)
+    with elapsed(f"simulating {cluster.name}"):
+        specified, fitted = sweep(timers, 0.0), sweep(timers, step)
     print(comparison(specified, fitted))
     if step < 1e-7:
         print(f"fitted: as specified, with which PCCL already gains more over {cluster.library} than was published\n")
@@ -110,7 +114,7 @@ def _write(name: str, drawn: Sweep, sweeps: list[tuple[str, Sweep]], out: Path) 
         for (system, collective, count, size), seconds in found.times.items()
     ]
     cluster = drawn.cluster.name
-    (out / f"{name}.json").write_text(json.dumps({"cluster": cluster, "step": drawn.step, "times": rows}, indent=1))
+    put(out / f"{name}.json", json.dumps({"cluster": cluster, "step": drawn.step, "times": rows}, indent=1))
     sizes = {"Frontier": ((64, 128), (256, 512)), "Perlmutter": ((64, 128),)}[cluster]
     for collective in COLLECTIVES:
         _curves(drawn, collective, sizes).save(out / f"{name}_{collective}.png")

@@ -12,6 +12,8 @@ from tyro import conf
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.observe.clock import elapsed
+from axonn_plugins.observe.files import put
 from axonn_plugins.planner import existing, files, machine, model, report, validate, values
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.check import Checked, check
@@ -114,12 +116,15 @@ def main(arguments: list[str]) -> int:
     questions, found = _questions(parsed)
     top = values.number("top", parsed.top)
     tokens = None if parsed.tokens is None else values.tokens(parsed.tokens)
-    answers = [answer(question, top) for question in questions]
-    checked = None if found is None else check(answers[0], found)
+    with elapsed("searching"):
+        answers = [answer(question, top) for question in questions]
+        checked = None if found is None else check(answers[0], found)
     if checked is None and not any(one.shapes for asked in answers for one in asked.found.values()):
         raise ConfigError(report.none_fits(answers[0]))
     if parsed.json != "-":
-        print(_text(answers, parsed.explain, tokens, checked))
+        with elapsed("explaining"):
+            text = _text(answers, parsed.explain, tokens, checked)
+        print(text)
     if parsed.json is not None:
         _write(parsed.json, [report.as_json(asked, tokens) for asked in answers], checked, answers[0])
     if parsed.plot is not None:
@@ -296,4 +301,4 @@ def _write(name: str, answers: list[dict], checked: Checked | None, asked: Answe
     if name == "-":
         sys.stdout.write(text + "\n")
     else:
-        Path(name).write_text(text + "\n")
+        put(Path(name), text + "\n")

@@ -12,6 +12,8 @@ from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
+from axonn_plugins.observe.progress import each
 from axonn_plugins.planner import calibration, files
 from axonn_plugins.planner.corpus import Measurement, load
 from axonn_plugins.planner.fit import fit, held_out, systems
@@ -65,8 +67,8 @@ def main(arguments: list[str]) -> int:
     if parsed.fit is not None:
         files.writable("fit", str(parsed.fit))
         found = fit(rows, calibration.ours(), print)
-        parsed.fit.write_text(calibration.written(found))
-    compared = [compare(row, parsed.mode) for row in rows]
+        put(parsed.fit, calibration.written(found))
+    compared = [compare(row, parsed.mode) for row in each(rows, "predicting", "row")]
     print("\n\n".join([table(compared), by_system(compared), verdict(compared)]))
     if parsed.plot is not None:
         Picture(lambda figure: _draw(figure, compared)).save(parsed.plot, "--plot")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.clock import elapsed
 from axonn_plugins.weights import hf, litgpt, megatron
 from axonn_plugins.weights.source import Weights, open_weights
 from axonn_tp.checkpoint import CheckpointError
@@ -46,7 +49,8 @@ def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path 
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        tensors = _WRITERS[to](weights, aside, shard_bytes)
+        with elapsed("converting", partial(_share, aside, sum(tensor.nbytes for tensor in weights.tensors.values()))):
+            tensors = _WRITERS[to](weights, aside, shard_bytes)
         _copy_side_files(weights.beside, aside)
         aside.rename(target)
     except CheckpointError as error:
@@ -57,6 +61,15 @@ def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path 
         shutil.rmtree(aside, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
     return f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB{_cast(weights.tensors, tensors)}"
+
+
+def _share(folder: Path, whole: int) -> float:
+    """The share of so many bytes that files of a folder have."""
+    found = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):  # it was renamed meanwhile
+            found += file.stat().st_size
+    return min(found / max(whole, 1), 1.0)
 
 
 def _cast(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.progress import each
 from axonn_plugins.weights import hf
 from axonn_plugins.weights.source import open_weights
 from axonn_tp import Grid, Mesh, parallelize
@@ -116,7 +117,7 @@ def _continued(
 ) -> Iterator[int]:
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = ids if mesh is None else ids.to(mesh.device)
-    for _ in range(tokens):
+    for _ in each(range(tokens), "continuing", "token"):
         logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
         chosen = _choose(logits, sampling, generator).to(ids.device)
         if mesh is not None:

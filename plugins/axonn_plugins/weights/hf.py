@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         ConfigError: tensors are missing, or there are others, or they have other shapes.
     """
-    with recording():
+    with recording(), _bars_on_terminals():
         model, told = class_of(config).from_pretrained(
             None,
             config=config,
@@ -93,6 +95,20 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
                 f"the weights do not fit config.json: {what.replace('_', ' ')} {min(map(_said, told[what]))}; give the model's own --config"
             )
     return model
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Within, transformers draws its progress on terminals alone."""
+    said = library().utils.logging
+    quiet = said.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if quiet:
+        said.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if quiet:
+            said.enable_progress_bar()
 
 
 def _said(key: Any) -> str:

@@ -40,12 +40,16 @@ def tensors(folder: Path) -> dict[str, LazyTensor]:
     file = folder / FILE
     try:
         held = _module("utils").lazy_load(file)
+        if not isinstance(held, dict):
+            raise ConfigError(f"{file} holds a {type(held).__name__} and not weights by name; give LitGPT's own folder")
         held = held.get("model", held)
         _module("scripts.convert_lit_checkpoint").check_conversion_supported(held)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{file} cannot be converted: {' '.join(str(error).split())}") from None
+        damaged = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        why = "is no file of torch's, or damaged; restore it" if damaged else f"cannot be converted: {error}"
+        raise ConfigError(f"{file} {' '.join(why.split())}") from None
     known: dict[tuple, LazyTensor] = {}
 
     def lazy(name: str, stored: Any) -> LazyTensor:

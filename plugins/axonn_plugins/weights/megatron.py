@@ -50,9 +50,17 @@ def iteration(folder: Path) -> Path | None:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors, unread, of each layer by itself."""
+    """The model's tensors, unread, of each layer by itself.
+
+    Raises:
+        ConfigError: the list of what is in the folder is missing or damaged.
+    """
     reader = FileSystemReader(folder)
-    metadata = reader.read_metadata()
+    try:
+        metadata = reader.read_metadata()
+    except Exception as error:  # what unpickling raises is of many kinds
+        reason = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise ConfigError(f"{folder / '.metadata'} {reason}, and says what is in the folder; restore it") from None
     reader.set_up_storage_reader(metadata, True)
     found: dict[str, LazyTensor] = {}
     for name, kind in metadata.state_dict_metadata.items():

@@ -80,6 +80,12 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
     Raises:
         ConfigError: it is none of these formats, or is damaged.
     """
+    if config is not None and not config.is_dir() and config.name not in ("config.json", litgpt.SETTINGS):
+        raise ConfigError(
+            f'--config = "{config}" is neither a folder nor a config.json or {litgpt.SETTINGS}; give the one of the model'
+        )
+    if config is not None and not config.exists():
+        raise ConfigError(f'--config = "{config}" is not there; give the folder of the model')
     kind, found = _recognised(folder)
     beside = folder if config is None else (config.parent if config.is_file() else config)
     try:
@@ -97,7 +103,7 @@ def _recognised(folder: Path) -> tuple[str, Path]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name one of weights")
     latest = folder / "latest"
-    inside = folder / latest.read_text().strip() if latest.is_file() else folder
+    inside = folder / latest.read_text(errors="replace").strip("\0 \n") if latest.is_file() else folder
     for place in (inside, inside / "axonn"):
         if (place / MARKER).is_file():
             return "axonn", place

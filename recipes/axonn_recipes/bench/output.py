@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 
 MIB = 2**20
 
@@ -95,7 +96,7 @@ def write(folder: Path, numbers: Any, text: str, pictures: Mapping[str, Picture]
     folder.mkdir(parents=True, exist_ok=True)
     files = {"results.json": json.dumps(numbers, indent=1), "table.txt": text}
     for name, content in files.items():
-        (folder / name).write_text(content + "\n")
+        put(folder / name, content + "\n")
     written = [folder / name for name in files]
     for name, picture in (pictures or {}).items():
         written += picture.save(folder / name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.progress import bar
 
 Kind = TypeVar("Kind")
 
@@ -33,10 +33,12 @@ def in_turns(sides: Sequence[Kind], rounds: int) -> Iterator[tuple[int, Kind]]:
 
     Each round begins with another side: nobody always comes after the same.
     """
-    for number in range(rounds):
-        first = number % len(sides)
-        for side in (*sides[first:], *sides[:first]):
-            yield number, side
+    with bar(rounds * len(sides), "rounds", "turn") as shown:
+        for number in range(rounds):
+            first = number % len(sides)
+            for side in (*sides[first:], *sides[:first]):
+                yield number, side
+                shown.update()
 
 
 def seconds(step: Callable[[], object]) -> float:
@@ -65,12 +67,6 @@ def over_ranks(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[fl
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op=how)
     return reduced.tolist()
-
-
-def say(text: str) -> None:
-    """Tell who watches a terminal how far it is."""
-    if (not dist.is_initialized() or dist.get_rank() == 0) and sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
 
 
 def apart(losses: Sequence[float], others: Sequence[float], relative: bool = False) -> float:

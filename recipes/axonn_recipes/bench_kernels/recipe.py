@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.progress import each
 from axonn_recipes.bench_kernels.measure import TARGETS, Code, compiled, kernels
 
 
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.dry_run:
         print(f"{len(kernels())} kernels for {', '.join(targets)}")
         return 0
-    for line in table([compiled(kernel, target) for kernel in kernels() for target in targets]):
+    asked = list(itertools.product(kernels(), targets))
+    for line in table([compiled(kernel, target) for kernel, target in each(asked, "compiling", "kernel")]):
         print(line)
     return 0
 

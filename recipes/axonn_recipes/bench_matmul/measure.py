@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from axonn_plugins.observe.progress import each
 from axonn_recipes.bench_network.measure import Clock, begin, copies
 
 Shape = tuple[int, int, int]
@@ -84,9 +84,9 @@ def measure(dtype: str, largest: int, size: int, rounds: int) -> Products:
     return found
 
 
-def _times(clock: Clock, asked: Sequence[Shape], dtype: torch.dtype) -> dict[Shape, float]:
+def _times(clock: Clock, asked: list[Shape], dtype: torch.dtype) -> dict[Shape, float]:
     found = {}
-    for m, k, n in asked:
+    for m, k, n in each(asked, "products", "shape"):
         a, b = torch.randn(m, k, device=clock.device).to(dtype), torch.randn(k, n, device=clock.device).to(dtype)
         out = torch.empty(m, n, device=clock.device, dtype=dtype)
         # As often in a row as takes what starting and a barrier take for nothing.

@@ -11,6 +11,7 @@ from typing import Literal
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
 from axonn_plugins.planner import files, machine
 from axonn_recipes.bench_matmul.measure import Products, measure
 from axonn_recipes.bench_network.report import merged
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     found: Products = measure(*asked) if under_torchrun() else on_each(alone, measure, *asked)[0]
     if folder:
         folder.mkdir(parents=True)
-        (folder / "products.json").write_text(_json(found))
+        put(folder / "products.json", _json(found))
         print(f"{described(found)}\n\n{folder / 'products.json'}")
         print(_kept(found, options.file or machine.measured_file()))
     return 0
@@ -119,5 +120,5 @@ def _kept(found: Products, file: Path) -> str:
     if not file.is_file():
         lines = "\n".join(f"{key} = {value}" for key, value in keys(found).items())
         return f"{lines}\n{file} is not there: measure it by axonn bench network, then again, or give --file"
-    file.write_text(merged(file.read_text(), keys(found)))
+    put(file, merged(file.read_text(), keys(found)))
     return f"{file}: has sustained, product_half and memory_bandwidth"

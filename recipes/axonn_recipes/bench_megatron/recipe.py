@@ -10,8 +10,9 @@ from functools import partial
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
+from axonn_plugins.observe.progress import say
 from axonn_recipes.bench.output import write
-from axonn_recipes.bench.rounds import check_losses, in_turns, say
+from axonn_recipes.bench.rounds import check_losses, in_turns
 from axonn_recipes.bench_megatron import report
 from axonn_recipes.bench_megatron.measure import Run, measure
 from axonn_recipes.bench_megatron.report import MEGATRON, OURS, Side

@@ -20,7 +20,7 @@ from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.output import publish
-from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, say, slowest
+from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, slowest
 from axonn_recipes.bench_moe import hf, mcore
 from axonn_recipes.bench_moe.settings import Options, Settings, Way, described, resolve
 from axonn_recipes.bench_tp.measure import Side
@@ -84,7 +84,6 @@ def compare(settings: Settings) -> list[Side]:
     with ExitStack() as stack:
         start = _starter(settings, stack)
         for number, (side, way) in in_turns(chosen, settings.rounds):
-            say(f"round {number + 1} of {settings.rounds}: {side.name}")
             found: Found = start(measure, settings, way, number == 0)[0]
             side.losses, side.memory = found.losses, side.memory or found.memory
             side.seconds.append(statistics.median(found.seconds))

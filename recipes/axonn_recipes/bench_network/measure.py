@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from axonn_plugins.observe.progress import each
 from axonn_tp import Grid, Mesh, parallelize
 
 _LAYERS, _WIDTH, _ROWS = 16, 256, 128
@@ -73,7 +74,7 @@ def measure(size: int, edge: int, rounds: int) -> Measured:
     world, ranks = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     nodes = world // ranks
     rings = Rings(clock, world, ranks, device)
-    within = {(before, members): rings.bandwidth(before, members, size) for before, members in pairs(ranks)}
+    within = {pair: rings.bandwidth(*pair, size) for pair in each(pairs(ranks), "rings in a node", "ring")}
     found = Measured(
         device=torch.cuda.get_device_name(device) if cuda else "CPU",
         nodes=nodes,

@@ -12,6 +12,7 @@ from pathlib import Path
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
 from axonn_plugins.planner import files
 from axonn_plugins.planner.machine import measured_file
 from axonn_recipes.bench_network.measure import Measured, measure
@@ -61,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     if folder:
         folder.mkdir(parents=True)
         file = folder / "machine.toml"
-        file.write_text(toml(measured, options.size, where(places)))
+        put(file, toml(measured, options.size, where(places)))
         print(f"{described(measured)}\n\n{file}: axonn plan --machine {file}")
         if not places.emulated or places.layouts[0][0] == 1:
             kept = measured_file()
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(merged(file.read_text(), _products(kept)))
+            put(kept, merged(file.read_text(), _products(kept)))
             print(f'{kept}: what sizes that are "auto" in an "axonn" block go by on this machine')
     return 0
 

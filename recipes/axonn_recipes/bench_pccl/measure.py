@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.progress import each
 from axonn_plugins.pccl import Options, register
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import planner, using
@@ -50,13 +52,13 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         sides["mpi"] = (mpi.calls(), None)
     sides |= {str(choice): (torch_calls(None), choice) for choice in settings.algorithms}
     cells: list[dict[str, Any]] = []
-    for collective in settings.collectives:
+    asked = list(itertools.product(settings.collectives, settings.sizes))
+    for collective, size in each(asked, "collectives", "size"):
         here = {name: side for name, side in sides.items() if _able(side[1], collective)}
-        for size in settings.sizes:
-            for name, difference in differences(collective, size, here).items():
-                if difference != 0:
-                    raise ConfigError(f"{name} computes a wrong {collective} of {shown(size)}; nothing is reported")
-            cells += _cells(collective, size, here, settings.rounds)
+        for name, difference in differences(collective, size, here).items():
+            if difference != 0:
+                raise ConfigError(f"{name} computes a wrong {collective} of {shown(size)}; nothing is reported")
+        cells += _cells(collective, size, here, settings.rounds)
     dist.destroy_process_group()
     return cells
 

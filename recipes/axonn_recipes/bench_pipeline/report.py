@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 from axonn_plugins.pipeline.events import Event
 from axonn_plugins.pipeline.timeline import draw, mean_split
 from axonn_recipes.bench import output
@@ -123,7 +124,7 @@ def _bars(runs: list[dict[str, Any]], figure: str, picture: Any) -> None:
 
 def write_timeline(stages: list[list[Event]], folder: Path) -> None:
     """Draw a batch of ours as Figure 4.3; beside it, as JSON, the split of its time."""
-    (folder / "split.json").write_text(json.dumps(mean_split(stages), indent=1) + "\n")
+    put(folder / "split.json", json.dumps(mean_split(stages), indent=1) + "\n")
     print(folder / "split.json", *draw(folder / "timeline.png", stages, "a message-driven batch"), sep="\n")
 
 

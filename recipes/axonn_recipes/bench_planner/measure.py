@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.observe.progress import each
 from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.measure import TOLERANCE, Side, first_steps, prepare, take_turns
@@ -48,7 +49,7 @@ def collectives(settings: Settings) -> list[dict[str, float]]:
     """
     prepare(settings)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return [_collectives(settings, grid) for grid in settings.grids]
+    return [_collectives(settings, grid) for grid in each(settings.grids, "collectives alone", "grid")]
 
 
 def _collectives(settings: Settings, grid: Grid) -> dict[str, float]:

@@ -9,12 +9,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
 from axonn_plugins.planner import machine
 from axonn_plugins.planner.choose import outermost
 from axonn_recipes.bench.output import publish
@@ -34,6 +36,7 @@ from axonn_tp import AXES, Grid
 
 RING, MATRIX, NETWORK_ROUNDS = 2**24, 512, 15
 """Bytes that rings of the measured network gather, the edge of the matrices that are multiplied, and how often each is timed."""
+_MACHINE = "machine.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +77,20 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     folder = new_folder(options.runs, options.name, "bench_planner")
     network, measured = _run(every)
-    folder.mkdir(parents=True)
-    file = folder / "machine.toml"
     text = toml(network, f"{RING >> 20}M", _described(every[0]).splitlines()[0])
-    file.write_text(text)
-    on = machine.load(str(file))
+    with TemporaryDirectory() as aside:
+        unjudged = Path(aside) / _MACHINE
+        unjudged.write_text(text)
+        on = machine.load(str(unjudged))
     missed = [
         errors([side.name for side in sides], alone, collectives(on, settings))
         for settings, (sides, alone) in zip(every, measured, strict=True)
     ]
     # Before the first table.
     off = statistics.median(one["collective_error"] for one in missed)
-    file.write_text(f"collective_error = {off:.3g}\n{text}")
+    folder.mkdir(parents=True)
+    file = folder / _MACHINE
+    put(file, f"collective_error = {off:.3g}\n{text}")
     print(f"{network_described(network)}\n")
     for number, (settings, (sides, _), wrong) in enumerate(zip(every, measured, missed, strict=True)):
         predicted = {"formulas": formulas(on, settings).tolist(), "counted": counted(on, settings).tolist()}

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.observe.progress import say
 from axonn_recipes.allocations import most_allocated
-from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, say, slowest, together
+from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, slowest, together
 from axonn_recipes.bench_ted.blocking import KINDS, Blocking, counted
 from axonn_recipes.bench_ted.settings import Settings
 from axonn_recipes.bench_ted.sides import SIDES, Ranks, Step, mean_loss
@@ -66,8 +67,7 @@ def measure(settings: Settings) -> list[Side]:
     axes = ranks.axis_names()
     for side, step in made:
         _count(side, step, axes)
-    for number, (side, step) in in_turns(made, settings.rounds):
-        say(f"round {number + 1} of {settings.rounds}: {side.name}")
+    for _, (side, step) in in_turns(made, settings.rounds):
         side.seconds.append(slowest(step))
         _split(side, step, axes)
     return [side for side, _ in made]

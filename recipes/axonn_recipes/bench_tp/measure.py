@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, say, seconds, slowest
+from axonn_plugins.observe.progress import say
+from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, seconds, slowest
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.memory import PeakMemory
 from axonn_recipes.bench_tp.settings import RESHARD, STAGES, Settings, name, options_of
@@ -163,8 +164,7 @@ def take_turns(measured: list[Side], steps: dict[str, sides.Step], rounds: int) 
     """
     idle: list[tuple[float, float]] = []
     sent: dict[str, list[tuple[float, float]]] = {side.name: [] for side in measured}
-    for number, side in in_turns(measured, rounds):
-        say(f"round {number + 1} of {rounds}: {side.name}")
+    for _, side in in_turns(measured, rounds):
         idle.append(_timed(lambda: None)[1:])
         spent, *links = _timed(steps[side.name])
         side.seconds.append(spent)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import die_with, exit_in_words
+from axonn_plugins.observe import progress
 from axonn_recipes.gpu_test.scale import Found, Scale
 from axonn_recipes.gpu_test.systems import SYSTEMS
 
@@ -70,7 +73,9 @@ class Agent:
     def _serve(self) -> None:
         """Have a process of its own serve the store: a fork beside its thread may find the resolver locked for good."""
         reader, writer = self._context.Pipe(duplex=False)
-        self._context.Process(target=_serve, args=(self.ranks, writer, os.getpid()), daemon=True).start()
+        process = self._context.Process(target=_serve, args=(self.ranks, writer, os.getpid()), daemon=True)
+        with _unheard():
+            process.start()
         writer.close()
         if (error := reader.recv()) is not None:
             raise RuntimeError(error)
@@ -84,7 +89,8 @@ class Agent:
             reader, writer = self._context.Pipe(duplex=False)
             arguments = number, name, self.scale, self.patience, str(log), writer, os.getpid()
             process = self._context.Process(target=_system, args=arguments)
-            process.start()
+            with _unheard():
+                process.start()
             writer.close()
             try:
                 found, error = self._heard(store, reader, process, log)
@@ -128,6 +134,16 @@ class Agent:
             return {}
         first = int(store.get("failed"))
         return {first: errors.pop(first)} | errors
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """A process that is started within hears no Ctrl-C; its agent does, and ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _store(ranks: int, serves: bool) -> dist.TCPStore:
@@ -201,6 +217,7 @@ def run(names: Sequence[str], scale: Scale, patience: float, say: Any) -> list[O
     agent = Agent(scale, patience)
     outcomes = []
     for number, name in enumerate(names):
+        progress.say(f"running {name}, {number + 1} of {len(names)}")
         outcomes.append(outcome := agent.run(number, name))
         if agent.rank == 0:
             say(outcome)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +19,7 @@ from tyro import conf
 
 from axonn_plugins.cli.options import check_folder, read
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
 from axonn_recipes.gpu_test.launchers import as_rank
 
 
@@ -72,7 +74,7 @@ def _main(arguments: Sequence[str]) -> int:
         _import_before_forks()
     from axonn_plugins.cluster.launch import launch
 
-    return launch(_agent, ranks, options, ranks, local)[0]
+    return launch(_forked, ranks, options, ranks, local)[0]
 
 
 def _check(options: Options, started: bool) -> None:
@@ -120,6 +122,18 @@ def _import_before_forks() -> None:
             import_module(system.module)
 
 
+def _forked(options: Options, ranks: int, local: int) -> int:
+    """An agent that removes what its systems leave behind when it is told to stop."""
+
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a terminal says it, and the launcher again
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return _agent(options, ranks, local)
+
+
 def _agent(options: Options, ranks: int, local: int) -> int:
     """Every rank's part; the first prints and writes."""
     from axonn_recipes.gpu_test import agents, report
@@ -149,7 +163,7 @@ def _write(path: Path, numbers: dict[str, Any], text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for suffix, content in ((".json", json.dumps(_strict(numbers), indent=1, allow_nan=False)), (".md", text)):
         file = path.with_name(path.name + suffix)
-        file.write_text(content + "\n")
+        put(file, content + "\n")
         print(file)
 
 

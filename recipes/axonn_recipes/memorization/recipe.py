@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
 from axonn_recipes.bench_tp.settings import under_torchrun
 from axonn_recipes.memorization import report
 from axonn_recipes.memorization.models import Checkpoint, Model, Small
@@ -108,10 +109,7 @@ def _folder(options: Options, run: dict[str, Any]) -> Path:
 
 
 def _put(file: Path, content: Any) -> None:
-    """Write JSON; complete or absent."""
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(content, indent=1) + "\n")
-    aside.replace(file)
+    put(file, json.dumps(content, indent=1) + "\n")
 
 
 def _cell(model: Model, pages: Pages, settings: Settings, loss: str, seed: int, folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 from axonn_recipes.bench.output import aligned, publish
 from axonn_recipes.memorization.plan import count
 from axonn_recipes.memorization.settings import BUCKETS, LOSSES, SUFFIX, Settings
@@ -37,7 +38,7 @@ def write(cells: Cells, settings: Settings, seeds: Sequence[int], folder: Path) 
         for (model, loss), found in cells.items()
         for seed, one in zip(seeds, found, strict=True)
     ]
-    (folder / "cells.json").write_text(json.dumps(every, indent=1) + "\n")
+    put(folder / "cells.json", json.dumps(every, indent=1) + "\n")
     titles = {
         "exact": f"pages whose last {SUFFIX} tokens are written without a mistake",
         "accuracy": f"right tokens of the last {SUFFIX}",

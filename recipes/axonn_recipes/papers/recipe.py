@@ -12,6 +12,8 @@ from pathlib import Path
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import RankFailed
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
+from axonn_plugins.observe.progress import say
 from axonn_recipes.bench.output import aligned
 from axonn_recipes.options import Run
 from axonn_recipes.papers import page
@@ -96,12 +98,14 @@ def run(
     results: dict[str, Found] = {}
     pictures: dict[str, list[Path]] = {}
     yield results, pictures
-    for name in names:
+    seconds = [EXPERIMENTS[name].form(quick).seconds for name in names]
+    for done, name in enumerate(names):
         experiment = EXPERIMENTS[name]
         if experiment.root and os.geteuid():
             print(f"{name}: left out, for it emulates a cluster, which needs root", flush=True)
             continue
         begun = time.perf_counter()
+        say(f"{name}: {done} of {len(names)} are done, about {_time(sum(seconds[done:]))} are left")
         try:
             results[name] = found = experiment.form(quick).run(folder / name)
         except (ConfigError, RankFailed, TimeoutError) as error:
@@ -122,7 +126,7 @@ def _write(folder: Path, judged: Sequence[Judged], pictures: Mapping[str, Sequen
         "results.json": json.dumps([as_json(one) for one in judged], indent=1) + "\n",
     }
     for name in PAGES:
-        (folder / name).write_text(content[name])
+        put(folder / name, content[name])
 
 
 def _listed(rows: Sequence[Row], quick: bool) -> str:
@@ -142,7 +146,7 @@ def _time(seconds: float) -> str:
 
 def _write_coverage(file: Path, rows: Sequence[Row]) -> None:
     try:
-        file.write_text(page.coverage(rows))
+        put(file, page.coverage(rows))
     except OSError as error:
         raise ConfigError(
             f"--coverage = {file} cannot be written: {error.strerror}; give a file in a folder that exists"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 from axonn_recipes.bench import output
 from axonn_recipes.bench.output import mib, table, three
 from axonn_recipes.pruned.plan import Plan
@@ -105,7 +106,7 @@ def publish(numbers: dict[str, Any], folder: Path) -> None:
     output.publish(folder, numbers, text(numbers), {"curves.png": Picture(partial(_draw, numbers), (7, 4), 100)})
     if sparsity := numbers["sides"].get("pruned", {}).get("table"):
         file = folder / "sparsity.txt"
-        file.write_text(sparsity + "\n")
+        put(file, sparsity + "\n")
         print(file)
 
 

@@ -35,6 +35,11 @@ class _Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
+    def forget(self) -> None:
+        """From now on signals end the process."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
 
@@ -109,7 +114,10 @@ def train(side: Side, settings: Settings, run: Path, resume: bool, save_every: i
     bar.close()
     if outcome.step > done:
         side.save(outcome.step)
+    if outcome.stopped_by is None and side.any_rank(stop.signal is not None):  # while the last step was saved
+        outcome.stopped_by = stop.signal or signal.SIGTERM
     if outcome.stopped_by is None:
+        stop.forget()  # everything is saved, and validating takes a while
         outcome.validation = side.validate()
     if metrics is not None:
         if outcome.validation is not None:

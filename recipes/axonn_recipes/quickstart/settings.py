@@ -14,6 +14,7 @@ from tyro import conf
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.files import put
 from axonn_recipes.models.gpt import GPTConfig
 from axonn_recipes.options import Run, at_least_one, heads_fit, part
 
@@ -169,9 +170,7 @@ def find_run(runs: Path, name: str | None, resume: bool) -> Path:
 def store(settings: Settings, digest: str, run: Path) -> None:
     """Write run.json."""
     run.mkdir(parents=True, exist_ok=True)
-    note = run / "run.json.new"
-    note.write_text(json.dumps({"settings": asdict(settings), "corpus": digest}, indent=2) + "\n")
-    note.replace(run / "run.json")
+    put(run / "run.json", json.dumps({"settings": asdict(settings), "corpus": digest}, indent=2) + "\n")
 
 
 def stored_settings(run: Path) -> tuple[Settings, str]:

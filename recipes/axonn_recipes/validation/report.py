@@ -13,6 +13,7 @@ import torch
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.figures import Picture
+from axonn_plugins.observe.files import put
 from axonn_recipes.validation.settings import BOUNDS, CONTROL, MODELS, Settings
 from axonn_tp.grid.mesh import AXES
 
@@ -111,7 +112,7 @@ def write(pairs: list[Pair], settings: Settings, folder: Path) -> list[Path]:
         ],
     }
     file = folder / "results.json"
-    file.write_text(json.dumps(numbers, indent=1) + "\n")
+    put(file, json.dumps(numbers, indent=1) + "\n")
     return [file, *_picture(pairs, settings).save(folder / "losses.png")]
 
 

@@ -17,6 +17,33 @@ Refusal = tuple[bool, str]
 """A pair: true if a setting is refused, and the sentence that says so."""
 
 
+_OBJECTS = (
+    *(
+        "optimizer",
+        "scheduler",
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "amp",
+        "data_types",
+        "zero_optimization",
+        "aio",
+        "autotuning",
+    ),
+    *(
+        "activation_checkpointing",
+        "checkpoint",
+        "flops_profiler",
+        "sparse_attention",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+    ),
+    *("comms_logger", "elasticity", "compression_training", "data_efficiency", "curriculum_learning", "pipeline"),
+)
+"""Keys of DeepSpeed's whose values are objects."""
+
+
 def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """A section of the configuration; empty where there is none."""
     found = raw.get(key)
@@ -77,8 +104,9 @@ def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:
 
 
 def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
-    """Refusals of names that DeepSpeed has given up but still reads, and the checks of the block would not see."""
+    """Refusals of names that DeepSpeed has given up but still reads, which the checks of the block would not see, and of values of other kinds."""
     zero = raw.get("zero_optimization")
+    stage = section(raw, "zero_optimization").get("stage")
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     return [
         (
@@ -98,6 +126,17 @@ def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
             )
             for key, new in old.items()
         ],
+        *[
+            (
+                not isinstance(raw.get(key, {}), Mapping | None),
+                f"{key} = {json.dumps(raw.get(key), default=str)} is not an object; write it in braces",
+            )
+            for key in _OBJECTS
+        ],
+        (
+            stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
+            f"zero_optimization.stage = {json.dumps(stage, default=str)} is not 0, 1, 2 or 3; correct it",
+        ),
         (
             "cpu_offload" in raw,
             "cpu_offload is DeepSpeed's old name, which it does not read; write "

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import Trainer
 
+from axonn_recipes.examples.llama import asked, untrained
 from axonn_recipes.examples.text import windows
 
 
@@ -30,15 +31,10 @@ class Windows(Dataset):
 
 def main(arguments: Sequence[str] | None = None) -> float:
     """Train; returns the loss of what is held out, in nats a byte."""
-    parser = HfArgumentParser([TrainingArguments], description=__doc__)  # type: ignore[list-item]
-    parser.set_defaults(max_steps=40, learning_rate=3e-3, logging_steps=10, report_to=["none"], disable_tqdm=True)
-    (options,) = parser.parse_args_into_dataclasses(arguments)
-    set_seed(options.seed)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4
-    )
+    options = asked(arguments, __doc__, learning_rate=3e-3)
+    model = untrained(options.seed)
     training, held_out = map(Windows, windows())
-    trainer = Trainer(LlamaForCausalLM(config), options, train_dataset=training, eval_dataset=held_out)
+    trainer = Trainer(model, options, train_dataset=training, eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     trainer.save_model()
     found: float = trainer.evaluate()["eval_loss"]
