@@ -142,6 +142,11 @@ class SharedSequences:
         if positions is None and any(name in arguments for name in _FLASH):
             raise ValueError(f"{' and '.join(_FLASH[:2])} need position_ids beside them where ranks share sequences")
         call.pack(mask, positions)
+        if mask is None and call.causal_documents is not None and self._caches(arguments):
+            raise ValueError(
+                "position_ids pack several sequences in one, and config.use_cache is true, beside which HF's models attend across them in one "
+                "process; set config.use_cache = False"
+            )
         call.labels = arguments.get("labels")
         cut = {name: call.cut(value) for name, value in arguments.items() if name not in _FLASH}
         # A loss of how tokens spread over the experts reads it beside `huggingface.with_routers`.
@@ -153,6 +158,16 @@ class SharedSequences:
         cut |= self.defaults
         given = [name for name, _ in zip(self._names, inputs, strict=False)]
         return tuple(cut.pop(name) for name in given), cut
+
+    def _caches(self, arguments: dict[str, Any]) -> bool:
+        """True if the model would make a cache in one process."""
+        assert self.published is not None
+        if not self.defaults or arguments.get("use_cache") is not None:
+            return False
+        recomputed = any(
+            getattr(one, "gradient_checkpointing", False) and one.training for one in self.published.models
+        )
+        return not recomputed and any(getattr(config, "use_cache", False) for config, _ in self.published.configs)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -134,7 +134,7 @@ def _apart(
     mask: Tensor | None,
 ) -> str:
     """Name the first layer whose outputs differ, and by how much, in words."""
-    first, unclear = "", ""
+    first, unclear, ends_alike = "", "", True
     for (name, share), (other, whole) in zip(shares, wholes, strict=False):
         if name != other:
             break
@@ -145,13 +145,17 @@ def _apart(
         if share.dim() != whole.dim() or dim is None or whole.numel() // call.tokens != share.numel() // call.share:
             unclear = unclear or name
             continue
-        if not _same(share, whole.index_select(dim, call.places), call, dim, mask):
+        ends_alike = _same(share, whole.index_select(dim, call.places), call, dim, mask)
+        if not ends_alike:
             # What gives another number of tokens came before.
-            first = unclear or name
-            break
+            first = first or unclear or name
         unclear = ""
-    if len(given) == len(expected) and all(
-        a.shape == b.shape and _same(a, b, None, 1, mask) for a, b in zip(given, expected, strict=True)
+    # A loss alone says little: that of a model that is not trained yet hardly depends on what it computes.
+    alike = ends_alike or any(one.dim() for one in expected)
+    if (
+        alike
+        and len(given) == len(expected)
+        and all(a.shape == b.shape and _same(a, b, None, 1, mask) for a, b in zip(given, expected, strict=True))
     ):
         return ""
     return f"the output of {first} differs" if first else _UNNAMED

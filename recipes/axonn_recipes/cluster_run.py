@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from axonn_recipes.bench.wire import Wire
 from axonn_recipes.models.gpt import GPTConfig
 
 
@@ -41,7 +42,7 @@ NUMBERS = tuple(field.name for field in fields(Sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(Wire):
     """An emulated cluster.
 
     Attributes:

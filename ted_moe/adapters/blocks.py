@@ -18,7 +18,7 @@ from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import split_of
 from axonn_tp.layers.boundary import share_again, whole_activation
-from ted_moe.adapters.structure import Experts
+from ted_moe.adapters.trials import Experts
 
 
 class Block(nn.Module):

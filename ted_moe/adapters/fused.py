@@ -18,7 +18,7 @@ from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.layers.activation import split_of
 from axonn_tp.layers.weight import Split
-from ted_moe.adapters.structure import Cut, Experts, Local
+from ted_moe.adapters.trials import Cut, Experts, Local
 from ted_moe.dropless import through_experts
 from ted_moe.gating import Routes, routes_to
 from ted_moe.topology import Groups
@@ -102,8 +102,9 @@ class Dealt:
     def _given(self, cut: Cut, parameter: Tensor) -> Tensor:
         if cut.once and self.split:
             return once(parameter, self.groups.rank("tensor") == 0)
-        # What all experts share is used on other rows by every rank, and of these z and data are summed over by its layout.
-        return copy_to(parameter, self.groups, "tensor") if cut.common and self.whole else parameter
+        # What every rank uses, on its shares or, where experts are whole and all share it, on its rows, has a part of its gradient on each.
+        partial = cut.dim is None and (self.split or (cut.common and self.whole))
+        return copy_to(parameter, self.groups, "tensor") if partial else parameter
 
 
 class _Part(Split):

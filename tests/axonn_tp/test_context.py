@@ -241,9 +241,36 @@ def refused_later(mesh: Mesh) -> None:
     assert model(batch, attention_mask=mask, position_ids=places, labels=batch).loss.isfinite()
 
 
+class Losing(Mixer):
+    """Gives a loss alone, which hardly tells the places of one share from another's while nothing is learned."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+        self.places = nn.Parameter(0.01 * torch.randn(64, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.mixed(self.table(ids) + self.places[: ids.shape[1]]))
+        return F.cross_entropy(0.01 * logits.flatten(0, 1), ids.flatten())
+
+
+def packed_beside_a_cache(mesh: Mesh) -> None:
+    """HF's models do not look at positions beside a cache, which they make unless they are told."""
+    model, places = parallelize(hf("Llama"), mesh), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(BATCH, -1)
+    with pytest.raises(ValueError, match="position_ids pack several sequences in one, and config.use_cache is true"):
+        model(ids(tokens=8), position_ids=places)
+    assert model(ids(tokens=8), position_ids=places, use_cache=False).logits.isfinite().all()
+    model.config.use_cache = False
+    assert model(ids(tokens=8), position_ids=places).logits.isfinite().all()
+
+
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
     refused_later(mesh)
+    packed_beside_a_cache(mesh)
+    with pytest.raises(
+        ValueError, match="Losing cannot share sequences over 2 ranks of z: it .*the output of mixed .Identity. differs"
+    ):
+        parallelize(seeded(Losing), mesh)(ids())
     for how, why in REFUSED.items():
         model = parallelize(seeded(partial(Mixer, how)), mesh)
         with pytest.raises(ValueError, match=f"Mixer cannot share sequences over 2 ranks of z: it .*({why})"):

@@ -66,7 +66,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     words = ["--dry-run", "--nodes", "4", "--bandwidth", "500Mbit", "--runs", str(tmp_path), "--batch", "16"]
     assert main(["bench", "tp", *words]) == 0
     text = capsys.readouterr().out
-    assert "8 ranks: 4 nodes of 2, emulated, latency 0us, bandwidth 500Mbit a node" in text
+    assert "8 ranks: 4 nodes of 2, gloo, emulated, latency 0us, bandwidth 500Mbit a node" in text
     assert "x2 y1 z4 d1" in text and "DeepSpeed ZeRO-3" in text
     assert not list(tmp_path.iterdir())
 

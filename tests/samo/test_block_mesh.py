@@ -1,8 +1,11 @@
 """The block's pruners on every grid of four ranks, step by step against a slow loop of one process."""
 
 import copy
+import json
 import math
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.nn.utils import prune
 import axonn_tp
 import samo
 from axonn_plugins.hosts.plain import compose
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
 from tests.samo.reference import Masked
 
@@ -218,9 +221,11 @@ def on_grids(name, shard, half):
     whole = made(name)
     samo.absorb(whole)
     expected = serial(whole, masks_of, held)
+    file = Path(same_on_all(tempfile.mkdtemp())) / "new" / "kept.json"
     for gx, gy, gz in GRIDS[half::2]:
         split = {"gx": gx, "gy": gy, "gz": gz, "plan": PLAN}
-        run = compose(made(name), ADAMW, {"tensor_parallel": split, "samo": {**block, "shard": shard}}, max_norm=0.05)
+        settings = {**block, "shard": shard, "report": str(file)}
+        run = compose(made(name), ADAMW, {"tensor_parallel": split, "samo": settings}, max_norm=0.05)
         for step, batch in enumerate(batches()):
             run.backward(run.model(run.mesh.shard_batch(batch)).square().mean())
             run.step()
@@ -229,6 +234,13 @@ def on_grids(name, shard, half):
                 where = f"{key} after {step + 1} on {(gx, gy, gz)}"
                 torch.testing.assert_close(full[key], expected[step][key], rtol=0, atol=1e-10, msg=where)
                 assert torch.equal(full[key] == 0, expected[step][key] == 0), where
+        dist.barrier()
+        for key, row in json.loads(file.read_text())["parameters"].items():
+            there = int(expected[-1][key].count_nonzero())  # what has just grown again is zero
+            assert (row["elements"], row["kept"]) == (
+                expected[-1][key].numel(),
+                max(there, row["kept"] * name.startswith("rigl")),
+            )
     dist.barrier()
 
 

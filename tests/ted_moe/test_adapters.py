@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ted_moe
+from axonn_plugins.hosts.common.experts import experts_of
 from axonn_plugins.observe.ledger import Ledger
-from axonn_tp import Grid, Mesh
+from axonn_tp import Grid, Mesh, layout_of, sync_gradients
 from axonn_tp.grid.layout import Layout
-from ted_moe.adapters import Choices, adopt, blocks_of, find, splittable
+from ted_moe.adapters import Choices, adopt, blocks_of, find, splittable, suspect
 from tests.distributed import run_ranks
 from tests.ted_moe.mixtures import LAYOUTS, MIXTURES, difference, mixture
 
@@ -93,6 +95,67 @@ def test_what_is_not_understood_is_named_with_the_reason() -> None:
     assert not find(nn.ModuleDict({"mixed": Normed()}))
 
 
+class Numbered(Own):
+    """Whose second half computes something else, by a buffer that no rank would cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.tensor([1.0, 1.0, 1.0, 2.0]))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights * self.get_buffer("scales")[chosen])
+
+
+class Inline(nn.Module):
+    """A mixture whose experts are matrices of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12)), nn.Parameter(torch.randn(4, 12, 8))
+
+
+class Looping(nn.Module):
+    """A mixture that runs over a list whose name says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.mlps = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+
+class Held(nn.Module):
+    """A list of experts in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.ffn = nn.Linear(8, 4), nn.ModuleDict({"mlps": Looping().mlps})
+
+
+def test_experts_that_go_by_their_number_are_refused() -> None:
+    (found,) = find(nn.ModuleDict({"experts": Numbered()})).values()
+    assert found.refusal is not None and "computes something else for equal weights by the number" in found.refusal
+    (found,) = find(
+        nn.ModuleDict({"experts": nn.ModuleDict({"all": Listed(nn.Linear(8, 8) for _ in range(4))})})
+    ).values()
+    assert found.refusal is not None
+
+
+@pytest.mark.parametrize(("mixture", "said"), [(Inline, "up"), (Looping, "mlps"), (Held, "ffn.mlps")])
+def test_what_looks_like_a_mixture_is_not_trained_as_dense_in_silence(mixture: type[nn.Module], said: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"layer mixed \({mixture.__name__}\) has 4 scores by .* and 4 experts in {said}"
+    ):
+        experts_of(nn.ModuleDict({"mixed": mixture()}))
+
+
+def test_layers_beside_a_head_are_no_mixture() -> None:
+    assert (
+        suspect(nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), "head": nn.Linear(8, 4)}))
+        is None
+    )
+    assert suspect(mixture("Mixtral")) is not None
+
+
 class ManyExperts(nn.Module):
     """A model that is called after its mixtures."""
 
@@ -105,6 +168,49 @@ def test_what_is_around_experts_is_not_taken_for_them() -> None:
     (found,) = find(ManyExperts()).values()
     assert (found.name, found.refusal) == ("mixed", None)
     assert not find(ManyExperts(), apart=["mixed"])
+
+
+class Scaled(Own):
+    """With what all experts share before and after them, and a number for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+        self.each, self.all = nn.Parameter(torch.rand(4)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x * self.before, chosen, weights * self.each[chosen]) * self.after * self.all
+
+
+def shared_gradients() -> float:
+    """The largest difference to one process of a gradient of `Scaled`, its experts dealt out over two ranks and split over two."""
+    groups, mesh = ted_moe.Groups(ted_moe.Topology(4, 2, 2)), Mesh(Grid(gx=2, gz=2))
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"experts": Scaled().double()})
+    serial = copy.deepcopy(model)
+    (experts,) = find(model).values()
+    cuts = splittable(experts, 2)
+    assert cuts is not None and cuts["w1"].dim == 0
+    adopt(experts, cuts, groups, mesh, Choices())
+    for reader in range(2):
+        torch.manual_seed(2 + reader)
+        x = torch.randn(7, 8, dtype=torch.float64)
+        routes = torch.rand(7, 4).topk(2).indices, torch.rand(7, 2, dtype=torch.float64)
+        (serial["experts"](x, *routes).square().sum() / 2).backward()
+        if reader == groups.rank("data"):
+            model["experts"](x, *routes).square().sum().backward()
+    sync_gradients(model.parameters(), mesh)
+    found = [0.0]
+    for name, parameter in model.named_parameters():
+        layout, wanted = layout_of(parameter), serial.get_parameter(name).grad
+        assert parameter.grad is not None and wanted is not None
+        found.append((parameter.grad - layout.shard(wanted, mesh.grid, mesh.coordinates)).abs().max().item())
+    mesh.destroy()
+    return max(found)
+
+
+def counted_and_compared() -> tuple[dict[str, tuple[dict, int, int]], float]:
+    return counted(), shared_gradients()
 
 
 def counted() -> dict[str, tuple[dict, int, int]]:
@@ -140,9 +246,10 @@ def counted() -> dict[str, tuple[dict, int, int]]:
     return found
 
 
-def test_bytes_of_a_layer_are_those_of_chapter_7() -> None:
+def test_bytes_of_a_layer_are_those_of_chapter_7_and_what_experts_share_has_its_whole_gradient() -> None:
     row = 8 * 4
-    for found in run_ranks(counted, 4):
+    for found, apart in run_ranks(counted_and_compared, 4):
+        assert apart < 1e-10
         sent = {name: calls["all_to_all", "expert"] for name, (calls, _, _) in found.items()}
         assert sent["all sent"][0] == 14 * row and sent["dropped"][0] == 7 * row
         assert len(sent["all sent"]) == len(sent["dropped"]) == len(sent["kept"]) == 4 and len(sent["again"]) == 6

@@ -203,6 +203,12 @@ class Samo(Block):
         False, description="Split the compressed state over the data-parallel ranks, as ZeRO-1 does with dense state."
     )
 
+    report: str | None = Field(
+        None,
+        min_length=1,
+        description="A JSON file that rank 0 writes whenever the model is pruned: of each parameter the shape, the elements and how many are kept.",
+    )
+
     @field_validator("sparsity", mode="before")
     @classmethod
     def _share(cls, value: Any) -> Any:

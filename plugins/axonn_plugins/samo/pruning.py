@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import samo
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.config.samo import EarlyBird, Heads, Samo
+from axonn_plugins.samo import report
 from axonn_plugins.samo.gradients import FirstGradients
 from axonn_plugins.samo.mesh import positions_of, shards_of
 from axonn_plugins.samo.pruners import masks_by
@@ -73,6 +74,7 @@ class Pruning:
             regrow = block.regrow
             self._regrowth = samo.Regrowth(regrow.interval, regrow.end_step, regrow.fraction, block.start_step)
         self._regrown: Masks | None = None
+        self._rows: dict[str, dict[str, Any]] = {}
         self.first_gradients: FirstGradients | None = None
         self._together(self._prepare, trained)
 
@@ -217,6 +219,18 @@ class Pruning:
         """The model is pruned by these masks."""
         self.pruned, self.names = True, self.names | set(masks)
         self._search = self.first_gradients = None
+
+    def report(self, masks: Mapping[str, Tensor], steps: int) -> None:
+        """Write what the model keeps after so many steps, if the block says where.
+
+        Raises:
+            ConfigError: the file cannot be written; the same on every rank.
+        """
+        file = self.block.report
+        if file is None:
+            return
+        self._rows |= report.kept_by_all(masks, self.parameters, self._shards())
+        self._together(lambda: report.write(file, steps, self._rows) if dist.get_rank() == 0 else None)
 
     def hold(self, steps: int, optimizer: samo.Optimizer, scale: float) -> bool:
         """Take a step's gradients for scores, if it is time; whether the step is to move no weight, the same on every rank.

@@ -60,7 +60,7 @@ def measure(settings: Settings) -> list[Side]:
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    dist.init_process_group("gloo")
+    dist.init_process_group(settings.wire)
     chosen = [Side(which, "peer", partial(sides.peer, settings, which)) for which in settings.peers]
     chosen += [Side(name(*side), "ours", partial(sides.ours, settings, *side)) for side in settings.ours]
     steps = {side.name: first_steps(side) for side in chosen}

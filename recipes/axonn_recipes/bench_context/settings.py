@@ -80,7 +80,7 @@ def resolve(options: Options) -> Settings:
         if peer not in PEERS:
             raise ConfigError(f"--peers {peer} is not known; choose from {', '.join(PEERS)}")
     settings = Settings(
-        **{name: getattr(options, name) for name in (*NUMBERS, "latency", "bandwidth", "ranks_per_node")},
+        **{name: getattr(options, name) for name in (*NUMBERS, "latency", "bandwidth", "backend", "ranks_per_node")},
         nodes=node_count(options.nodes),
         peers=peers,
         ours=tuple(_side(text) for text in options.ours.split()),
@@ -127,7 +127,7 @@ def described(settings: Settings) -> str:
     where = f"latency {settings.latency}, bandwidth {settings.bandwidth or 'unlimited'} a node"
     return "\n".join(
         [
-            f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, "
+            f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, {settings.wire}, "
             + (where if settings.emulated else "ranks of this machine"),
             f"GPT: {settings.layers} blocks, hidden {settings.hidden}, {settings.heads} heads, fp32, AdamW; {settings.batch} x "
             f"{settings.context} tokens a step, every sequence over all ranks",

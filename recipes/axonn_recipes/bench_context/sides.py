@@ -124,7 +124,7 @@ def _ulysses(group: dist.ProcessGroup) -> Attend:
 
     # On CPU DeepSpeed compiles a kernel for inference when it starts; training needs neither it nor a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(dist.get_backend())
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))

@@ -38,13 +38,14 @@ class Run:
     sent: dict[str, float] = field(default_factory=dict)
 
 
-def measure(side: Training) -> Run:
-    """Run one side on this rank."""
+def measure(wire: str, side: Training) -> Run:
+    """Run one side on this rank, its groups of this backend of torch.distributed."""
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     from axonn_recipes.megatron_gpt import train
     from axonn_recipes.megatron_gpt.model import build
 
+    dist.init_process_group(wire)
     train.start(side)
     model, optimizer = build(side)
     steps = train.Steps(side, model, optimizer, _noise(side))

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     numbers = []
     for point in points:
         with Cluster(point.nodes, point.latency, point.bandwidth) as cluster:
-            sides, tried = compare(point, partial(cluster.launch, measure, point.ranks_per_node))
+            sides, tried = compare(point, partial(cluster.launch, measure, point.ranks_per_node, point.wire))
         numbers.append(report.results(point, sides, tried))
         print(report.point_text(numbers[-1]), end="\n\n", flush=True)
     write(folder, numbers, report.text(numbers), report.pictures(numbers))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.wire import Wire
 from axonn_recipes.cluster_run import Batch, ClusterRun
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 from axonn_recipes.options import Run, at_least_one, heads_fit
@@ -48,7 +49,7 @@ class Steps(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Steps, Run):
+class Options(Steps, Wire, Run):
     """Megatron's own tensor and data parallelism beside 3D PMM in Megatron, each on its best grid, on an emulated cluster.
 
     Attributes:
@@ -201,7 +202,7 @@ def described(points: list[Settings]) -> str:
     where = ", ".join(f"{point.ranks} ranks on {point.nodes} nodes with hidden {point.hidden}" for point in points)
     return "\n".join(
         [
-            f"{where}; emulated, latency {first.latency}, bandwidth {first.bandwidth} a node",
+            f"{where}; {first.wire}, emulated, latency {first.latency}, bandwidth {first.bandwidth} a node",
             f"GPT: {first.layers} layers, {first.heads} heads, {first.batch} x {first.context} tokens a step, {first.precision}",
             "both sides: megatron.core's model, gradient buffers and optimizer; each side's fastest split of the ranks, with what "
             "Megatron may overlap and split turned on or not, whichever is faster",

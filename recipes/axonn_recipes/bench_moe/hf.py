@@ -32,7 +32,7 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(dist.get_backend())
     if way.ours:
         import axonn_plugins
 

@@ -114,7 +114,7 @@ def measure(settings: Settings, way: Way, weighed: bool) -> Found:
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    dist.init_process_group("gloo")
+    dist.init_process_group(settings.wire)
     losses, memory = [], PeakMemory()
     with memory if weighed else ExitStack():
         step = _BUILDERS[settings.model].build(settings, way)

@@ -108,7 +108,8 @@ def resolve(options: Options) -> Settings:
     heads_fit(options.hidden, options.heads)
     if options.k > options.experts:
         raise ConfigError(f"--k {options.k} is more than --experts {options.experts}; lower it")
-    chosen = {name: getattr(options, name) for name in (*numbers, "model", "stage", "local", "latency", "bandwidth")}
+    others = ("model", "stage", "local", "latency", "bandwidth", "backend")
+    chosen = {name: getattr(options, name) for name in (*numbers, *others)}
     settings = Settings(**chosen, nodes=node_count(options.nodes), ways=())
     peers = _USUAL[options.model] if options.peers is None else options.peers
     ways = [_way("--peers", text, 2) for text in peers.split()]
@@ -167,7 +168,7 @@ def described(settings: Settings) -> str:
     stage = "ZeRO-1" if settings.model == "hf" else "Megatron's distributed optimizer"
     return "\n".join(
         [
-            f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, "
+            f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, {settings.wire}, "
             + ("ranks of this machine" if settings.local else where),
             f"{kind}: {settings.layers} blocks, hidden {settings.hidden}, {settings.heads} heads, {settings.experts} experts of "
             f"{settings.width} in each, {settings.k} a token, none dropped; fp32, AdamW{f', {stage}' if settings.stage else ''}; "

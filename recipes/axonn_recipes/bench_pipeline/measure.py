@@ -52,7 +52,7 @@ def prepare(settings: Settings) -> Pace:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed(settings.wire, verbose=False)
     slow = settings.scenario == UNEVEN and dist.get_rank() % settings.ranks == settings.ranks // 2
     jitter = settings.jitter if settings.scenario == COMPUTE else 0.0
     return Pace(settings.milliseconds / 1e3, jitter, settings.slow if slow else 1.0)

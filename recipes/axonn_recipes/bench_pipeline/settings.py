@@ -7,6 +7,7 @@ from typing import Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.wire import Wire
 from axonn_recipes.options import Run, at_least_one
 
 STEADY, UNEVEN, LINKS, COMPUTE = "even", "one slow stage", "jitter in links", "jitter in compute"
@@ -15,7 +16,7 @@ _NUMBERS = ("ranks", "layers", "microbatches", "width", "tokens", "rounds", "par
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(Wire):
     """A cluster, each of whose nodes is a rank, and a model of layers that take a given time.
 
     Attributes:
@@ -141,7 +142,7 @@ def described(figure: str, runs: list[Settings]) -> str:
     ]
     return "\n".join(
         [
-            f"figure: {figure}; latency {first.latency}, bandwidth {first.bandwidth}",
+            f"figure: {figure}; {first.wire}, latency {first.latency}, bandwidth {first.bandwidth}",
             *lines,
             f"{first.layers} layers of {first.milliseconds:g} ms forward and twice that backward, slept, so that ranks share the CPU as if each "
             f"had its own; messages of {4 * first.width * first.tokens:,} bytes",

@@ -53,7 +53,7 @@ def measure(settings: Settings, cluster: Cluster) -> list[Side]:
     """Time all sides; every rank calls it, and has the result."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    dist.init_process_group("gloo")
+    dist.init_process_group(settings.wire)
     made = [_build(name, settings) for name in (DENSE, DENSE + ALONE, SAMO, SAMO + ALONE)]
     for side, step in made:
         for _ in range(_WARM_UP):

@@ -72,7 +72,7 @@ def described(settings: Settings) -> str:
         bandwidth = "such that communication is half of the dense step"
     return "\n".join(
         [
-            f"{settings.ranks} ranks on {settings.nodes} emulated nodes, latency {settings.latency}, bandwidth {bandwidth}",
+            f"{settings.ranks} ranks on {settings.nodes} emulated nodes, {settings.wire}, latency {settings.latency}, bandwidth {bandwidth}",
             f"GPT: {settings.layers} blocks, hidden {settings.hidden}, {settings.heads} heads, "
             f"{settings.batch} x {settings.context} tokens a step, {settings.dtype}, {settings.sparsity:.0%} pruned",
             "dense: DistributedDataParallel, fused AdamW; SAMO: samo.Optimizer of the same, all-reduce overlapped with backward",

@@ -55,7 +55,7 @@ def measure(settings: Settings) -> list[Side]:
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    dist.init_process_group("gloo")
+    dist.init_process_group(settings.wire)
     ranks = Ranks(settings)
     made = []
     for name in SIDES:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.wire import Wire
 from axonn_recipes.cluster_run import NUMBERS, ClusterRun, Sizes
 from axonn_recipes.options import Run, at_least_one, heads_fit
 from ted_moe import Topology
@@ -35,7 +36,7 @@ class Layers(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Layers, Run):
+class Options(Layers, Wire, Run):
     """TED, its communication optimizations one after another, and stock DeepSpeed-MoE, side by side in one run.
 
     Attributes:
@@ -95,7 +96,7 @@ def resolve(options: Options) -> list[Settings]:
     at_least_one(options, *numbers)
     nanoseconds(options.latency), bits_per_second(options.bandwidth)
     nodes = _nodes(options.nodes)
-    chosen = {name: getattr(options, name) for name in (*numbers, "local", "latency", "bandwidth")}
+    chosen = {name: getattr(options, name) for name in (*numbers, "local", "latency", "bandwidth", "backend")}
     runs = [Settings(nodes=number, **chosen) for number in nodes]
     if options.scaling == "weak":
         for number in nodes:
@@ -152,7 +153,7 @@ def described(runs: list[Settings]) -> str:
     network = "ranks of this machine" if runs[0].local else f"latency {runs[0].latency}, bandwidth {runs[0].bandwidth}"
     first = runs[0]
     lines = [
-        f"{run.ranks} ranks: {run.nodes} x {run.ranks_per_node}, {network}; tensor {run.tensor}, data and experts {run.data}; "
+        f"{run.ranks} ranks: {run.nodes} x {run.ranks_per_node}, {run.wire}, {network}; tensor {run.tensor}, data and experts {run.data}; "
         f"{run.batch} x {run.context} tokens a step"
         for run in runs
     ]

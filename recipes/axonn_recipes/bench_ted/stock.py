@@ -36,7 +36,7 @@ def prepare(groups: Groups) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On CPU DeepSpeed compiles a kernel for inference when it starts; training needs neither it nor a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(dist.get_backend())
     deepspeed.utils.groups.mpu = Units(groups)
 
     def gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Any:

@@ -63,7 +63,7 @@ def measure(settings: Settings) -> list[Side]:
         ConfigError: the sides do not compute the same losses.
     """
     prepare(settings)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(settings.wire)
     chosen = [Side(peer, "peer", _peer(peer, settings)) for peer in settings.peers if not sides.absent(peer)]
     steps = {}
     for side in chosen:

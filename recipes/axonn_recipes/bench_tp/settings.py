@@ -128,7 +128,7 @@ def resolve(options: Where, grids: str, peers: str | None, network: str = "gpt")
         if peer not in able:
             raise ConfigError(f"--peers {peer} splits a GPT's layers, not a U-Net's; choose from {', '.join(able)}")
     settings = Settings(
-        **{name: getattr(options, name) for name in ("latency", "bandwidth", *NUMBERS)},
+        **{name: getattr(options, name) for name in ("latency", "bandwidth", "backend", *NUMBERS)},
         nodes=nodes,
         ranks_per_node=local,
         emulated=emulated,
@@ -209,7 +209,7 @@ def described(settings: Settings) -> str:
         where = f"emulated, latency {settings.latency}, bandwidth {settings.bandwidth or 'unlimited'} a node"
     grids = ", ".join(name(grid) for grid in settings.grids)
     lines = [
-        f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, {where}",
+        f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, {settings.wire}, {where}",
         f"{_described_network(settings)} a step, fp32, AdamW",
         f"ours: {'the fastest of ' if settings.screen else ''}{grids}",
         *(f"{peer}: {PEERS[peer]}" for peer in settings.peers),

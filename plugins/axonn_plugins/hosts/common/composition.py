@@ -142,9 +142,10 @@ class Composition:
         self.optimizer.watch(self.pruning.watched(self.host.steps))
 
     def _note(self, masks: Masks) -> None:
-        """Note that the model is pruned; rank 0 prints what its part keeps, by layer."""
+        """Note that the model is pruned; rank 0 prints what its part keeps, by layer, and writes what the model keeps."""
         assert self.pruning is not None
         self.pruning.take(masks)
+        self.pruning.report(masks, self.host.steps)
         if dist.get_rank() == 0:
             table = samo.sparsity_table(masks, self.pruning.parameters.items())
             size = f"{self.optimizer.nbytes / 2**20:,.1f} MiB of weights, gradients and state"

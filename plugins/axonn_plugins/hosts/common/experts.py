@@ -11,7 +11,7 @@ from torch import nn
 
 from axonn_plugins.config import Ted
 from axonn_tp import Grid
-from ted_moe.adapters import Cut, Experts, SpreadExperts, find, splittable
+from ted_moe.adapters import Cut, Experts, SpreadExperts, find, splittable, suspect
 
 _COUNTS = re.compile(r"^(num|n|moe_num)_((local|routed)_)?experts$")
 
@@ -41,6 +41,12 @@ def experts_of(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Exper
         raise ValueError(
             f"the model's configuration says {said} = {told[said]}, and no module of {type(model).__name__} was found that holds experts; leave ted "
             "out, or put the experts in a module named experts that is called with hidden states, expert indices and weights"
+        )
+    looks = suspect(model) if not found and not apart else None
+    if looks is not None:
+        raise ValueError(
+            f"{looks}, and no module that is called with (hidden states, expert indices, weights) and says how many there are (num_experts), so its "
+            "experts cannot be dealt out; leave ted out, or put the experts in such a module"
         )
     return found
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, Ted, TensorParallel
 from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.experts import described, experts_of
@@ -66,6 +67,9 @@ class TedEngine(TedCheckpoints, AxonnEngine):
             )
         if layers:
             check_experts(config_class.axonn_raw)
+        elif not others and dist.get_rank() == 0:
+            said = f"ted: no experts were found in {type(model).__name__}, whose layers are all dense"
+            print(f"axonn {__version__}: {said}", file=sys.stderr, flush=True)
         if block.tensor > 1 or config_class.axonn.tensor_parallel is not None or config_class.axonn_owner is not None:
             return super().__new__(cls)
         if others and keywords.get("mpu") is not None:
