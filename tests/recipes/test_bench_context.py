@@ -35,7 +35,9 @@ def test_every_side_runs_and_is_reported(
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "context", "--dry-run", "--runs", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "8 ranks: 4 nodes of 2, gloo, latency 100us" in text and "8192 tokens" in text and not list(tmp_path.iterdir())
+    assert (
+        "8 ranks: 4 nodes of 2, gloo, latency 100us" in text and "8192 tokens" in text and not list(tmp_path.iterdir())
+    )
 
 
 @pytest.mark.parametrize(
