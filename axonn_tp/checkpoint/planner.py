@@ -112,7 +112,7 @@ class SavePlanner(DefaultSavePlanner):
                 else:
                     self._views[index] = partial(piece.view, flat)
                 yield WriteItem(
-                    index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(piece), properties, size)
+                    index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk_of(piece), properties, size)
                 )
 
     def _read(self, lazy: LazyTensor, cut: Cut) -> Tensor:
@@ -154,7 +154,7 @@ class RegionLoadPlanner(LoadPlanner):
             self._views[MetadataIndex(name, region.offsets)] = region.view(flat)
         stored = self.metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
-        return create_read_items_for_chunk_list(name, stored, [_chunk(region) for region in found])
+        return create_read_items_for_chunk_list(name, stored, [chunk_of(region) for region in found])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:  # noqa: D102
         return global_plan
@@ -175,5 +175,6 @@ class RegionLoadPlanner(LoadPlanner):
         """Nothing to do: `resolve_tensor` gave the shard's own memory."""
 
 
-def _chunk(region: Region) -> ChunkStorageMetadata:
+def chunk_of(region: Region) -> ChunkStorageMetadata:
+    """A rectangle in the words of torch.distributed.checkpoint."""
     return ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))

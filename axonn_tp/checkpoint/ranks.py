@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from axonn_tp.checkpoint.background import let_saving_end
@@ -66,10 +67,17 @@ class Ranks:
                 result = function()
             except Exception as error:
                 problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        for trouble in self.gather(problem):
-            if trouble is not None:
-                raise CheckpointError(trouble)
+        # All ranks' words are gathered where there are any: with thousands of ranks that takes a second.
+        if self._anywhere(problem is not None):
+            raise CheckpointError(next(trouble for trouble in self.gather(problem) if trouble is not None))
         return result  # type: ignore[return-value]
+
+    def _anywhere(self, here: bool) -> bool:
+        if self.group is None:
+            return here
+        flag = torch.tensor(int(here))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag)
 
 
 def _group() -> dist.ProcessGroup:

@@ -30,7 +30,14 @@ from axonn_tp.checkpoint.optimizer import (
     whole_pieces,
 )
 from axonn_tp.checkpoint.planner import Place, RegionLoadPlanner, SavePlanner
-from axonn_tp.checkpoint.randomness import random_state, set_random_state, source_rank
+from axonn_tp.checkpoint.randomness import (
+    random_state,
+    read_random_state,
+    set_random_state,
+    source_rank,
+    write_random_state,
+    writers_of,
+)
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
 from axonn_tp.checkpoint.sums import flush, in_words
@@ -146,16 +153,17 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
     # torch notes shapes and dtypes too, but not of tensors without elements.
     tensors = {name: (shard.layout.serial_shape, shard.tensor.dtype) for name, shard in shards.items()}
     own = {name: tensors[name] for name, shard in shards.items() if ranks.apart or shard.layout.home}
-    gathered = ranks.collect((writer.sums, notes["random"], own))
+    writers, aside = writers_of(notes["random"], ranks.group), files.aside(folder)
+    written = ranks.together(lambda: write_random_state(aside, notes["random"], writers, ranks.rank))
+    gathered = ranks.collect((writer.sums | written, own))
 
     def complete() -> None:
-        for _, _, others in gathered:
+        for _, others in gathered:
             tensors.update(others)
-        randoms = [state for _, state, _ in gathered]
-        state = {**notes, "tensors": tensors, "random": randoms, "grid": asdict(ranks.place.grid)}
+        state = {**notes, "tensors": tensors, "random": writers, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)
         flush(files.aside(folder) / files.STATE)
-        files.commit(folder, {name: pieces for sums, _, _ in gathered for name, pieces in sums.items()})
+        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()})
         if keep_last is not None:
             files.drop_old(folder, keep_last)
 
@@ -195,7 +203,7 @@ class Reading:
     def restore_random_state(self) -> None:
         """The generators' states of the saved rank that stood where this one does; see `save`."""
         rank = source_rank(self.ranks.place, Grid(**self.notes["grid"]))
-        set_random_state(self.notes["random"][rank])
+        set_random_state(read_random_state(self.folder, self.notes["random"], rank))
 
 
 def read_shards(reader: FileSystemReader, metadata: Metadata, shards: Shards, place: Place) -> None:

@@ -299,6 +299,12 @@ def draws(folder: str) -> dict[str, Any]:
     for name, grid in {"same": mesh.grid, "same batch": Grid(2, 1, 1, 2), "other": Grid(1, 1, 4, 1)}.items():
         load(f"{folder}/random", model, Mesh(grid))
         found[name] = draw()
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(100 + dist.get_rank() // 2)
+    save(f"{folder}/alike", model, mesh)
+    found["alike"] = draw()
+    load(f"{folder}/alike", model, mesh)
+    found["alike again"] = draw()
     return found
 
 
@@ -308,3 +314,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert [rank["same"] for rank in ranks] == saved
     assert [rank["same batch"] for rank in ranks] == [saved[0], saved[0], saved[2], saved[2]]
     assert [rank["other"] for rank in ranks] == [saved[0]] * 4
+    assert [rank["alike again"] for rank in ranks] == [rank["alike"] for rank in ranks]
+    written = {name: sorted(file.name for file in (tmp_path / name).glob("random_*")) for name in ("random", "alike")}
+    assert written["random"] == [f"random_{rank}.pickle" for rank in range(4)]
+    assert written["alike"] == ["random_0.pickle", "random_2.pickle"]

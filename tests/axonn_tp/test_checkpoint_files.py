@@ -109,6 +109,7 @@ def test_every_flipped_byte_is_refused_by_name(tmp_path: Path) -> None:
     expected = {
         ".metadata": [".metadata"],
         "state.pt": ["state.pt"],
+        "random_0.pickle": ["random_0.pickle"],
         "manifest.json": ["manifest.json"],
         "complete": ["complete"],
         "__0_0.distcp": ["__0_0.distcp", "model."],

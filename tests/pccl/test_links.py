@@ -268,16 +268,16 @@ def rubbish(kind: str, key: int) -> bytes:
 
 def overheard() -> list[Secret]:
     """The secrets of the groups that this process makes from now on."""
-    from axonn_plugins.pccl import backend
+    from axonn_plugins.pccl import rendezvous
 
     known: list[Secret] = []
-    read = backend._secret
+    read = rendezvous.secret_of
 
     def keeps(store: Any, size: int) -> bytes:
         known.append(Secret(read(store, size)))
         return known[-1].secret
 
-    backend._secret = keeps
+    rendezvous.secret_of = keeps
     return known
 
 

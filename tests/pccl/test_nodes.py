@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import launch
-from axonn_plugins.pccl import backend, interfaces
+from axonn_plugins.pccl import backend, interfaces, rendezvous
 from axonn_plugins.pccl.build import compiler, load
 from axonn_plugins.pccl.interfaces import addresses_of
 from axonn_plugins.pccl.links import Fabric, Member
+from axonn_plugins.pccl.rendezvous import Members, Roll
 from tests.pccl import namespaces
 from tests.pccl.handshake import Secret, dial, introduce
 from tests.pccl.stress import join
@@ -89,13 +90,14 @@ def test_links_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_no_other_node_reaches_is_named() -> None:
-    def member(node: str, host: str) -> Member:
-        return Member(16 * "00", node, ((host, 5),), "name")
+    def roll(*members: tuple[str, str]) -> Roll:
+        records = [Member(16 * "00", node, ((host, 5),), "name").record() for node, host in members]
+        return Roll(Members(records), [], [node for node, _ in members], [])
 
-    here, there = member("a boot net:[1]", "127.0.1.1"), member("b other net:[2]", "10.0.0.2")
+    here, there = ("a boot net:[1]", "127.0.1.1"), ("b other net:[2]", "10.0.0.2")
     with pytest.raises(ValueError, match="rank 4 would listen at 127.0.1.1, where no other node reaches it; name"):
-        backend._reachable([there, here], [3, 4])
-    backend._reachable([here, member("c boot net:[1]", "::1")], [0, 1])  # one network, by two names
+        rendezvous.reachable(roll(there, here), [3, 4])
+    rendezvous.reachable(roll(here, ("c boot net:[1]", "::1")), [0, 1])  # one network, by two names
 
 
 def _holds_its_interpreter(held: float) -> float:
@@ -242,10 +244,10 @@ def test_a_secret_is_taken_out_of_the_store_by_the_last_that_reads_it() -> None:
     whole = dist.HashStore()
     members = [backend._of_this_time(whole, 3) for _ in range(3)]
     members[0].set("secret", '{"secret": "' + os.urandom(32).hex() + '"}')
-    first = backend._secret(members[0], 3)
-    assert members[1].check(["secret"]) and backend._secret(members[1], 3) == first
+    first = rendezvous.secret_of(members[0], 3)
+    assert members[1].check(["secret"]) and rendezvous.secret_of(members[1], 3) == first
     # A group of the same name may be made again before the last member of this one is done.
     again = backend._of_this_time(whole, 3)
     again.set("secret", "{}")
-    assert members[2].check(["secret"]) and backend._secret(members[2], 3) == first
+    assert members[2].check(["secret"]) and rendezvous.secret_of(members[2], 3) == first
     assert not members[2].check(["secret"]) and again.check(["secret"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.pccl import register as register
+from axonn_plugins.pccl import rendezvous
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.build import BuildError, load
@@ -99,28 +99,25 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
             require()
         fabric = None if native else fabric_of(chosen)
     except (BuildError, ValueError, OSError) as error:
-        # Said to the others, who would wait.
-        for name in (f"member{rank}", *(["secret"] if rank == 0 else [])):
-            store.set(name, json.dumps({"error": str(error), "rank": rank}))
+        rendezvous.tell_failure(store, rank, error)
         raise
     if rank == 0:
         store.set("secret", json.dumps({"secret": secrets.token_hex(32)}))
-    secret = _secret(store, size)
+    secret = rendezvous.secret_of(store, size)
     group = Group(0) if fabric is None else fabric.join(secret, timeout)
-    record = None if fabric is None else fabric.member.record()
-    store.set(f"member{rank}", json.dumps({"member": record, "node": node_name(), "options": agreed}))
-    records = [_read(found) for found in store.multi_get([f"member{other}" for other in range(size)])]
-    _agree([found["options"] for found in records])
+    rendezvous.tell(store, rank, None if fabric is None else fabric.member, node_name(), agreed)
+    roll = rendezvous.roll_of(store, rank, size)
+    _agree(roll.options)
     ranks = ranks or list(range(size))
-    nodes = nodes_of([found["node"] for found in records], ranks, chosen.ranks_per_node)
+    nodes = nodes_of(roll.nodes, ranks, chosen.ranks_per_node)
     if fabric is None:
         backend: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
     else:
-        members = [Member.read(found["member"]) for found in records]
-        _reachable(members, ranks)
-        numbers = [fabric.number(member.identity) for member in members]
+        assert roll.members is not None  # options agree
+        rendezvous.reachable(roll, ranks)
+        numbers = [fabric.number(identity) for identity in roll.identities]
         fabric.core.add_group(group.number, numbers, ranks, rank, timeout)
-        planner = Planner(fabric, group, members, nodes, rank, ranks, timeout, chosen)
+        planner = Planner(fabric, group, roll.members, nodes, rank, ranks, timeout, chosen, numbers)
         backend = load().backend(fabric.core, group.number, rank, size, timeout, planner)
     if torch.cuda.is_available():
         backend = load().router(backend, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
@@ -150,33 +147,6 @@ def options_of_world() -> Options:
     """Those of the group of all ranks, which is pccl's."""
     assert _first is not None
     return _first
-
-
-def _read(record: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(record)
-    if "error" in found:
-        raise BuildError(f"rank {found['rank']} of the group cannot use pccl: {found['error']}")
-    return found
-
-
-def _secret(store: Any, size: int) -> bytes:
-    """The secret by which a member proves itself to the others; the last that reads it takes it out of the store."""
-    secret = bytes.fromhex(_read(store.get("secret"))["secret"])
-    if store.add("read", 1) == size:
-        with suppress(RuntimeError):  # a store of the user's own may have no such call
-            store.delete_key("secret")
-    return secret
-
-
-def _reachable(members: Sequence[Member], ranks: Sequence[int]) -> None:
-    networks = {tuple(member.node.split()[-2:]) for member in members}  # processes of one may have several host names
-    for rank, member in zip(ranks, members, strict=True):
-        hosts = [host for host, _ in member.addresses]
-        if len(networks) > 1 and all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
-            raise ValueError(
-                f"pccl: rank {rank} would listen at {' and '.join(hosts)}, where no other node reaches it; "
-                "name a network interface in AXONN_PCCL_INTERFACES, or give MASTER_ADDR as an address that other nodes use"
-            )
 
 
 def _agree(options: Sequence[str]) -> None:
@@ -235,6 +205,7 @@ class Planner:
         ranks: Sequence[int],
         timeout: float,
         options: Options,
+        numbers: Sequence[int],
     ) -> None:
         self.fabric, self.group, self.members, self.rank, self.timeout = fabric, group, members, rank, timeout
         self.nodes, self.ranks, self.options = nodes, ranks, options
@@ -242,6 +213,7 @@ class Planner:
         self.network: Network | None = None
         self.fixed: Choice | None = None
         self._made: dict[tuple[str, Choice, int], Any] = {}
+        self._rank_of = {number: at for at, number in enumerate(numbers)}
         self._reaching: set[int] = set()
 
     def __call__(self, collective: int, size: int, root: int = 0, call: int = 0) -> Any:
@@ -306,7 +278,7 @@ class Planner:
         Args:
             number: the engine's for the peer.
         """
-        rank = next(i for i, member in enumerate(self.members) if self.fabric.number(member.identity) == number)
+        rank = self._rank_of[number]
         if rank in self._reaching:
             return
         self._reaching.add(rank)

@@ -13,6 +13,9 @@ Place = tuple[Buffer, int]
 
 REUSE_FROM = 4
 """WORK slots are used anew only when there are so many: a ring then has room for messages on their way."""
+_WINDOW = 1024
+"""How far back an operation knows what those before it wait for: all the way would take memory by the square of a program."""
+_IN_WINDOW = (1 << _WINDOW) - 1
 
 
 class Builder:
@@ -129,10 +132,12 @@ class Builder:
         waits.discard(index)
         after, known = [], 0
         for wait in sorted(waits, reverse=True):
-            if not known >> wait & 1:
+            back = index - wait - 1
+            if not known >> back & 1:
                 after.append(wait)
-                known |= self._ancestors[wait]
-        self._ancestors.append(known | 1 << index)
+                if back < _WINDOW:
+                    known = (known | (self._ancestors[wait] << 1 | 1) << back) & _IN_WINDOW
+        self._ancestors.append(known)
         shown = chunk if self.chunks > 1 else -1
         self._ops.append(Op(kind, peer, dst, src, tuple(sorted(after)), shown))
 

@@ -154,8 +154,10 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
     if collective == "reduce_scatter" or max(map(len, nodes)) == 2:
         # Bandwidth binds: what one node passes on in one stream costs it less than several, and goes at once.
         return Choice("ring")
+    # Pieces smaller than what a few messages cost gain nothing, and make schedules long.
+    chunks = min(4, max(1, size // len(nodes) // _SMALL_BLOCK))
     # With more ranks a node, a flat ring carries noticeably more over its link.
-    return Choice("hierarchical_ring_direct", 4)
+    return Choice("hierarchical_ring_direct", chunks)
 
 
 def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:

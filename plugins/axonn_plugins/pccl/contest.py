@@ -20,6 +20,8 @@ _ROUNDS = 3  # two where calls are not quick
 _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where calls are not quick
 _FAR = 4.0  # times the best: not tried at the next size, as places seldom change from far off
 _QUICK = 0.01  # seconds of the first call
+_MANY = 512  # ranks beyond which ways in which each has to do with all others are not tried
+_TO_ALL = ("direct", "ring", "hierarchical_direct_direct")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
     if collective == "all_reduce" and size <= _CHUNKED:
         few_steps = [Choice("led_doubling"), Choice("tiny")][len(nodes) == 1 :]
         found = few_steps + found if size <= _TINY else found + few_steps
+    if ranks > _MANY:
+        found = [choice for choice in found if choice.algorithm not in _TO_ALL]
     known = algorithms(collective, ranks)
     return [choice for choice in dict.fromkeys(found) if choice.algorithm in known]
 

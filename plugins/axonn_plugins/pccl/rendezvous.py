@@ -1,0 +1,148 @@
+"""How the members of a group find each other through a store: a key each, which rank 0 reads and puts together for all.
+
+So a rank makes a handful of requests however many members there are, and the store answers with one text that is the same
+for all. Links are made later, by those that need them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, overload
+
+from axonn_plugins.pccl.build import BuildError
+from axonn_plugins.pccl.links import Member
+
+_IDENTITY = 32  # hexadecimal digits
+
+
+class Members(Sequence[Member]):
+    """Members by their rank in the group, each read from its record when it is asked for.
+
+    Args:
+        records: what `Member.record` wrote.
+    """
+
+    def __init__(self, records: Sequence[str]) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, at: int) -> Member: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Member]: ...
+    def __getitem__(self, at: int | slice) -> Member | Sequence[Member]:
+        return Members(self._records[at]) if isinstance(at, slice) else Member.read(self._records[at])
+
+    def __iter__(self) -> Iterator[Member]:
+        return map(Member.read, self._records)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """All members of a group, by rank.
+
+    Attributes:
+        members: where they are; None where they make no links.
+        identities: of their processes, as `Member.identity`.
+        nodes: their nodes' names.
+        options: in words, those that must be the same.
+    """
+
+    members: Members | None
+    identities: list[str]
+    nodes: list[str]
+    options: list[str]
+
+
+def tell(store: Any, rank: int, member: Member | None, node: str, options: str) -> None:
+    """Put a member's own record into the store."""
+    given = {"member": member and member.record(), "identity": member and member.identity}
+    store.set(f"member{rank}", json.dumps(given | {"node": node, "options": options}))
+
+
+def tell_failure(store: Any, rank: int, error: Exception) -> None:
+    """Say to the others, who would wait, why a member cannot take part."""
+    for name in (f"member{rank}", *(["secret"] if rank == 0 else [])):
+        store.set(name, json.dumps({"error": str(error), "rank": rank}))
+
+
+def secret_of(store: Any, size: int) -> bytes:
+    """The secret by which a member proves itself to the others; the last that reads it takes it out of the store.
+
+    Raises:
+        BuildError: rank 0 has none, for it cannot take part.
+    """
+    secret = bytes.fromhex(_checked(json.loads(store.get("secret")))["secret"])
+    if store.add("read", 1) == size:
+        with suppress(RuntimeError):  # a store of the user's own may have no such call
+            store.delete_key("secret")
+    return secret
+
+
+def roll_of(store: Any, rank: int, size: int) -> Roll:
+    """All members, once each has told; rank 0 reads their records.
+
+    Raises:
+        BuildError: one cannot take part; the same on every rank.
+    """
+    if rank == 0:
+        store.set(
+            "roll",
+            _packed([json.loads(record) for record in store.multi_get([f"member{other}" for other in range(size)])]),
+        )
+    found = _checked(json.loads(zlib.decompress(store.get("roll"))))
+    names, options = found["names"], found["all options"]
+    identities = found["identities"]
+    return Roll(
+        Members(found["members"]) if identities else None,
+        [identities[at : at + _IDENTITY] for at in range(0, len(identities), _IDENTITY)],
+        [names[number] for number in found["nodes"]],
+        [options[number] for number in found["options"]],
+    )
+
+
+def reachable(roll: Roll, ranks: Sequence[int]) -> None:
+    """Refuse members that listen where only their own node reaches them, where there are several nodes.
+
+    Raises:
+        ValueError: names the first.
+    """
+    # Processes of one network may have several host names.
+    if roll.members is None or len({tuple(node.split()[-2:]) for node in set(roll.nodes)}) == 1:
+        return
+    for rank, member in zip(ranks, roll.members, strict=True):
+        hosts = [host for host, _ in member.addresses]
+        if all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
+            raise ValueError(
+                f"pccl: rank {rank} would listen at {' and '.join(hosts)}, where no other node reaches it; "
+                "name a network interface in AXONN_PCCL_INTERFACES, or give MASTER_ADDR as an address that other nodes use"
+            )
+
+
+def _packed(records: Sequence[dict[str, Any]]) -> bytes:
+    for record in records:
+        if "error" in record:
+            return zlib.compress(json.dumps(record).encode())
+    native = any(record["member"] is None for record in records)
+    made: dict[str, Any] = {
+        "members": [] if native else [record["member"] for record in records],
+        "identities": "" if native else "".join(record["identity"] for record in records),
+    }
+    for many, one, words in (("nodes", "node", "names"), ("options", "options", "all options")):
+        numbers: dict[str, int] = {}
+        made[many] = [numbers.setdefault(record[one], len(numbers)) for record in records]
+        made[words] = list(numbers)
+    return zlib.compress(json.dumps(made).encode(), 1)
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    if "error" in record:
+        raise BuildError(f"rank {record['rank']} of the group cannot use pccl: {record['error']}")
+    return record
