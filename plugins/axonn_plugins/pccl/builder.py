@@ -14,7 +14,7 @@ Place = tuple[Buffer, int]
 REUSE_FROM = 4
 """WORK slots are used anew only when there are so many: a ring then has room for messages on their way."""
 _WINDOW = 1024
-"""How far back an operation knows what those before it wait for: all the way would take memory by the square of a program."""
+"""Operations back to which one knows what those before it wait for: all the way would take memory by the square of a program."""
 _IN_WINDOW = (1 << _WINDOW) - 1
 
 

@@ -1,4 +1,4 @@
-"""How the members of a group find each other through a store: a key each, which rank 0 reads and puts together for all.
+"""The meeting of a group's members through a store: a key each, which rank 0 reads and puts together for all.
 
 So a rank makes a handful of requests however many members there are, and the store answers with one text that is the same
 for all. Links are made later, by those that need them.

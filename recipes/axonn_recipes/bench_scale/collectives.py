@@ -1,4 +1,4 @@
-"""What one of many ranks does for PCCL: the meeting of a group, schedules, the tuner."""
+"""The work of one of many ranks for PCCL: the meeting of a group, schedules, the tuner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Meeting:
         self.store.forget_counts()
 
     def __call__(self) -> object:
-        """What the rank does: tell, read, and find out who shares its node."""
+        """Tell, read, and find out who shares this rank's node."""
         rendezvous.tell(self.store, self.rank, member(self.rank), member(self.rank).node, "algorithm 'auto'")
         rendezvous.secret_of(self.store, self.ranks)
         roll = rendezvous.roll_of(self.store, self.rank, self.ranks)

@@ -11,7 +11,7 @@ LINEAR, QUADRATIC = 1.3, 1.5
 FLAT = 1.3
 """A cost that grows by less than this from the fewest ranks to the most is called flat."""
 SECONDS, BYTES = 5.0, 100 * 2**20
-"""What a cost that grows linearly may be at `AT` ranks."""
+"""The bar at `AT` ranks of a cost that grows linearly."""
 AT = 32768
 NOISE = 0.01
 """Of a bar: a cost that is less at `AT` ranks is within it however it seems to grow."""
@@ -38,7 +38,7 @@ class Growth:
 
     @property
     def word(self) -> str:
-        """What the growth is called."""
+        """The growth in a word."""
         if self.exponent == 0:
             return "flat"
         return f"p^{self.exponent:.2f}"

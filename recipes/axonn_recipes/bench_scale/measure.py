@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from axonn_plugins.observe.progress import say
 from axonn_plugins.pccl.contest import BUDGET
-from axonn_recipes.bench.rounds import say
 from axonn_recipes.bench_scale import collectives, saving, starting
 from axonn_recipes.bench_scale.growth import BYTES, SECONDS, Verdict, judge
 from axonn_recipes.bench_scale.standin import grid_of, one_of, places
@@ -28,7 +28,7 @@ FEW = 64
 SECONDS_UNIT, BYTES_UNIT, COUNT_UNIT = "s", "B", ""
 _BARS = {SECONDS_UNIT: SECONDS, BYTES_UNIT: float(BYTES), COUNT_UNIT: float(FEW)}
 Costs = Iterator[tuple[str, str, float]]
-"""What, unit, cost."""
+"""Name, unit, cost."""
 Cost = Callable[..., Costs]
 
 
@@ -130,7 +130,7 @@ def _of_pccl(cost: Cost, ranks: int, rank: int) -> Costs:
 
 
 def _of_metadata(cost: Cost, ranks: int) -> Costs:
-    """What is the same for all ranks, or rank 0's alone."""
+    """Costs that are the same for all ranks, or rank 0's alone."""
     grid = grid_of(ranks)
     yield from cost("automatic plan", lambda: starting.plan(Start(ranks, 0)))
     stored = saving.stored(grid)

@@ -24,7 +24,7 @@ _START = 600.0
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has seen.
+    """The findings of one rank.
 
     Attributes:
         met: seconds until its first group was there.
@@ -57,7 +57,7 @@ class Lost:
 
     @property
     def named(self) -> int:
-        """How many were told the rank's number."""
+        """The number of ranks that were told the lost rank's number."""
         return sum(re.search(rf"rank {self.lost}\b", rank.error) is not None for rank in self.ranks)
 
 

@@ -22,7 +22,7 @@ _AXES = {SECONDS_UNIT: "seconds of a core", BYTES_UNIT: "bytes", COUNT_UNIT: "re
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Run):
-    """What a rank of thousands does at start, each cost with its growth, without the machine.
+    """The start of a rank among thousands, each cost with its growth, without the machine.
 
     Attributes:
         ranks: numbers of ranks, with commas: powers of two from 64.

@@ -1,4 +1,4 @@
-"""What one of many ranks does for a checkpoint: its plan, what rank 0 puts together, and a resuming rank's plan."""
+"""The work of one of many ranks for a checkpoint: its plan, rank 0's for all, and a resuming rank's plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from axonn_tp.checkpoint.state import Shards, model_state
 from axonn_tp.grid.layout import Layout
 
 AGREEMENTS = 8
-"""How often the ranks agree in a save: that all have collected, begun, written and completed; and in a load."""
+"""Agreements of the ranks in a save: that all have collected, begun, written and completed; and in a load."""
 _SHAPE = (1024, 4096)
 
 
@@ -55,7 +55,7 @@ def weight(grid: Grid) -> Layout:
 
 
 def stored(grid: Grid) -> TensorStorageMetadata:
-    """What a checkpoint's metadata say of one weight: a chunk for each rectangle of each rank of x, y and z."""
+    """The metadata of one weight in a checkpoint: a chunk for each rectangle of each rank of x, y and z."""
     layout, chunks = weight(grid), []
     numel = layout.local_numel(grid)
     shard = Shard(torch.empty(numel, device="meta"), layout)

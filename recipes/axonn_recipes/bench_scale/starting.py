@@ -1,4 +1,4 @@
-"""What one of many ranks does before its first step: mesh, plan, split, engine; and the ledger of a step."""
+"""The work of one of many ranks before its first step: mesh, plan, split, engine; and the ledger of a step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def llama() -> Llama:
 
 @dataclass
 class Start:
-    """What one rank has made so far; a part that is measured makes it anew.
+    """The things that one rank has made so far; a part that is measured makes it anew.
 
     Attributes:
         ranks: of the job.
