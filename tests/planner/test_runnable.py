@@ -104,8 +104,8 @@ def test_any_answer_is_a_configuration_that_is_taken(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"])
 def test_what_shares_samples_is_a_configuration_that_is_taken(name):
-    """Beside stages, experts and TED ranks share none, which the block would refuse."""
-    shared = 0
+    """Also beside stages and experts."""
+    shared, beside = 0, 0
     on = replace(machine.load("h100"), memory=1e15)
     for gpus, batch, setting in ((16, 2, Setting()), (64, 4, Setting(sparsity=0.5, offload=True))):
         for strategy in ("axonn", "1d"):
@@ -117,7 +117,8 @@ def test_what_shares_samples_is_a_configuration_that_is_taken(name):
                 compose.check(block)
                 check(raw, Grid(split.gx, split.gy, split.gz, split.gdata, split.sequence))
                 shared += split.sequence > 1
-    assert (shared > 0) == (name == "llama3-8b")
+                beside += split.sequence > 1 and (block.pipeline is not None or block.ted is not None)
+    assert shared and beside
 
 
 def test_what_nobody_runs_is_said():
@@ -144,6 +145,8 @@ DEEPSPEED = {
     "samo of sequences, offloaded": ("axonn", {"gz": 4, "sequence": 2}, {"sparsity": 0.5, "offload": True}),
     "pccl, recomputed": ("axonn", {"gz": 2, "gdata": 2}, {"recompute": True, "keep_gathered": True}),
     "experts": ("axonn", {"gx": 2, "gdata": 2}, {}),
+    "sequences with experts": ("axonn", {"gz": 2, "gdata": 2, "sequence": 2}, {}),
+    "sequences in stages": ("axonn", {"gz": 2, "stages": 2, "sequence": 2, "m": 2}, {}),
     "1d": ("1d", {"n1": 4, "bm": 4}, {}),
     "stages of 1d": ("1d", {"n1": 2, "np": 2, "bm": 2}, {"recompute": True}),
     "stages": ("axonn", {"gz": 2, "stages": 2, "m": 2}, {}),
@@ -178,13 +181,13 @@ def _steps():
     found = {}
     for name, (strategy, fixed, setting) in DEEPSPEED.items():
         collectives = "pccl" if name.startswith("pccl") else "native"
-        made = started(MIXTURE if name == "experts" else TINY, 4, 8, strategy, fixed, collectives, **setting)
+        made = started(MIXTURE if "experts" in name else TINY, 4, 8, strategy, fixed, collectives, **setting)
         raw = made.ds_config
         assert raw is not None and name.startswith("pccl") == ("pccl" in raw["axonn"])
         torch.manual_seed(1)
         sizes = GPTConfig(vocabulary=64, context=8, layers=2, heads=8, hidden=256)
         gpt = GPT(sizes)
-        if name == "experts":
+        if "experts" in name:
             assert any("num_experts=4, ep_size=2, k=2" in note for note in made.notes)
             gpt = MoEGPT(sizes, lambda hidden, expert: MoE(hidden, expert, num_experts=4, ep_size=2, k=2))
         staged = "pipeline" in raw["axonn"]
@@ -214,6 +217,9 @@ MEGATRON = {
     "grid": (2, TINY, 2, "axonn", {"gx": 2}, {"recompute": True}),
     "1d": (2, LLAMA, 4, "1d", {"np": 2}, {}),
     "samo": (2, TINY, 2, "axonn", {"gz": 2}, {"sparsity": 0.5}),
+    "experts": (4, MIXTURE, 4, "axonn", {"gx": 2, "gdata": 2}, {}),
+    "sequences with experts": (4, MIXTURE, 2, "axonn", {"gz": 2, "gdata": 2, "sequence": 2}, {}),
+    "sequences in stages": (4, TINY, 2, "axonn", {"gz": 2, "stages": 2, "sequence": 2, "m": 2}, {}),
 }
 
 
@@ -235,6 +241,7 @@ PARSED = {
     "qwen3-30b-a3b": ("1d", 64, {"n1": 2, "np": 4}, {"interleave": 2}),
     "gpt3-xl": ("1d", 16, {"n1": 2, "nd": 8}, {"experts": 16}),
     "mistral-7b": ("2d", 16, {"n1": 2, "n2": 4, "nd": 2}, {}),
+    "deepseek-v3": ("axonn", 256, {"gx": 2, "gz": 4, "gdata": 8, "stages": 4, "sequence": 2}, {"recompute": True}),
 }
 _PARSE = """
 import json, os, sys
@@ -276,6 +283,7 @@ def test_megatron_parses_what_is_for_gpus():
     assert found["qwen3-30b-a3b"][1:3] == [128, [1] * 48] and found["qwen3-30b-a3b"][3] == 8
     assert found["gpt3-xl"][1:] == [16, [0, 1] * 12, 8, 1]
     assert found["mistral-7b"][0] == [2, 1, 2] and found["mistral-7b"][4] == 4
+    assert found["deepseek-v3"][3:] == [8, 2]
 
 
 def test_torchrun_starts_as_printed(tmp_path):

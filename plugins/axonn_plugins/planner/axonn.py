@@ -143,7 +143,7 @@ def grids(model: Model, gpus: int, batch: int | None = None) -> Grids:
 
 
 def staged(model: Transformer, gpus: int, batch: int, every: bool = False) -> Grids:
-    """Every number of stages that each have a layer, and every grid of the rest of the GPUs; with one, ranks of z may share samples.
+    """Every number of stages that each have a layer, and every grid of the rest of the GPUs, whose ranks of z may share samples.
 
     Args:
         model: what is trained.
@@ -152,9 +152,8 @@ def staged(model: Transformer, gpus: int, batch: int, every: bool = False) -> Gr
         every: with every number of ranks that share a sample; else the least with which samples suffice.
     """
     counts = [count for count in divisors(gpus) if count <= model.layers]
-    # Ranks share samples of attention, in one stage: pipelines, experts and mixers take whole ones.
-    alone = not (model.mixes or model.experts)
-    each = [_shared(model, grids(model, gpus // count), batch, every, alone and count == 1) for count in counts]
+    # Mixers take whole samples.
+    each = [_shared(model, grids(model, gpus // count), batch, every, not model.mixes) for count in counts]
     gx, gy, gz, gdata = (np.concatenate(several) for several in zip(*(one.axes for one in each), strict=True))
     stages = np.repeat(np.array(counts, np.int64), [len(one) for one in each])
     return Grids(gx, gy, gz, gdata, stages, np.concatenate([one.sequence for one in each]))

@@ -144,11 +144,6 @@ def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, s
     whole = len(found) == 3
     sequence = 1 if given.tensor_parallel is None else given.tensor_parallel.sequence
     shared = {"sequence": sequence} if sequence > 1 else {}
-    if shared and stages > 1:
-        raise ConfigError(
-            "axonn.tensor_parallel.gz.sequence beside stages trains, but the planner's model of samples that ranks share is of one stage; leave "
-            "--fix stages or gz.sequence out"
-        )
     return {**found, **({"gdata": gpus // product} if whole else {}), **shared, **staged}
 
 

@@ -6,7 +6,7 @@ import json
 import math
 
 from axonn_plugins.planner.answer import Question
-from axonn_plugins.planner.experts import mixture
+from axonn_plugins.planner.experts import Mixture, mixture
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.schedules import SCHEDULES
 from axonn_plugins.planner.search import AnyPlan
@@ -33,21 +33,22 @@ def refused(question: Question, plan: AnyPlan, split: Split) -> str:
     if model.mixes:
         return "pretrain_gpt.py has attention in every layer, and this model has not"
     ours = _ours(question, plan)
-    experts = mixture(model, question.setting.experts) is not None
-    if experts and question.machine.device == "cpu":
+    experts = mixture(model, question.setting.experts)
+    states = question.setting.sparsity or question.setting.offload
+    if experts is not None and question.machine.device == "cpu" and not ours:
         return "its router of experts runs with transformer-engine only, which is for GPUs"
-    if ours and experts:
-        return "on a grid its MoE layers own the dispatch of tokens; TED is for DeepSpeed, and --strategy 1d for Megatron's own experts"
+    if experts is not None and states:
+        return "beside experts --axonn-samo and --axonn-offload-optimizer are refused; DeepSpeed takes all three"
+    if ours and experts is not None and (among := _spread(experts, split)) % split.gz and split.gz % among:
+        return f"experts go to {among} ranks, which are neither a divisor nor a multiple of gz = {split.gz}"
     if ours and question.setting.fp8:
         return "on a grid products in 8 bits have never run on a GPU; --strategy 1d is Megatron's own with transformer-engine"
-    if ours and split.sequence > 1:
-        return "on a grid its layers take whole samples; --strategy 2d is Megatron's own context parallelism"
-    if split.sequence > 1 and question.machine.device == "cpu":
+    if split.sequence > 1 and states:
+        return "beside samples that ranks share --axonn-samo and --axonn-offload-optimizer are refused; DeepSpeed takes all three"
+    if split.sequence > 1 and question.machine.device == "cpu" and not ours:
         return "its context parallelism runs with transformer-engine only, which is for GPUs"
     if split.sequence > 1 and model.sequence % (2 * split.sequence):
         return f"its context parallelism of {split.sequence} cuts samples of {model.sequence} into {2 * split.sequence} equal parts"
-    if ours and model.latent:
-        return "on a grid multi-latent attention makes shares that it does not know; --strategy 1d is Megatron's own"
     if split.stages > 1 and question.setting.schedule != "1f1b":
         return f"it has no zero-bubble schedule; {by_torch(question)}"
     if model.kv % split.gx and split.gx % model.kv:
@@ -134,9 +135,14 @@ def _experts(model: Transformer, teds: int, split: Split) -> list[str]:
             **shared,
             "--moe-layer-freq": pattern,
             "--moe-token-dispatcher-type": "alltoall",
-            "--expert-model-parallel-size": math.gcd(found.experts, split.gdata),
+            "--expert-model-parallel-size": _spread(found, split),
         }
     )
+
+
+def _spread(experts: Mixture, split: Split) -> int:
+    """Ranks with different experts."""
+    return math.gcd(experts.experts, split.gdata)
 
 
 def _ours(question: Question, plan: AnyPlan) -> bool:
@@ -148,14 +154,15 @@ def _parallel(question: Question, plan: AnyPlan, split: Split) -> list[str]:
     """Who splits the layers, and our systems."""
     model, cpu = question.model, question.machine.device == "cpu"
     assert isinstance(model, Transformer)
+    context = ["--context-parallel-size", str(split.sequence)] if split.sequence > 1 else []
     if not _ours(question, plan):
         # Norms of its local layers, without which nothing runs on a CPU, know no split positions.
         together = ["--sequence-parallel"] if split.gx > 1 and not cpu else []
-        context = ["--context-parallel-size", str(split.sequence)] if split.sequence > 1 else []
         return ["--tensor-model-parallel-size", str(split.gx), *together, *context]
     found = ["--tensor-model-parallel-impl=axonn3d"]
     found += _words({f"--axonn-{axis}": getattr(split, axis) for axis in ("gx", "gy", "gz")})
-    if model.sequence % split.gx:  # which would split tokens
+    found += context
+    if model.sequence // split.sequence % split.gx:  # which would split tokens
         found += ["--axonn-layout", "replicated"]
     if question.setting.sparsity:
         found += ["--axonn-samo", json.dumps({"sparsity": question.setting.sparsity})]

@@ -194,9 +194,9 @@ def _samples(question: Question) -> str:
     text, model = f"gz·gdata a batch of {question.batch}", question.model
     if question.mode != "calibrated" or not isinstance(model, Transformer):
         return text
-    if model.mixes or model.experts:
-        return f"{text} (ranks share no sample of a model with experts or mixers on a grid)"
-    return f"{text} (or gz·gdata/sequence in one stage, whose ranks share samples of {model.sequence} positions)"
+    if model.mixes:
+        return f"{text} (ranks share no sample of a model with mixers on a grid)"
+    return f"{text} (or gz·gdata/sequence, whose ranks share samples of {model.sequence} positions)"
 
 
 def _stages(question: Question) -> str:
