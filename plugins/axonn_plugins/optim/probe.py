@@ -128,7 +128,7 @@ def examine(
     if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=0) for whole in results[2:])):
         raise ValueError(
             f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
-            "in tiles; use an optimizer such as Adam, AdamW or SGD, or leave tile_size out"
+            'in tiles; use an optimizer such as Adam, AdamW or SGD, or, where ted alone cuts its step, "tile_size": null there'
         )
     one = results[0].nbytes
     first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
