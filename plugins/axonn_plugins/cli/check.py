@@ -163,11 +163,10 @@ def verdict(raw: dict[str, Any], ranks: int) -> tuple[list[str], Any, Any]:
             unit, _ = config_hook.configure(SimpleNamespace(), raw, None)
             rest = {key: value for key, value in raw.items() if key != "axonn" and key not in _BATCH}
             config_hook.step_aside()
-            DeepSpeedConfig({**rest, "train_batch_size": 1})
-    except ConfigError:
-        raise
-    except Exception as error:  # what DeepSpeed raises on a value that it cannot use is of many kinds
-        raise ConfigError(f"DeepSpeed refuses it: {_words(error)}") from None
+            try:
+                DeepSpeedConfig({**rest, "train_batch_size": 1})
+            except Exception as error:  # what DeepSpeed raises on a value that it cannot use is of many kinds
+                raise ConfigError(f"DeepSpeed refuses it: {_words(error)}") from None
     finally:
         os.environ.pop("WORLD_SIZE", None) if before is None else os.environ.update(WORLD_SIZE=before)
     keys = ", ".join(sorted(_keys(block))) or "none"

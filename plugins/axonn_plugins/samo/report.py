@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import samo
+from axonn_plugins.observe.files import put
 
 
 def kept_by_all(
@@ -60,9 +61,7 @@ def write(file: str, step: int, rows: Mapping[str, Mapping[str, Any]]) -> None:
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text(json.dumps({"step": step, "pruned": whole, "parameters": rows}, indent=2) + "\n")
-        unfinished.replace(path)
+        put(path, json.dumps({"step": step, "pruned": whole, "parameters": rows}, indent=2) + "\n")
     except OSError as error:
         raise ValueError(
             f'report = "{file}" cannot be written ({error}); give a file in a folder that rank 0 may write to'

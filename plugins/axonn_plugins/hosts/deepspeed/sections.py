@@ -18,29 +18,9 @@ Refusal = tuple[bool, str]
 
 
 _OBJECTS = (
-    *(
-        "optimizer",
-        "scheduler",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "amp",
-        "data_types",
-        "zero_optimization",
-        "aio",
-        "autotuning",
-    ),
-    *(
-        "activation_checkpointing",
-        "checkpoint",
-        "flops_profiler",
-        "sparse_attention",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-    ),
-    *("comms_logger", "elasticity", "compression_training", "data_efficiency", "curriculum_learning", "pipeline"),
-)
+    "optimizer scheduler fp16 bf16 bfloat16 amp data_types zero_optimization aio autotuning activation_checkpointing checkpoint flops_profiler "
+    "sparse_attention tensorboard wandb csv_monitor comms_logger elasticity compression_training data_efficiency curriculum_learning pipeline"
+).split()
 """Keys of DeepSpeed's whose values are objects."""
 
 
