@@ -22,6 +22,7 @@ from torch import Tensor, nn  # noqa: E402
 import samo  # noqa: E402
 from axonn_plugins.goldfish import goldfish_labels  # noqa: E402
 from tests import groups  # noqa: E402
+from tests.distributed import BACKEND  # noqa: E402
 
 STEPS, ACCUMULATION, WORDS, WIDTH, HEADS, TOKENS, EXPERTS = 3, 2, 24, 16, 4, 6, 4
 SAMPLES = 8
@@ -233,7 +234,7 @@ def ready(staged: bool) -> None:
         groups.reuse()
     type(get_accelerator()).is_fp16_supported = lambda self: True
     axonn_plugins.activate()
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(BACKEND)
 
 
 def config(case: Case, readers: int) -> dict[str, Any]:

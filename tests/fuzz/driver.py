@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import RankFailed, launch
 from axonn_tp import Mesh
+from tests.distributed import BACKEND, compiled
 from tests.fuzz.cases import Case, case, run
 
 WORLDS = (4, 6, 8)
@@ -83,6 +84,7 @@ def _run_chunk(cases: Sequence[Case], world: int, seconds: float, told: dict[int
             file = Path(folder, "told")
             file.touch()
             try:
+                compiled()
                 launch(_on_rank, world, left, file, seconds)
             except RankFailed as error:
                 last = str(error).strip().splitlines()[-1]
@@ -97,7 +99,7 @@ def _run_chunk(cases: Sequence[Case], world: int, seconds: float, told: dict[int
 def _on_rank(cases: Sequence[Case], file: Path, seconds: float) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the rank wherever it waits
-    dist.init_process_group("gloo")
+    dist.init_process_group(BACKEND)
     mesh: Mesh | None = None
     for one in cases:
         signal.setitimer(signal.ITIMER_REAL, seconds)

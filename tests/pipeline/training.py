@@ -20,6 +20,7 @@ from torch import Tensor, nn  # noqa: E402
 import samo  # noqa: E402
 from axonn_tp import layout_of  # noqa: E402
 from axonn_tp.comm.collectives import whole_parameter  # noqa: E402
+from tests.distributed import BACKEND  # noqa: E402
 
 STEPS, MICROBATCH, WIDTH, TOKENS, WORDS = 3, 2, 8, 5, 11
 Spec = LayerSpec | Callable[[Any], Any]
@@ -165,7 +166,7 @@ def ready() -> None:
     """Prepare a rank."""
     # Else it is compiled, for inference alone, and longer than all else here takes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(BACKEND)
     # DeepSpeed looks for instructions that this processor need not have; torch computes in fp16 without.
     type(get_accelerator()).is_fp16_supported = lambda self: True
 

@@ -12,7 +12,7 @@ from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, S
 from ted_moe import Topology
 from ted_moe.dropless import plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate
-from tests.distributed import run_ranks
+from tests.distributed import BACKEND, run_ranks
 from tests.matrix import thorough
 from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
 
@@ -79,7 +79,7 @@ def counted():
 def checkpointed():
     """Collectives of a checkpointed layer, stashed and not, and whether all gradients are the same."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(BACKEND)
     deepspeed.checkpointing.configure(None)
     groups = groups_of(Topology(4, 2, 2))
     layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 2, k=2, groups=groups, dropless=True)

@@ -10,7 +10,7 @@ import ted_moe
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, data_tokens, groups_of
 from ted_moe import Topology
-from tests.distributed import run_ranks
+from tests.distributed import BACKEND, run_ranks
 from tests.matrix import thorough
 from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
 
@@ -89,7 +89,7 @@ def counted():
 def checkpointed():
     """Losses, gradients and collectives with every form of checkpoint, stashed and not."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(BACKEND)
     deepspeed.checkpointing.configure(None)
     groups = groups_of(Topology(4, 2, 2))
     found = {}

@@ -14,7 +14,7 @@ import ted_moe
 from axonn_plugins.config import Ted
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, sync_gradients
 from tests.axonn_tp.families import in_float64
-from tests.distributed import run_ranks
+from tests.distributed import BACKEND, run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -107,7 +107,7 @@ def every() -> dict[str, tuple[float, float]]:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(BACKEND)
     with in_float64():
         return {f"{name}, {grid}": compared(grid, name) for grid in GRIDS for name in GATES}
 

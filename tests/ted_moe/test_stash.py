@@ -12,7 +12,7 @@ import ted_moe
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
 from ted_moe import Stashing, Topology
-from tests.distributed import run_ranks
+from tests.distributed import BACKEND, run_ranks
 from tests.ted_moe.stock import CHECKPOINTS
 
 LAYERS = 3
@@ -44,7 +44,7 @@ class Nest:
 
 def nested():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(BACKEND)
     deepspeed.checkpointing.configure(None)
     groups = groups_of(Topology(4, 2, 2))
     torch.manual_seed(0)
