@@ -21,7 +21,7 @@ _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where 
 _FAR = 4.0  # times the best: not tried at the next size, as places seldom change from far off
 _QUICK = 0.01  # seconds of the first call
 _MANY = 512  # ranks beyond which ways in which each has to do with all others are not tried
-_SMALL_PIECE = 2**12  # bytes of a node's block, beyond so many ranks: cut finer it gains nothing, and makes schedules long
+_SMALL_PIECE = 2**12  # bytes of a node's block; with more ranks, finer cuts gain nothing and make schedules long
 _TO_ALL = ("direct", "ring", "hierarchical_direct_direct")
 
 
