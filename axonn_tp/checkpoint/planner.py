@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,11 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan([item for name, shard in self.state_dict.items() for item in self._items(name, shard)])
         return self.plan
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:  # noqa: D102
+        plans, metadata = super().create_global_plan(all_plans)
+        share_chunks(metadata)
+        return plans, metadata
+
     def _items(self, name: str, shard: Shard) -> Iterator[WriteItem]:
         tensor = shard.tensor
         flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
@@ -136,6 +141,7 @@ class RegionLoadPlanner(LoadPlanner):
     def __init__(self, place: Place) -> None:
         self.place = place
         self._views: dict[MetadataIndex, Tensor] = {}
+        self._found: dict[tuple[int, tuple[tuple[tuple[int, ...], ...], ...]], list[ReadItem]] = {}
 
     def set_up_planner(  # noqa: D102
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -154,7 +160,12 @@ class RegionLoadPlanner(LoadPlanner):
             self._views[MetadataIndex(name, region.offsets)] = region.view(flat)
         stored = self.metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
-        return create_read_items_for_chunk_list(name, stored, [chunk_of(region) for region in found])
+        # What stands in one list for many tensors is gone through once.
+        key = id(stored.chunks), tuple((region.offsets, region.sizes) for region in found)
+        if key in self._found:
+            return [_renamed(item, name) for item in self._found[key]]
+        self._found[key] = create_read_items_for_chunk_list(name, stored, [chunk_of(region) for region in found])
+        return self._found[key]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:  # noqa: D102
         return global_plan
@@ -173,6 +184,25 @@ class RegionLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing to do: `resolve_tensor` gave the shard's own memory."""
+
+
+def share_chunks(metadata: Metadata) -> None:
+    """Tensors that are cut alike get one list of their chunks, by offsets, which then stands once in the file."""
+    known: dict[tuple[tuple[tuple[int, ...], ...], ...], list[ChunkStorageMetadata]] = {}
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            chunks = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
+            stored.chunks = known.setdefault(tuple((chunk.offsets, chunk.sizes) for chunk in chunks), chunks)
+
+
+def _renamed(item: ReadItem, name: str) -> ReadItem:
+    """The same of another tensor."""
+    dest, place = item.dest_index, item.storage_index
+    return replace(
+        item,
+        dest_index=MetadataIndex(name, dest.offset, dest.index),
+        storage_index=MetadataIndex(name, place.offset, place.index),
+    )
 
 
 def chunk_of(region: Region) -> ChunkStorageMetadata:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorProperties, TensorStorageMetadata
 
 from axonn_tp import Grid, Layout, factorisations
+from axonn_tp.checkpoint.planner import Place, RegionLoadPlanner, Shard, chunk_of, share_chunks
 from axonn_tp.grid.regions import Region, regions
 
 LAYOUTS = [
@@ -98,3 +103,40 @@ def test_pieces(limit: int) -> None:
             assert math.prod(piece.sizes) <= limit
             place(piece, found).add_(piece.view(full.flatten()))
     assert torch.equal(found, full)
+
+
+def stored(names: dict[str, Layout], grid: Grid) -> Metadata:
+    """A checkpoint's metadata, each tensor's chunks in an order of its own."""
+    lot = random.Random(5)
+    kinds: dict[str, STORAGE_TYPES] = {}
+    for name, layout in names.items():
+        chunks = [chunk_of(one) for at in holders(layout, grid) for one in regions(layout, grid, at)]
+        kinds[name] = TensorStorageMetadata(
+            TensorProperties(), torch.Size(layout.serial_shape), lot.sample(chunks, len(chunks))
+        )
+    return Metadata(kinds)
+
+
+def reads(names: dict[str, Layout], metadata: Metadata, place: Place) -> Sequence[tuple]:
+    planner = RegionLoadPlanner(place)
+    shards = {name: Shard(torch.empty(layout.local_numel(place.grid)), layout) for name, layout in names.items()}
+    planner.set_up_planner(shards, metadata)
+    items = planner.create_local_plan().items
+    found = [
+        (item.dest_index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths) for item in items
+    ]
+    assert all(planner.resolve_tensor(item).shape == item.lengths for item in items)
+    return sorted(found, key=repr)
+
+
+def test_tensors_cut_alike_share_their_chunks_and_are_read_as_before() -> None:
+    names = {f"{number}.{copy}": layout for number, layout in enumerate(LAYOUTS[3:-1]) for copy in range(9)}
+    before = stored(names, Grid(2, 2, 4))
+    shared = copy.deepcopy(before)
+    share_chunks(shared)
+    for here in (Grid(), Grid(2, 1, 2), Grid(1, 2, 2, 2), Grid(4, 2, 1)):
+        for rank in {0, here.world // 2, here.world - 1}:
+            place = Place(here, here.coordinates(rank))
+            assert reads(names, shared, place) == reads(names, before, place)
+    assert len({id(kind.chunks) for kind in shared.state_dict_metadata.values()}) <= len(LAYOUTS)  # type: ignore[union-attr]
+    assert len(pickle.dumps(shared)) < len(pickle.dumps(before)) / 4

@@ -72,6 +72,32 @@ def linked(fabric: Fabric, member: Member) -> bool:
     return bool(fabric.core.linked(fabric.number(member.identity)))
 
 
+def watched_twice() -> set[str]:
+    """Sockets of which two of this process' epolls tell."""
+    sockets, watched = set(), []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            if target.startswith("socket:"):
+                sockets.add(target[8:-1])
+            elif "eventpoll" in target:
+                lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
+                nodes = (line.split("ino:")[1].split()[0] for line in lines if line.startswith("tfd"))
+                watched += [str(int(node, 16)) for node in nodes]
+    return {node for node in sockets if watched.count(node) > 1}
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_link_wakes_the_engine_alone(pair: Pair, near: bool) -> None:
+    """Who let it in would wake with every message, and until that is read."""
+    one, other, _, group = pair
+    one.connect(group, other.member if near else far(other.member), 5)
+    until = time.monotonic() + 5
+    while watched_twice() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not watched_twice()
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_members_meet(pair: Pair, near: bool) -> None:
     one, other, _, group = pair

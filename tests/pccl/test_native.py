@@ -65,6 +65,14 @@ def test_places_on_the_board_are_free_again_after_failures(programs: Path) -> No
     assert "given back" in _run(programs / "places")
 
 
+def test_a_rank_lost_among_many_is_named_to_all_after_few_questions(programs: Path) -> None:
+    told = _run(programs / "inquiry", 48, 3)
+    for of in ("an all-to-all", "a ring"):
+        # 15 times in the call's time, 8 who are likely and 8 others of those that it waits for.
+        assert int(told.split(f" questions of {of}")[0].split()[-1]) <= 15 * 16, told
+    assert "47 of 47 named it" in told
+
+
 def test_no_frame_crashes_the_engine(programs: Path) -> None:
     frames = 20_000 if programs.name.startswith("thread") else 50_000
     told = _run(programs / "fuzz", frames, 1)

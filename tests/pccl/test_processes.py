@@ -6,10 +6,8 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,25 +134,3 @@ def test_what_fails_in_the_engine_is_raised_to_the_caller() -> None:
     finally:
         del os.environ["AXONN_PCCL_ALGORITHM"]
     assert all("rank 1: the engine failed: std::bad_alloc" in text for text in texts), texts
-
-
-def _work_of_other_threads() -> float:
-    rank, _ = join(timeout=60)
-    data = torch.ones(8)
-    dist.all_reduce(data)
-    before = _processor_seconds()
-    for _ in range(100):
-        time.sleep(0.002 if rank == 0 else 0)  # the others sleep until its message wakes them
-        dist.all_reduce(data)
-    return _processor_seconds() - before
-
-
-def _processor_seconds() -> float:
-    """What threads of this process other than the calling one have run for."""
-    threads = set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}
-    return sum(int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) for thread in threads) / 1e9
-
-
-def test_a_message_wakes_who_waits_for_it_alone() -> None:
-    """Not the thread that answers handshakes, though it once read the link's socket: it would turn until the message is read."""
-    assert max(launch(_work_of_other_threads, 3)) < 0.005

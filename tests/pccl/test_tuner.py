@@ -123,6 +123,14 @@ def test_all_that_may_be_chosen_exists(nodes: tuple[tuple[int, ...], ...]) -> No
         assert all(choice.algorithm in known for choice in found)
 
 
+def test_thousands_of_ranks_do_not_cut_blocks_fine() -> None:
+    """Of 64 nodes' blocks pieces of 32 KiB are tried, as ever; of 1,024 no less than 4 KiB, which are half a block."""
+    for count, most in ((64, 4), (1024, 2), (4096, 1)):
+        nodes = [range(8 * node, 8 * node + 8) for node in range(count)]
+        for collective in COLLECTIVES:
+            assert max(choice.chunks for choice in candidates(collective, SIZES[-1], nodes)) == most
+
+
 NODES = tuple((2 * node, 2 * node + 1) for node in range(4))
 Cost = Callable[[Trial], float]
 

@@ -244,10 +244,7 @@ class Planner:
         options = {"root": root} if collective == "broadcast" else {}
         program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
         self.meet(receivers(program), f"{collective} of {size} bytes", call)
-        flat = flatten(program)
-        digest = zlib.crc32(repr((choice, root)).encode())
-        sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])
-        return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"])
+        return for_engine(program, zlib.crc32(repr((choice, root)).encode()))
 
     def meet(self, peers: Sequence[int], what: str, call: int = 0) -> None:
         """Make the links to the group's ranks `peers` that are not there.
@@ -302,6 +299,18 @@ class Planner:
 
     def _give_up(self, why: str) -> None:
         self.fabric.core.give_up(self._key, why)
+
+
+def for_engine(program: Program, digest: int) -> Any:
+    """The engine's form of a program.
+
+    Args:
+        program: a rank's.
+        digest: of what must be the same on all ranks.
+    """
+    flat = flatten(program)
+    sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])
+    return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"])
 
 
 def receivers(program: Program) -> list[int]:

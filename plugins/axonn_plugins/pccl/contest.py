@@ -21,6 +21,7 @@ _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where 
 _FAR = 4.0  # times the best: not tried at the next size, as places seldom change from far off
 _QUICK = 0.01  # seconds of the first call
 _MANY = 512  # ranks beyond which ways in which each has to do with all others are not tried
+_SMALL_PIECE = 2**12  # bytes of a node's block; with more ranks, finer cuts gain nothing and make schedules long
 _TO_ALL = ("direct", "ring", "hierarchical_direct_direct")
 
 
@@ -59,7 +60,8 @@ def candidates(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> li
         few_steps = [Choice("led_doubling"), Choice("tiny")][len(nodes) == 1 :]
         found = few_steps + found if size <= _TINY else found + few_steps
     if ranks > _MANY:
-        found = [choice for choice in found if choice.algorithm not in _TO_ALL]
+        most = size // len(nodes) // _SMALL_PIECE
+        found = [choice for choice in found if choice.algorithm not in _TO_ALL and choice.chunks <= max(1, most)]
     known = algorithms(collective, ranks)
     return [choice for choice in dict.fromkeys(found) if choice.algorithm in known]
 

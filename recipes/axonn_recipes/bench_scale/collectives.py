@@ -8,11 +8,11 @@ import time
 
 from axonn_plugins.pccl import rendezvous
 from axonn_plugins.pccl.algorithms import algorithms
-from axonn_plugins.pccl.backend import receivers
+from axonn_plugins.pccl.backend import for_engine, receivers
 from axonn_plugins.pccl.choice import Choice, choose
 from axonn_plugins.pccl.contest import COLLECTIVES, contest
 from axonn_plugins.pccl.links import Member
-from axonn_plugins.pccl.program import Program, flatten
+from axonn_plugins.pccl.program import Program
 from axonn_plugins.pccl.vendor import nodes_of
 from axonn_recipes.bench_scale.standin import CountingStore
 
@@ -77,7 +77,7 @@ def chosen(ranks: int) -> list[tuple[str, Choice]]:
 
 def schedule(collective: str, choice: Choice, ranks: int, rank: int) -> object:
     """A rank's schedule in the engine's form."""
-    return flatten(program(collective, choice, ranks, rank))
+    return for_engine(program(collective, choice, ranks, rank), 0)
 
 
 def links(ranks: int, rank: int) -> int:

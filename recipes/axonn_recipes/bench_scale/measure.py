@@ -19,8 +19,6 @@ from axonn_recipes.bench_scale.growth import BYTES, SECONDS, Verdict, judge
 from axonn_recipes.bench_scale.standin import grid_of, one_of, places
 from axonn_recipes.bench_scale.starting import Start
 
-TENSORS = 2892
-"""Those of Llama 70B: 723 weights, each with a float32 copy and AdamW's two states."""
 TUNER = "pccl: tuner, once a cluster"
 """May take its budget."""
 FEW = 64
@@ -84,12 +82,12 @@ def _warm(cost: Cost) -> None:
     gc.freeze()  # the modules: collections are then quick
 
 
-def _cost(what: str, call: Callable[[], object], times: float = 1.0, memory: bool = True) -> Costs:
+def _cost(what: str, call: Callable[[], object], memory: bool = True) -> Costs:
     """Processor seconds of a call, and the most memory it held above what was there before, in a call of its own."""
     gc.collect()
     began = time.process_time()
     kept = call()
-    yield what, SECONDS_UNIT, (time.process_time() - began) * times
+    yield what, SECONDS_UNIT, (time.process_time() - began)
     del kept
     if not memory:
         return
@@ -98,7 +96,7 @@ def _cost(what: str, call: Callable[[], object], times: float = 1.0, memory: boo
     kept = call()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    yield what, BYTES_UNIT, most * times
+    yield what, BYTES_UNIT, most
     del kept
 
 
@@ -134,8 +132,9 @@ def _of_metadata(cost: Cost, ranks: int) -> Costs:
     grid = grid_of(ranks)
     yield from cost("automatic plan", lambda: starting.plan(Start(ranks, 0)))
     stored = saving.stored(grid)
-    yield "checkpoint's metadata, Llama 70B", BYTES_UNIT, len(pickle.dumps(stored)) * TENSORS
-    yield from cost("resume: own plan, Llama 70B", lambda: saving.resuming(grid, stored), TENSORS)
+    yield "checkpoint's metadata, Llama 70B: chunks", BYTES_UNIT, len(pickle.dumps(stored))
+    yield "checkpoint's metadata, Llama 70B: where in files", BYTES_UNIT, saving.places_in_files(stored)
+    yield from cost("resume: own plan, Llama 70B", lambda: saving.resuming(grid, stored))
     yield from cost(TUNER, lambda: collectives.tuner(ranks, 1))
 
 

@@ -32,6 +32,7 @@ class Rank:
         sockets: it had before its first call.
         after: those after an all-reduce.
         told: seconds from the timeout of the call in which one was missing until its error.
+        questions: it asked others in that call.
         error: the words of it.
     """
 
@@ -40,6 +41,7 @@ class Rank:
     sockets: int
     after: int
     told: float
+    questions: int
     error: str
 
 
@@ -73,7 +75,7 @@ def lose_one(processes: int) -> Lost:
 
 
 def _rank(lost: int, began: float) -> Rank | None:
-    from axonn_plugins.pccl import register
+    from axonn_plugins.pccl.backend import planner, register
 
     register()
     torch.set_num_threads(1)
@@ -89,15 +91,16 @@ def _rank(lost: int, began: float) -> Rank | None:
         store.set("scale lost", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
-    stopped, error, call = int(store.get("scale lost")), "", time.monotonic()
+    core = planner(group).fabric.core
+    stopped, error, call, before = int(store.get("scale lost")), "", time.monotonic(), core.questions()
     try:
         dist.all_reduce(torch.ones(1), group=group)
     except RuntimeError as failed:
         error = str(failed)
-    told = time.monotonic() - call - _TIMEOUT
+    told, questions = time.monotonic() - call - _TIMEOUT, core.questions() - before
     if store.add("scale told", 1) == dist.get_world_size() - 1:
         os.kill(stopped, signal.SIGCONT)
-    return Rank(met, processor, sockets, after, told, error)
+    return Rank(met, processor, sockets, after, told, questions, error)
 
 
 def _sockets() -> int:
@@ -122,6 +125,6 @@ def described(found: Lost) -> str:
         f"met after {span([rank.met for rank in ranks])} s, of which {span([rank.processor for rank in ranks])} s of a core each",
         f"sockets a rank before the first call {span([rank.sockets for rank in ranks])}, after an all-reduce {span([rank.after for rank in ranks])}",
         f"rank {found.lost} stopped: {found.named} of {len(ranks)} were told its number, {span([rank.told for rank in ranks])} s after the "
-        f"timeout of {_TIMEOUT:g} s",
+        f"timeout of {_TIMEOUT:g} s, after {span([rank.questions for rank in ranks])} questions each",
     ]
     return "\n".join(lines)

@@ -71,11 +71,44 @@ void round(std::mt19937_64& draw) {
     }
 }
 
+// The first send of the same, found by going back from each to what wrote a block of it.
+int32_t first_alike(const Program& program, int32_t index) {
+  const Op& op = program.ops[index];
+  for (int32_t before = index - 1; before >= 0; --before) {
+    const Op& other = program.ops[before];
+    if (other.kind == Kind::kSend && other.chunk == op.chunk && other.from == op.from) return first_alike(program, before);
+    if (other.kind == Kind::kSend || (other.chunk != op.chunk && other.chunk >= 0 && op.chunk >= 0)) continue;
+    for (const Span& to : other.to)
+      for (const Span& from : op.from)
+        if (to.block < from.block + from.count && from.block < to.block + to.count) return index;
+  }
+  return index;
+}
+
+void alike(std::mt19937_64& draw) {
+  Program program{4, 0, 3, 0, 7, {}};
+  for (int i = 0; i < 40; ++i) {
+    int32_t first = static_cast<int32_t>(draw() % 3), chunk = static_cast<int32_t>(draw() % 4) - 1;
+    std::vector<Span> spans{{Place::kOutput, first, first, static_cast<int32_t>(1 + draw() % 2)}};
+    if (draw() % 4) program.add({Kind::kSend, 1, chunk, 0, {}, spans, {}}, {});
+    else program.add({Kind::kReceive, 1, chunk, 0, spans, {}, {}}, {});
+  }
+  program.liken();
+  std::vector<int32_t> counts(program.ops.size());
+  for (int32_t i = 0; i < 40; ++i)
+    if (program.ops[i].kind == Kind::kSend) {
+      CHECK(program.ops[i].like == first_alike(program, i));
+      ++counts[program.ops[i].like];
+    }
+  for (int32_t i = 0; i < 40; ++i) CHECK(program.ops[i].alike == counts[i]);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   std::mt19937_64 draw(std::strtoull(arguments[2], nullptr, 10));
   int rounds = std::atoi(arguments[1]);
   for (int i = 0; i < rounds; ++i) round(draw);
+  for (int i = 0; i < rounds; ++i) alike(draw);
   std::printf("%d rounds\n", rounds);
 }

@@ -5,7 +5,7 @@ Section 6.2.1 of the dissertation, with its final shuffle and its wait between t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.algorithms.patterns import Pattern
@@ -13,6 +13,9 @@ from axonn_plugins.pccl.algorithms.phases import Blocks, gather, scatter
 from axonn_plugins.pccl.algorithms.tiny import all_sum
 from axonn_plugins.pccl.builder import Builder
 from axonn_plugins.pccl.program import Program
+
+MOST_GROUPS = 64
+"""Times that a node's ranks exchange a chunk in a phase; with more, its messages would be small and its schedule long."""
 
 
 class Lanes:
@@ -48,15 +51,15 @@ def hierarchical(
     """`inter` in every lane and `intra` in every node.
 
     With several chunks, what one step between nodes brought goes on within the node while the next step runs (and in a
-    reduce-scatter, what a step sends first is summed first); with one chunk it goes on at once at the end, in the
-    fewest messages.
+    reduce-scatter, what a step sends first is summed first), several steps together where there are more than
+    `MOST_GROUPS`; with one chunk it goes on at once at the end, in the fewest messages.
     """
     here = next(index for index, node in enumerate(nodes) if rank in node)
     node, lanes = nodes[here], Lanes(nodes)
     builder = Builder(collective, rank, size, chunks, near=node)
     groups = lanes.groups(here, inter)
-    if chunks == 1:
-        groups = [[tuple(block for group in groups for block in group[local]) for local in range(len(node))]]
+    together = len(groups) if chunks == 1 else -(-len(groups) // MOST_GROUPS)
+    groups = [_joined(groups[at : at + together]) for at in range(0, len(groups), together)]
     extra = lanes.extra(here) if collective != "all_reduce" else []
     if collective != "all_gather":
         for group in reversed(groups):
@@ -94,6 +97,11 @@ def hierarchical_doubling(collective: str, rank: int, size: int, nodes: Nodes, c
     gather(builder, node, parts, intra)
     builder.keep(range(size))
     return builder.finish()
+
+
+def _joined(groups: Sequence[Sequence[Blocks]]) -> list[Blocks]:
+    """Of each local rank all that the groups bring it."""
+    return [tuple(block for part in parts for block in part) for parts in zip(*groups, strict=True)]
 
 
 def _between(builder: Builder, lanes: Lanes, pattern: Pattern, phase: Callable[..., None]) -> None:

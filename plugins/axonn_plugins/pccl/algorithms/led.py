@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.algorithms.patterns import Pattern
 from axonn_plugins.pccl.algorithms.phases import gather, scatter
-from axonn_plugins.pccl.algorithms.tiny import all_sum
+from axonn_plugins.pccl.algorithms.tiny import all_sum, in_blocks
 from axonn_plugins.pccl.builder import Builder
 from axonn_plugins.pccl.program import Program
 
@@ -36,12 +36,12 @@ def led_doubling(collective: str, rank: int, size: int, nodes: Nodes, chunks: in
     """An all-reduce with the fewest latencies: between the nodes' first ranks recursive doubling of all data."""
     if collective != "all_reduce":
         raise ValueError(f'collective = "{collective}" has no such algorithm; use it for "all_reduce"')
-    builder, node, heads = _begin(collective, rank, size, nodes, chunks)
+    builder, node, heads = _begin(collective, rank, 1, nodes, chunks)
     _sum_up(builder, node)
-    all_sum(builder, heads, range(size))
+    all_sum(builder, heads, [0])
     _hand_out(builder, node)
-    builder.keep(range(size))
-    return builder.finish()
+    builder.keep([0])
+    return in_blocks(builder.finish(), size)
 
 
 def _begin(

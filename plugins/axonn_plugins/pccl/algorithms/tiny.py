@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.builder import Builder
-from axonn_plugins.pccl.program import Program
+from axonn_plugins.pccl.program import Program, Span
 
 
 def tiny(collective: str, rank: int, size: int, nodes: Nodes, chunks: int) -> Program:
@@ -18,10 +19,20 @@ def tiny(collective: str, rank: int, size: int, nodes: Nodes, chunks: int) -> Pr
     if collective != "all_reduce":
         raise ValueError(f'collective = "{collective}" has no such algorithm; use it for "all_reduce"')
     members = [member for node in nodes for member in node]
-    builder = Builder(collective, rank, size, chunks, near=next(node for node in nodes if rank in node))
-    all_sum(builder, members, range(size))
-    builder.keep(range(size))
-    return builder.finish()
+    builder = Builder(collective, rank, 1, chunks, near=next(node for node in nodes if rank in node))
+    all_sum(builder, members, [0])
+    builder.keep([0])
+    return in_blocks(builder.finish(), size)
+
+
+def in_blocks(program: Program, size: int) -> Program:
+    """The program in which all of `size` blocks move where the one block of `program` does."""
+
+    def cut(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        return tuple(Span(each.buffer, each.slot * size, 0, size) for each in spans)
+
+    ops = tuple(replace(op, dst=cut(op.dst), src=cut(op.src)) for op in program.ops)
+    return replace(program, size=size, work_slots=program.work_slots * size, ops=ops)
 
 
 def all_sum(builder: Builder, members: Sequence[int], blocks: Collection[int]) -> None:

@@ -19,12 +19,17 @@ class Writer {
   int32_t receive(int32_t peer, Spans to) { return add(Kind::kReceive, peer, std::move(to), {}, {}); }
   int32_t reduce(int32_t peer, Span to, Span from, const Ops& after) { return add(Kind::kReduce, peer, {to}, {from}, after); }
   int32_t copy(Span to, Span from) { return add(Kind::kCopy, -1, {to}, {from}, {}); }
-  ProgramPointer program() { return std::make_shared<Program>(std::move(made_)); }
+  ProgramPointer program() {
+    made_.liken();
+    return std::make_shared<Program>(std::move(made_));
+  }
 
-  // Tells all others that the messages so far have come, and hears it from them.
-  void agree(const Ops& come) {
-    for (int32_t peer : others()) send(peer, {}, come);
-    for (int32_t peer : others()) receive(peer, {});
+  // Is over when the messages so far have come at all ranks: log2 of them rounds, in which each tells what it has heard so far.
+  void agree(Ops come) {
+    for (int32_t distance = 1; distance < made_.size; distance *= 2) {
+      send((made_.rank + distance) % made_.size, {}, come);
+      come.push_back(receive((made_.rank + made_.size - distance) % made_.size, {}));
+    }
   }
   // The other ranks, each rank beginning with the next one: so not all send to the same one first.
   Ops others() const {
@@ -132,6 +137,7 @@ ProgramPointer point(int32_t size, int32_t rank, Kind kind, int32_t peer, uint32
   Op op{kind, peer, -1, tag, {}, {}, {}};
   (kind == Kind::kSend ? op.from : op.to) = std::move(place);
   made.add(std::move(op), {});
+  made.liken();
   return std::make_shared<Program>(std::move(made));
 }
 

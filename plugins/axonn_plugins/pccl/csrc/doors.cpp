@@ -153,7 +153,7 @@ void Doors::make_room() {
 void Doors::turn_away(uint64_t id) {
   auto stranger = strangers_.extract(id);
   for (int descriptor : stranger.mapped().handed) close(descriptor);
-  // Closing does not end the watch: a link's duplicate would keep it, and every message of the link would wake this thread.
+  // A link that was made of it has the same socket, of which epoll would go on to tell.
   epoll_ctl(epoll_, EPOLL_CTL_DEL, stranger.mapped().socket, nullptr);
   close_socket(stranger.mapped().socket);
 }

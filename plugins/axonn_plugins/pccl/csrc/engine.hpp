@@ -50,6 +50,7 @@ struct Run {
   size_t left = 0;
   std::map<int32_t, size_t> shown;  // places on the board, by the first op that sends what lies there
   bool advancing = false, over = false;
+  size_t inquiries = 0;
   std::chrono::duration<double> timeout;
   Clock::duration patience;
   Clock::time_point began, deadline, asks;  // when those that it waits for are asked
@@ -101,6 +102,8 @@ class Engine {
 
   // Why a group is out of order, or "".
   std::string broken(uint64_t group);
+  // How often this rank has asked another what it waits for.
+  uint64_t questions() const { return questions_; }
 
   // Begins a collective; `done` is called once, by the thread that serves the links. The signature's elements are those of all
   // blocks. `timeout`: in seconds, the group's where it is 0. `here`: the caller, which has nothing to do until it is done,
@@ -128,6 +131,8 @@ class Engine {
     uint32_t rank;  // of the job
     uint32_t how;   // kSilent, it does not answer, and kElsewhere, it is waited for in another group, or neither
     uint64_t sequence;
+
+    bool operator==(const Suspect&) const = default;
   };
   static constexpr uint32_t kSilent = 1, kElsewhere = 2;
   using Suspects = std::vector<Suspect>;
@@ -135,7 +140,13 @@ class Engine {
     uint64_t sequence = 0;
     Suspects suspects;
     bool known = false;
+    Clock::time_point heard;
     std::optional<Clock::time_point> asked;  // and did not answer
+  };
+  struct Asker {  // a peer that waits for this rank
+    uint64_t sequence;
+    Clock::time_point asked;
+    Suspects told;
   };
   struct Departure {
     uint64_t sequence;  // the last call
@@ -144,12 +155,14 @@ class Engine {
   };
   struct Group {
     std::vector<int> peers, ranks;
+    std::unordered_map<int, int> places;  // of peers, in both
     int rank;
     std::chrono::duration<double> timeout;
     std::string broken;
     std::map<int, Departure> left;  // peers that have left it
     Reach reach;
     std::map<int, State> states;
+    std::map<uint64_t, Asker> askers;  // by their links
     uint64_t refused = 0;  // a call of this rank's, and why
     std::string refusal;
     Clock::time_point refused_at;
@@ -203,9 +216,12 @@ class Engine {
   int wait_milliseconds();
   void expire();
   void ask();
-  void ask(uint64_t group, uint64_t sequence, const Signature& signature, const std::set<int>& peers);
-  std::set<int> awaited(const Run& run) const;
-  Suspects suspected(const Group& group, uint64_t sequence, const std::set<int>& peers, Clock::duration patience) const;
+  void ask(uint64_t group, uint64_t sequence, const Signature& signature, const std::vector<int>& peers);
+  using Awaited = std::map<int, uint32_t>;  // peers, each with the first of its messages that is missing
+  Awaited awaited(const Run& run) const;
+  std::vector<int> next_asked(Run& run) const;
+  Suspects suspected(const Group& group, uint64_t sequence, const Awaited& peers, Clock::duration patience) const;
+  Suspects suspected(uint64_t group, uint64_t sequence);
   Suspects elsewhere(uint64_t group);
   static std::string in_words(const Suspects& suspects);
   void on_ask(Link& link, const Header& header);
@@ -308,6 +324,7 @@ class Engine {
   std::map<Slot, std::list<Early>> unasked_;  // such messages that no receive has asked for, in the order in which they came
   std::map<Order, Early> ripe_;  // messages that lie elsewhere, and are wanted by now
   size_t paused_ = 0;  // links
+  std::atomic<uint64_t> questions_ = 0;
   std::map<Key, Posted> unread_;  // sent as kRemote or kBoard, not acknowledged yet
   std::unique_ptr<Board> board_;
   struct Owed {

@@ -17,6 +17,7 @@ void Engine::add_group(uint64_t key, std::vector<int> peers, std::vector<int> ra
   post([=, this] {
     Group group;
     group.peers = peers;
+    for (size_t at = 0; at < peers.size(); ++at) group.places[peers[at]] = static_cast<int>(at);
     group.ranks = ranks;
     group.rank = rank;
     group.timeout = std::chrono::duration<double>(std::min(timeout, kMostSeconds));
@@ -162,14 +163,12 @@ std::string Engine::describe(const Run& run) const {
 
 std::string Engine::rank_name(uint64_t key, int peer) const {
   const Group& group = groups_.at(key);
-  for (size_t i = 0; i < group.peers.size(); ++i)
-    if (group.peers[i] == peer) return "rank " + std::to_string(group.ranks[i]);
-  return "a process that is not of the group";
+  auto place = group.places.find(peer);
+  return place == group.places.end() ? "a process that is not of the group" : "rank " + std::to_string(group.ranks[place->second]);
 }
 
 bool Engine::is_member(uint64_t key, int peer) const {
-  const std::vector<int>& peers = groups_.at(key).peers;
-  return std::find(peers.begin(), peers.end(), peer) != peers.end();
+  return groups_.at(key).places.contains(peer);
 }
 
 std::string Engine::mismatch(const Run& run, int peer, const Header& header) const {

@@ -8,6 +8,10 @@
 namespace pccl {
 namespace {
 
+constexpr size_t kFewAsked = 8;   // at a time, and as many others in turn
+constexpr size_t kMostNamed = 8;  // in an error, of those that a call waits for
+constexpr int kFresh = 3;         // times a call's patience for which an answer counts
+
 std::string seconds(double value) {
   std::ostringstream made;
   made << value;
@@ -16,7 +20,7 @@ std::string seconds(double value) {
 
 }  // namespace
 
-// Where a call takes long, those that it waits for are asked.
+// Where a call takes long, some of those that it waits for are asked.
 void Engine::ask() {
   Clock::time_point now = Clock::now();
   std::vector<std::shared_ptr<Run>> late;
@@ -25,11 +29,28 @@ void Engine::ask() {
   for (auto& run : late) {
     if (run->over) continue;  // to ask may end runs
     run->asks = now + run->patience;
-    ask(run->group, run->sequence, run->signature, awaited(*run));
+    ask(run->group, run->sequence, run->signature, next_asked(*run));
   }
 }
 
-void Engine::ask(uint64_t key, uint64_t sequence, const Signature& signature, const std::set<int>& peers) {
+// Those whose first messages are missing come first: others may only wait for them. All have their turn.
+std::vector<int> Engine::next_asked(Run& run) const {
+  const Group& group = groups_.at(run.group);
+  int size = static_cast<int>(group.peers.size());
+  std::vector<std::tuple<uint32_t, int, int>> order;  // neighbours first, so that not all ask the same ones
+  for (auto [peer, missing] : awaited(run)) {
+    auto place = group.places.find(peer);
+    if (place != group.places.end()) order.emplace_back(missing, (place->second - group.rank + size) % size, peer);
+  }
+  std::ranges::sort(order);
+  size_t others = order.size() - std::min(order.size(), kFewAsked), turn = run.inquiries++ * kFewAsked;
+  std::vector<int> made;
+  for (size_t at = 0; at < order.size() && at < kFewAsked; ++at) made.push_back(std::get<2>(order[at]));
+  for (size_t at = 0; at < std::min(others, kFewAsked); ++at) made.push_back(std::get<2>(order[kFewAsked + (turn + at) % others]));
+  return made;
+}
+
+void Engine::ask(uint64_t key, uint64_t sequence, const Signature& signature, const std::vector<int>& peers) {
   Header header;
   header.frame = Frame::kAsk;
   header.signature = signature;
@@ -48,39 +69,45 @@ void Engine::ask(uint64_t key, uint64_t sequence, const Signature& signature, co
     }
     Message message;
     header.write(message.header);
+    ++questions_;
     dispatch(*links_.at(known->second), std::move(message));
   }
 }
 
 // Whom a run waits for.
-std::set<int> Engine::awaited(const Run& run) const {
-  std::set<int> peers;
+Engine::Awaited Engine::awaited(const Run& run) const {
+  Awaited peers;
+  auto add = [&](int peer, uint32_t missing) {
+    uint32_t& first = peers.try_emplace(peer, missing).first->second;
+    first = std::min(first, missing);
+  };
   for (auto* list : {&posted_, &unread_})
     for (auto& [at, posted] : *list)
-      if (posted.run == &run) peers.insert(std::get<2>(at));
+      if (posted.run == &run) add(std::get<2>(at), std::get<3>(at));
   auto wanted = wanted_.find({run.group, run.program->ops[0].tag});
   if (run.point() && wanted != wanted_.end() && std::ranges::find(wanted->second, &run) != wanted->second.end()) {
     const Group& group = groups_.at(run.group);
     for (int peer : group.peers)
-      if (peer != group.peers[group.rank] && may_bring(run, peer)) peers.insert(peer);
+      if (peer != group.peers[group.rank] && may_bring(run, peer)) add(peer, 0);
   }
   for (auto& [id, link] : links_) {
     bool waits = link->sink.run == &run;
     for (const Message& message : link->queue) waits |= message.run == &run;
-    if (waits) peers.insert(link->peer);
+    if (waits) add(link->peer, 0);
   }
   return peers;
 }
 
-Engine::Suspects Engine::suspected(const Group& group, uint64_t sequence, const std::set<int>& peers, Clock::duration patience) const {
+Engine::Suspects Engine::suspected(const Group& group, uint64_t sequence, const Awaited& peers, Clock::duration patience) const {
   Suspects made;
-  for (int peer : peers) {
+  for (auto [peer, missing] : peers) {
     auto state = group.states.find(peer);
-    if (state == group.states.end()) continue;
-    uint32_t rank = group.ranks[std::ranges::find(group.peers, peer) - group.peers.begin()];
+    auto place = group.places.find(peer);
+    if (state == group.states.end() || place == group.places.end()) continue;
+    uint32_t rank = group.ranks[place->second];
     if (state->second.asked && Clock::now() - *state->second.asked > patience * 3 / 4) {
       made.push_back({rank, kSilent, 0});
-    } else if (state->second.known) {
+    } else if (state->second.known && Clock::now() < state->second.heard + kFresh * patience) {
       if (state->second.sequence < sequence) made.push_back({rank, 0, state->second.sequence});
       made.insert(made.end(), state->second.suspects.begin(), state->second.suspects.end());
     }
@@ -98,7 +125,7 @@ Engine::Suspects Engine::suspected(const Group& group, uint64_t sequence, const 
 // have had the time to answer.
 Engine::Suspects Engine::elsewhere(uint64_t key) {
   Suspects made;
-  auto add = [&](uint64_t other, uint64_t sequence, const std::set<int>& peers, Clock::duration patience, Clock::time_point began) {
+  auto add = [&](uint64_t other, uint64_t sequence, const Awaited& peers, Clock::duration patience, Clock::time_point began) {
     auto group = groups_.find(other);
     if (other == key || group == groups_.end() || Clock::now() < began + patience * 3 / 2) return;
     for (Suspect& found : suspected(group->second, sequence, peers, patience)) {
@@ -138,12 +165,21 @@ void Engine::on_ask(Link& link, const Header& header) {
                       " of its group was refused: " + group.refusal;
     return fail_group(header.group, why, true);
   }
-  Suspects suspects;
-  for (run = runs_.lower_bound({header.group, 0}); run != runs_.end() && run->first.first == header.group && suspects.empty(); ++run)
-    if (point || run->second->point() || run->first.second <= header.sequence)
-      suspects = suspected(group, run->first.second, awaited(*run->second), run->second->patience);
-  if (suspects.empty() && newest < header.sequence) suspects = elsewhere(header.group);
+  Suspects suspects = suspected(header.group, header.sequence);
   tell(link, Frame::kState, header.group, newest, suspects.data(), suspects.size() * sizeof(Suspect));
+  found->second.askers[link.id] = {header.sequence, Clock::now(), std::move(suspects)};
+}
+
+// Whom a peer waits for in the end that waits for this rank in a call.
+Engine::Suspects Engine::suspected(uint64_t key, uint64_t sequence) {
+  const Group& group = groups_.at(key);
+  bool point = sequence >= kPoints;
+  Suspects made;
+  for (auto run = runs_.lower_bound({key, 0}); run != runs_.end() && run->first.first == key && made.empty(); ++run)
+    if (point || run->second->point() || run->first.second <= sequence)
+      made = suspected(group, run->first.second, awaited(*run->second), run->second->patience);
+  if (made.empty() && newest_[key] < sequence) made = elsewhere(key);
+  return made;
 }
 
 void Engine::on_state(const Link& link, const Header& header, const std::vector<char>& body) {
@@ -151,11 +187,23 @@ void Engine::on_state(const Link& link, const Header& header, const std::vector<
   if (found == groups_.end()) return;
   static_assert(sizeof(Suspect) == Header::kRowBytes);
   State& state = found->second.states[link.peer];
+  Suspects before = std::move(state.suspects);
   state.known = true;
+  state.heard = Clock::now();
   state.asked.reset();
   state.sequence = header.sequence;
   state.suspects.resize(body.size() / sizeof(Suspect));
   if (!body.empty()) std::memcpy(state.suspects.data(), body.data(), body.size());
+  // Who asked hears at once what is new, and need not ask again as often as there are ranks in between.
+  if (state.suspects == before) return;
+  for (auto& [id, asker] : found->second.askers) {
+    auto asking = links_.find(id);
+    if (asking == links_.end() || Clock::now() > asker.asked + kFresh * kPatience) continue;
+    Suspects suspects = suspected(header.group, asker.sequence);
+    if (suspects.empty() || suspects == asker.told) continue;
+    asker.told = suspects;
+    tell(*asking->second, Frame::kState, header.group, newest_[header.group], suspects.data(), suspects.size() * sizeof(Suspect));
+  }
 }
 
 // A peer has left the group: calls after its last one cannot be done.
@@ -205,8 +253,11 @@ void Engine::expire() {
   for (auto& [key, run] : runs_) {
     if (run->deadline > now) continue;
     std::string waited;
-    std::set<int> peers = awaited(*run);
-    for (int peer : peers) waited += (waited.empty() ? "" : ", ") + rank_name(run->group, peer);
+    Awaited peers = awaited(*run);
+    size_t named = 0;
+    for (auto [peer, missing] : peers)
+      if (++named <= kMostNamed) waited += (waited.empty() ? "" : ", ") + rank_name(run->group, peer);
+    if (named > kMostNamed) waited += " and " + std::to_string(named - kMostNamed) + " more";
     const Group& group = groups_.at(run->group);
     std::string known = in_words(suspected(group, run->sequence, peers, run->patience));
     fail_group(run->group,

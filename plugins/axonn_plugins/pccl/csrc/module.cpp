@@ -17,6 +17,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("add_group", [](Core& core, uint64_t key, std::vector<int> peers, std::vector<int> ranks, int rank, double timeout) {
         core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
       })
+      .def("questions", [](Core& core) { return core.engine.questions(); })
       .def("broken", [](Core& core, uint64_t key) { return core.engine.broken(key); })
       .def("give_up", [](Core& core, uint64_t key, const std::string& why) { core.engine.give_up(key, why); });
   module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,

@@ -55,7 +55,7 @@ Run* Engine::match(const Header& header, int peer) {
   }
   wanted->second.erase(found);
   if (wanted->second.empty()) wanted_.erase(wanted);
-  if (run->source) *run->source = static_cast<int>(std::ranges::find(groups_.at(run->group).peers, peer) - groups_.at(run->group).peers.begin());
+  if (run->source) *run->source = groups_.at(run->group).places.at(peer);
   return run;
 }
 

@@ -1,6 +1,7 @@
 #include "program.hpp"
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 
 namespace pccl {
@@ -57,6 +58,7 @@ Program Program::parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_
     }
     made.add(std::move(op), waits);
   }
+  made.liken();
   return made;
 }
 
@@ -65,28 +67,30 @@ int32_t Program::add(Op op, const std::vector<int32_t>& after) {
   for (int32_t first : after) ops[first].before.push_back(index);
   op.waits = static_cast<int32_t>(after.size());
   ops.push_back(std::move(op));
-  liken(index);
   return index;
 }
 
-// Finds the first send of what a send sends, since it was last written. Input and output may be one memory, so blocks count.
-void Program::liken(int32_t index) {
-  Op& op = ops[index];
-  if (op.kind != Kind::kSend) return;
-  op.like = index;
-  std::vector<int32_t> blocks = blocks_of(op.from);
-  for (int32_t before = index - 1; before >= 0; --before) {
-    const Op& other = ops[before];
-    if (other.kind == Kind::kSend) {
-      if (other.chunk != op.chunk || !(other.from == op.from)) continue;
-      op.like = other.like;
-      break;
+// Finds of each send the first one of what it sends, since it was last written. Input and output may be one memory, so blocks count.
+void Program::liken() {
+  std::map<std::pair<int32_t, std::vector<int32_t>>, int32_t> sent;  // the last send of a chunk of spans
+  std::vector<int32_t> written(static_cast<size_t>(size) * (chunks + 1), -1);  // what last wrote a block's chunk, or all of it
+  auto row = [&](int32_t block) { return written.begin() + static_cast<size_t>(block) * (chunks + 1); };
+  for (int32_t index = 0; index < static_cast<int32_t>(ops.size()); ++index) {
+    Op& op = ops[index];
+    for (int32_t block : blocks_of(op.to)) row(block)[op.chunk + 1] = index;
+    if (op.kind != Kind::kSend) continue;
+    std::vector<int32_t> key;
+    for (const Span& span : op.from) key.insert(key.end(), {static_cast<int32_t>(span.place), span.slot, span.block, span.count});
+    auto [before, first] = sent.try_emplace({op.chunk, std::move(key)}, index);
+    int32_t last = -1;
+    for (int32_t block : blocks_of(op.from)) {
+      auto of = row(block);
+      last = std::max(last, op.chunk < 0 ? *std::max_element(of, of + chunks + 1) : std::max(of[0], of[op.chunk + 1]));
     }
-    bool meets = other.chunk == op.chunk || other.chunk < 0 || op.chunk < 0;
-    std::vector<int32_t> written = blocks_of(other.to);
-    if (meets && std::ranges::find_first_of(written, blocks) != written.end()) break;
+    op.like = first || before->second < last ? index : ops[before->second].like;
+    before->second = index;
+    ++ops[op.like].alike;
   }
-  ++ops[op.like].alike;
 }
 
 void Pieces::add(char* at, size_t bytes) {

@@ -62,9 +62,8 @@ struct Program {
                        const std::vector<int32_t>& ops, const std::vector<int32_t>& spans, const std::vector<int32_t>& after);
   // One more, which waits for earlier ones; its number.
   int32_t add(Op op, const std::vector<int32_t>& after);
-
- private:
-  void liken(int32_t op);
+  // Finds out which sends are of the same data; to be called when all ops are there.
+  void liken();
 };
 
 // Where the blocks of one run lie: one after the other from `input` and `output` on, or slot by slot in `inputs` and `outputs`.
