@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import axonn_plugins
+from axonn_tp import Grid, auto_plan
+from axonn_tp.plan.placement import place
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
@@ -137,6 +139,14 @@ class Packed(nn.Linear):
 def of_weights() -> nn.Module:
     config = peft.LoraConfig(r=3, target_modules=[], target_parameters=["down_proj.weight"])
     return peft.get_peft_model(llama(), config)
+
+
+@pytest.mark.parametrize("plan", [{}, "auto"])
+def test_adapted_weights_are_refused_without_a_host(plan: Any) -> None:
+    """By what every host asks: the plan, found or given."""
+    with pytest.raises(ValueError, match="names weight of the linear layer") as told:
+        auto_plan(of_weights(), Grid(gx=2)) if plan == "auto" else place(of_weights(), Grid(gx=2), plan)
+    assert one_sentence(str(told.value))
 
 
 def refused(build: Callable[[], nn.Module]) -> str:
