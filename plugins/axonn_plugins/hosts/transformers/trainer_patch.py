@@ -11,7 +11,7 @@ from typing import Any
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
-from axonn_plugins.hosts.transformers import evaluating_first, trainer_sums
+from axonn_plugins.hosts.transformers import evaluating_first, neftune, trainer_sums
 from axonn_plugins.hosts.transformers.accelerate_patch import ask, has_state, notice, same
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
@@ -84,6 +84,9 @@ def patch_trainer(module: ModuleType) -> None:
     if getattr(trainer, "axonn", False):
         return
     trainer.axonn = True
+    from transformers.integrations import neftune as theirs
+
+    neftune.patch(theirs)
     for name, what in _METHODS.items():
         setattr(trainer, name, _within(getattr(trainer, name), what))
     trainer._get_num_items_in_batch = _of_kept_targets(trainer._get_num_items_in_batch)

@@ -16,6 +16,8 @@ from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
 from axonn_plugins.hosts.transformers.means import count_votes, in_one_process
+from axonn_plugins.hosts.transformers.neftune import noisy
+from axonn_plugins.hosts.transformers.padded_targets import refuse_padded_targets
 from axonn_plugins.hosts.transformers.readers import as_one_reader, has_block
 from axonn_plugins.hosts.transformers.tokens import of_all_readers
 from axonn_plugins.hosts.transformers.unfilled import endless, shared
@@ -43,6 +45,7 @@ def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
         found = last(batches[-1]) if batches else None
         if found is not None:
             batches[-1] = found.part_of(batches[-1])
+        refuse_padded_targets(self, batches)
         own = [batch.counted() if isinstance(batch, Nothing) else batch for batch in batches]
         items = original(self, own, *rest, **keywords)
         self._axonn_counted = items is not None or _by_kept(self)
@@ -73,7 +76,7 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         """The Trainer's, whose loss a script may compute itself."""
         if not has_block(self.accelerator):
             return original(self, model, inputs, *rest, **keywords)
-        with counting(inputs), _replaced(self, compute_loss=in_one_process):
+        with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
             return original(self, model, _without_targets(self, inputs), *rest, **keywords)
 
     return step

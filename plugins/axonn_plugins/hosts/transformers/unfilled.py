@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 from accelerate.state import GradientState
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from axonn_plugins.config import ConfigError
 
@@ -149,6 +151,26 @@ def endless() -> bool:
     except TypeError:
         return True
     return False
+
+
+class _Redrawn(RandomSampler):
+    """An order that one process draws anew for each epoch, by torch's generator; all readers have the first's."""
+
+    device: torch.device
+
+    def __iter__(self) -> Iterator[int]:
+        """Theirs."""
+        seed = torch.empty((), dtype=torch.int64).random_().to(self.device)
+        dist.broadcast(seed, 0)
+        self.generator.manual_seed(int(seed))
+        return super().__iter__()
+
+
+def redraw(loader: DataLoader, device: torch.device) -> None:
+    """Let a loader that shuffles by torch's generator do so on several readers, where Accelerate would draw once for all epochs."""
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        sampler.__class__, sampler.generator, sampler.device = _Redrawn, torch.Generator(), device
 
 
 def end_with_samples(loader: Any) -> Any:
