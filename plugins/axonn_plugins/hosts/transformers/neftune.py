@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def noisy(inputs: Any) -> Iterator[None]:
         _flat = None
 
 
-def patch(module: ModuleType) -> None:
+def patch(module: Any) -> None:
     """Add to ``transformers.integrations.neftune``."""
     module.neftune_post_forward_hook = _of_all(module.neftune_post_forward_hook)
 

@@ -25,7 +25,7 @@ def refuse_padded_targets(self: Any, batches: list[Any]) -> None:
         return
     facts = []
     for batch in batches:
-        labels = batch.get("labels") if isinstance(batch, Mapping) and not isinstance(batch, Nothing) else None
+        labels: Any = batch.get("labels") if isinstance(batch, Mapping) and not isinstance(batch, Nothing) else None
         read = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
         width = labels.size(1) if read else 0
         facts += [int(read and _counts_padding(self, batch, labels)), width, -width if read else -(2**31)]

@@ -169,7 +169,7 @@ class _Redrawn(RandomSampler):
 def redraw(loader: DataLoader, device: torch.device) -> None:
     """Let a loader that shuffles by torch's generator do so on several readers, where Accelerate would draw once for all epochs."""
     sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler and sampler.generator is None:
+    if type(loader.sampler) is RandomSampler and sampler.generator is None:
         sampler.__class__, sampler.generator, sampler.device = _Redrawn, torch.Generator(), device
 
 
