@@ -141,11 +141,19 @@ def of_weights() -> nn.Module:
     return peft.get_peft_model(llama(), config)
 
 
+def with_magnitudes() -> nn.Module:
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True))
+
+
 @pytest.mark.parametrize("plan", [{}, "auto"])
-def test_adapted_weights_are_refused_without_a_host(plan: Any) -> None:
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [(of_weights, "names weight of the linear layer"), (with_magnitudes, "norms over the whole weight")],
+)
+def test_adapters_of_whole_weights_are_refused_without_a_host(build: Any, words: str, plan: Any) -> None:
     """By what every host asks: the plan, found or given."""
-    with pytest.raises(ValueError, match="names weight of the linear layer") as told:
-        auto_plan(of_weights(), Grid(gx=2)) if plan == "auto" else place(of_weights(), Grid(gx=2), plan)
+    with pytest.raises(ValueError, match=words) as told:
+        auto_plan(build(), Grid(gx=2)) if plan == "auto" else place(build(), Grid(gx=2), plan)
     assert one_sentence(str(told.value))
 
 
