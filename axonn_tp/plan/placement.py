@@ -21,6 +21,7 @@ from axonn_tp.layers.linear_split import LinearSplit, features
 from axonn_tp.layers.rms_norm import check_rms_norm, is_rms_norm
 from axonn_tp.layers.weight import Split
 from axonn_tp.options import Options
+from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.counted_attributes import check_counts
 from axonn_tp.plan.rules import KINDS, LayerPlan, Placement, Plan, linear_split
 
@@ -136,6 +137,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
     Raises:
         ValueError: names the layer or the pattern, what is wrong and what to do.
     """
+    refuse_adapters(model, grid)
     named, options = _named_plan(model, plan or {}), options or Options()
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds

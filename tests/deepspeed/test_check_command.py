@@ -56,6 +56,23 @@ def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
         (8, {"zero_optimization": {"stage": 9}}, "zero_optimization.stage = 9 is not"),
         (8, {"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage = "two" is not 0, 1, 2 or 3'),
         (8, {"optimizer": "Adam"}, 'optimizer = "Adam" is not an object; write it in'),
+        (
+            8,
+            {"optimizer": {"type": "AdamW", "params": {"lr": "x"}}},
+            'optimizer.params.lr = "x" is not a number; write one without quotes',
+        ),
+        (
+            8,
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, True]}}},
+            "optimizer.params.betas = [0.9, true] is not a number",
+        ),
+        (8, {"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params = 3 is not an object"),
+        (8, {"optimizer": {"type": 3}}, 'optimizer.type = 3 is not a name; write one in quotes, such as "AdamW"'),
+        (
+            8,
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": {}}}},
+            "scheduler.params.warmup_max_lr = {} is not a number",
+        ),
         (8, {"bf16": True}, "bf16 = true is not an object"),
         (
             8,

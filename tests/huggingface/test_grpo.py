@@ -1,15 +1,18 @@
-"""TRL's GRPOTrainer: groups of completions, their rewards and advantages are one process's over readers of several ranks."""
+"""TRL's GRPOTrainer and RLOOTrainer: groups of completions, their rewards and advantages are one process's over readers of several ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import axonn_plugins
+from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
 axonn_plugins.activate()
@@ -19,9 +22,10 @@ from tests.huggingface.trainer_runs import forget, llama, preferred, reported, t
 
 
 def by_turns(probabilities: Tensor, num_samples: int) -> Tensor:
-    """In the place of drawing: the rows of a pair, which are of one prompt, go on in the likeliest way and in the next."""
+    """In the place of drawing: the rows of a pair, which are of one prompt, go on in the likeliest way and in the next, and some end."""
     likeliest = probabilities.topk(2).indices
-    return likeliest.gather(1, torch.arange(len(probabilities))[:, None] % 2)
+    chosen = likeliest.gather(1, torch.arange(len(probabilities))[:, None] % 2)
+    return chosen.where(chosen % 4 > 0, 59)
 
 
 def prompts(number: int) -> Any:
@@ -37,18 +41,22 @@ def rewards(prompts: list[str], completions: list[str], **more: Any) -> list[flo
     ]
 
 
-def tuned(folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
+# By name: the trainer, its configuration and what that holds.
+TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, {"gradient_accumulation_steps": 2}),
+    "tokens": (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": "bnpo", "entropy_coef": 0.1}),
+    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+}
+
+
+def tuned(name: str, folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
     forget()
-    arguments = trl.GRPOConfig(
-        gradient_accumulation_steps=2,
-        num_generations=2,
-        max_completion_length=4,
-        **preferred(folder, 4, grid, readers),
-    )
-    used = trl.GRPOTrainer(
-        model=llama(),
+    trainer, config, more = TRAINERS[name]
+    settings = {"num_generations": 2, "max_completion_length": 4, **preferred(folder, 4, grid, readers)} | more
+    used = trainer(
+        model=transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model"),  # read once more as the reference
         reward_funcs=rewards,
-        args=arguments,
+        args=config(**settings),
         train_dataset=prompts(12),
         eval_dataset=prompts(5),  # with 2 completions of each, readers have not as many of the last batch
         processing_class=tokenizer(),
@@ -60,14 +68,30 @@ def tuned(folder: str, grid: dict[str, Any] | None, readers: int) -> list[dict[s
     ]
 
 
+def streamed(folder: str, grid: dict[str, Any], readers: int) -> str:
+    """What a stream is told that readers do not divide."""
+    forget()
+    arguments = trl.GRPOConfig(num_generations=2, max_completion_length=4, **preferred(folder, 4, grid, readers))
+    arguments.accelerator_config.dispatch_batches = False
+    data = prompts(5).to_iterable_dataset()
+    used = trl.GRPOTrainer(llama(), rewards, arguments, prompts(4), data, processing_class=tokenizer())
+    return attempt(used.evaluate)
+
+
+def every(folder: str, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
+    found = {name: attempt(partial(tuned, name, folder, grid, readers)) for name in TRAINERS}
+    return found if grid is None else found | {"stream": streamed(folder, grid, readers)}
+
+
 def test_as_in_one_process(tmp_path: Any) -> None:
-    (wanted,) = run_ranks(tuned, 1, str(tmp_path), None, 1)
-    steps, evaluated = [entry for entry in wanted if "grad_norm" in entry], [*wanted[3]]
-    assert len(wanted) == 5 and len(steps) == 3 and all(entry["grad_norm"] > 0.01 for entry in steps)
-    for found in run_ranks(tuned, 4, str(tmp_path), {"gx": 2, "gz": 2, "plan": "auto"}, 2):
-        assert len(found) == len(wanted)
-        for entry, other in zip(found, wanted, strict=True):
-            if "eval_loss" in other:  # filled up with the first samples, as plain DeepSpeed's
-                assert [*entry] == evaluated
-                continue
-            assert entry == pytest.approx(other, rel=2e-4, abs=1e-5)
+    llama().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (wanted,) = run_ranks(every, 1, str(tmp_path), None, 1)
+    for found in run_ranks(every, 4, str(tmp_path), {"gx": 2, "gz": 2, "plan": "auto"}, 2):
+        assert "a stream of prompts ends with 2 samples, where all readers together read 4" in found.pop("stream")
+        for name, tried in found.items():
+            expected = wanted[name]
+            assert not isinstance(tried, str) and not isinstance(expected, str), (name, tried, expected)
+            assert sum(entry.get("grad_norm", 0) > 0.01 for entry in expected) == len(expected) - 2 > 2
+            for entry, other in zip(tried, expected, strict=True):
+                assert entry == pytest.approx(other, rel=2e-4, abs=1e-5), name

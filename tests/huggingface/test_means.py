@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import axonn_plugins
+from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
 
@@ -56,6 +57,16 @@ CASES = {
     "t5": Case(t5, arguments=EPOCH | {"gradient_accumulation_steps": 2}, batch=8),
     "classifier": Case(classifier, classes, EPOCH),
     "by length": Case(llama, arguments=EPOCH | {"train_sampling_strategy": "group_by_length"}),
+    "drawn": Case(
+        llama,
+        arguments=EPOCH
+        | {"neftune_noise_alpha": 5.0, "accelerator_config": {"use_seedable_sampler": False}, "num_train_epochs": 2},
+    ),
+    "flat and noisy": Case(
+        llama,
+        transformers.DataCollatorWithFlattening(),
+        EPOCH | {"neftune_noise_alpha": 5.0, "remove_unused_columns": False},
+    ),
     "split": Case(
         llama,
         arguments=EPOCH
@@ -72,6 +83,19 @@ CASES = {
 }
 
 
+def counted_padding(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Padded to the longest of a reader, with labels there that count."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = torch.stack([nn.functional.pad(one["input_ids"], (0, longest - len(one["input_ids"]))) for one in samples])
+    mask = torch.tensor([[place < len(one["input_ids"]) for place in range(longest)] for one in samples])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def refused() -> str:
+    told: str = attempt(partial(run, Case(llama, counted_padding, EPOCH), {"gz": 2}, 2))
+    return told.splitlines()[0]
+
+
 def run(case: Case, grid: dict[str, Any] | None, readers: int) -> list[dict[str, float]]:
     block = None if grid is None else {"tensor_parallel": grid | {"plan": "auto"}}
     used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
@@ -79,15 +103,18 @@ def run(case: Case, grid: dict[str, Any] | None, readers: int) -> list[dict[str,
     return history(used)
 
 
-def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, list[Any]]:
-    return {
+def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, Any]:
+    found: dict[str, Any] = {
         name: [attempt(partial(run, case, grid, readers)) for grid, readers in grids] for name, case in CASES.items()
     }
+    return found if len(grids) == 1 else found | {"padding": refused()}
 
 
 def test_as_in_one_process() -> None:
     wanted = run_ranks(every, 1, [(None, 1)])[0]
     for rank in run_ranks(every, 2, [({"gz": 2}, 2), ({"gx": 2}, 1)]):
+        told = rank.pop("padding")
+        assert "labels of padding count as targets" in told and one_sentence(told)
         for name, grids in rank.items():
             for found in grids:
                 assert not isinstance(found, str) and not isinstance(wanted[name][0], str), (name, found, wanted[name])

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import axonn_plugins
+from axonn_tp import Grid, auto_plan
+from axonn_tp.plan.placement import place
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
@@ -137,6 +139,22 @@ class Packed(nn.Linear):
 def of_weights() -> nn.Module:
     config = peft.LoraConfig(r=3, target_modules=[], target_parameters=["down_proj.weight"])
     return peft.get_peft_model(llama(), config)
+
+
+def with_magnitudes() -> nn.Module:
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True))
+
+
+@pytest.mark.parametrize("plan", [{}, "auto"])
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [(of_weights, "names weight of the linear layer"), (with_magnitudes, "norms over the whole weight")],
+)
+def test_adapters_of_whole_weights_are_refused_without_a_host(build: Any, words: str, plan: Any) -> None:
+    """By what every host asks: the plan, found or given."""
+    with pytest.raises(ValueError, match=words) as told:
+        auto_plan(build(), Grid(gx=2)) if plan == "auto" else place(build(), Grid(gx=2), plan)
+    assert one_sentence(str(told.value))
 
 
 def refused(build: Callable[[], nn.Module]) -> str:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import axonn_plugins
+from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
@@ -26,7 +27,6 @@ SAMPLES, EVALUATED = 30, 11  # of batches of 8: two readers have 4 and 2 of the 
 
 
 def samples(number: int, seed: int, kind: str = "pairs") -> Any:
-    """Of one length where losses are means over tokens, which readers of fewer tokens would have as plain DeepSpeed's do."""
     generator = torch.Generator().manual_seed(seed)
 
     def text(words: int) -> str:
@@ -34,7 +34,7 @@ def samples(number: int, seed: int, kind: str = "pairs") -> Any:
 
     rows: list[dict[str, Any]] = []
     for place in range(number):
-        more = 0 if kind == "alike" else place % 3
+        more = place % 3
         prompt, answers = text(2 + more) + " ", (text(3 + more), text(3 + (more + 1) % 3 if more else 3))
         if kind == "single":
             rows.append({"prompt": prompt, "completion": answers[0], "label": bool(more)})
@@ -76,14 +76,24 @@ class Paired(trl.KTOTrainer):
 
 
 orpo: Any = import_module("trl.experimental.orpo")
+cpo: Any = import_module("trl.experimental.cpo")
 
-# By name: the trainer, its configuration, samples, the model and what else it is given.
-TRAINERS: dict[str, tuple[Any, Any, str, Callable[[], Any], Callable[[], dict[str, Any]]]] = {
+SYNCED = {"loss_type": ["sigmoid", "sft"], "sync_ref_model": True, "ref_model_sync_steps": 2}
+# By name: the trainer, its configuration with its arguments, samples, the model and what else it is given.
+TRAINERS: dict[str, tuple[Any, Callable[..., Any], str, Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "rewards": (trl.RewardTrainer, trl.RewardConfig, "pairs", scorer, dict),
-    "DPO": (trl.DPOTrainer, trl.DPOConfig, "pairs", llama, lambda: {"ref_model": other()}),
-    "DPO, LoRA": (trl.DPOTrainer, trl.DPOConfig, "pairs", llama, lambda: {"peft_config": adapter()}),
-    "ORPO": (orpo.ORPOTrainer, orpo.ORPOConfig, "alike", llama, dict),
+    "DPO": (trl.DPOTrainer, partial(trl.DPOConfig, **SYNCED), "pairs", llama, lambda: {"ref_model": other()}),
+    "DPO, LoRA": (
+        trl.DPOTrainer,
+        partial(trl.DPOConfig, precompute_ref_log_probs=True),
+        "pairs",
+        llama,
+        lambda: {"peft_config": adapter()},
+    ),
+    "ORPO": (orpo.ORPOTrainer, orpo.ORPOConfig, "pairs", llama, dict),
+    "CPO": (cpo.CPOTrainer, cpo.CPOConfig, "pairs", llama, dict),
     "KTO": (Paired, trl.KTOConfig, "single", llama, lambda: {"ref_model": other()}),
+    "KTO, LoRA": (Paired, trl.KTOConfig, "single", llama, lambda: {"peft_config": adapter()}),
 }
 
 
@@ -91,26 +101,48 @@ def tuned(name: str, folder: str, grid: dict[str, Any] | None, readers: int) -> 
     forget()
     trainer, config, kind, model, more = TRAINERS[name]
     arguments = config(**preferred(folder, 8, grid, readers))
-    arguments.remove_unused_columns &= name != "ORPO"
+    arguments.remove_unused_columns &= name not in ("ORPO", "CPO")
+    data = [datasets.load_from_disk(f"{folder}/{kind}{seed}") for seed in (1, 2)]  # from files, for what is precomputed
     used = trainer(
         model=model(),
         args=arguments,
-        train_dataset=samples(SAMPLES, 1, kind),
-        eval_dataset=samples(EVALUATED, 2, kind),
+        train_dataset=data[0],
+        eval_dataset=data[1],
         processing_class=tokenizer("60", bos_token="59", eos_token="58"),
         **more(),
     )
     used.train()
-    return [{key: value for key, value in entry.items() if key != "total_flos"} for entry in history(used)]
+    # ORPO and CPO log the mean of their logits where rows are padded, too, to the longest of their reader.
+    left_out = ("total_flos", *(f"{part}logits/{kind}" for part in ("", "eval_") for kind in ("chosen", "rejected")))
+    left_out = left_out if name in ("ORPO", "CPO") else ("total_flos",)
+    return [{key: value for key, value in entry.items() if key not in left_out} for entry in history(used)]
+
+
+def refused(folder: str, grid: dict[str, Any], readers: int, **more: Any) -> str:
+    forget()
+    arguments = trl.DPOConfig(**preferred(folder, 8, grid, readers) | more)
+    words = tokenizer("60", bos_token="59", eos_token="58")
+    data = samples(8, 1)
+    told: str = attempt(lambda: trl.DPOTrainer(llama(), None, arguments, None, data, data, words))
+    return told.splitlines()[0]
 
 
 def every(folder: str, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
-    return {name: attempt(partial(tuned, name, folder, grid, readers)) for name in TRAINERS}
+    found: dict[str, Any] = {name: attempt(partial(tuned, name, folder, grid, readers)) for name in TRAINERS}
+    if grid is not None:
+        found["sorted"] = refused(folder, grid, readers, loss_type="aot")
+        found["memory"] = refused(folder, grid, readers, precompute_ref_log_probs=True)
+    return found
 
 
 def test_as_in_one_process(tmp_path: Any) -> None:
+    for kind in ("pairs", "single"):
+        for number, seed in ((SAMPLES, 1), (EVALUATED, 2)):
+            samples(number, seed, kind).save_to_disk(tmp_path / f"{kind}{seed}")
     (wanted,) = run_ranks(every, 1, str(tmp_path), None, 1)
     for found in run_ranks(every, 4, str(tmp_path), {"gx": 2, "gz": 2, "plan": "auto"}, 2):
+        assert 'loss_type = "aot" sorts the pairs of a batch' in found["sorted"] and one_sentence(found["sorted"])
+        assert "needs a dataset that is in files" in found["memory"] and one_sentence(found["memory"])
         for name, expected in wanted.items():
             tried = found[name]
             assert not isinstance(tried, str) and not isinstance(expected, str), (name, tried, expected)

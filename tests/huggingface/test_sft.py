@@ -19,11 +19,19 @@ datasets = pytest.importorskip("datasets")
 from tests.huggingface.trainer_runs import forget, history, llama, preferred, tokenizer  # noqa: E402
 
 AXES = {"gx": 1, "gy": 1, "gz": 2}
+
+
+def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"packing": True, "packing_strategy": "wrapped"},
     {"packing": True},  # several rows in one, without padding
     {"padding_free": True, "max_length": None},
+    {"loss_type": "dft", "average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    {"compute_loss_func": mean},
 )
 
 
@@ -35,7 +43,9 @@ def rows(number: int, seed: int) -> Any:
     )
 
 
-def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[str, float]]:
+def tuned(
+    grid: dict[str, Any] | None, readers: int, compute_loss_func: Any = None, **more: Any
+) -> list[dict[str, float]]:
     """The last batches, of 3 and 2 samples, leave the second of two readers without any."""
     forget()
     folder = same_on_all(tempfile.mkdtemp())
@@ -46,6 +56,7 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> list[dict[s
         train_dataset=rows(27, 1),
         eval_dataset=rows(10, 2),
         processing_class=tokenizer(),
+        compute_loss_func=compute_loss_func,
     )
     used.train()
     return history(used)

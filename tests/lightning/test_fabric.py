@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,8 +210,12 @@ def unfrozen() -> None:
     model.up.requires_grad_(False)
     split = fabric.setup(model)
     fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
-    with pytest.warns(UserWarning, match="a matrix's shard along z is flat") if dist.get_rank() == 0 else nullcontext():
-        fabric.setup_optimizers(torch.optim.AdamW(groups(model)))
+    by_hand = [{"params": [p]} for p in model.parameters()]
+    fabric.setup_optimizers(torch.optim.AdamW(by_hand))  # no group holds both
+    vectors = torch.optim.AdamW([p for p in model.parameters() if p.dim() <= 1])  # leaves out what z does not cut
+    for optimizer in (torch.optim.AdamW(groups(model)), vectors):
+        with pytest.raises(ConfigError, match="a matrix's shard along z is flat"):
+            fabric.setup_optimizers(optimizer)
     split.up.requires_grad_(True)
     ids = torch.arange(12).reshape(2, 6)
     sampler = torch.utils.data.DistributedSampler(ids, fabric.world_size, fabric.global_rank, shuffle=False)

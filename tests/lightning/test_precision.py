@@ -73,6 +73,8 @@ def fit(case: str, folder: Path, **strategy: Any) -> dict[str, Any]:
         os.environ["AXONN_STRATEGY"], given = json.dumps(strategy), "axonn"
     torch.manual_seed(1)
     module = Module(0.3 if case == "dropout" else 0.0)
+    if case == "shards":
+        module.net.compile(backend="eager")  # before it is split
     plugins = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
     trainer = L.Trainer(
         accelerator="cpu",
@@ -101,7 +103,7 @@ def in_fabric(precision: str, strategy: Any) -> list[float]:
     fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
     fabric.launch()
     torch.manual_seed(1)
-    model = Language()
+    model: Any = torch.compile(Language(), backend="eager") if precision == "64-true" else Language()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
     losses = []
     for ids in fabric.setup_dataloaders(loader(fabric.world_size)):

@@ -152,6 +152,8 @@ WRONG = [
     ({"train_batch_size": 1024}, f"{ASKED} --ted experts=4", "--ted experts=4 is TED's"),
     ({"train_batch_size": 1024}, f"{ASKED} --strategy 1d --interleave 2", "--interleave = 2, but stages of 4D grids"),
     ({"train_batch_size": 1024, "bf16": True}, ASKED, 'bf16 = True is not an object; write one, such as "bf16": {"enabled": true}'),
+    ({"train_batch_size": 1024, "optimizer": "Adam"}, ASKED, 'optimizer = "Adam" is not an object; write it in braces'),
+    ({"train_batch_size": 1024, "scheduler": {"params": {"total_num_steps": "x"}}}, ASKED, 'total_num_steps = "x" is not a number'),
     ({"train_batch_size": 1024, "fp16": "auto"}, ASKED, "fp16 = 'auto' is not an object"),
     ({"train_batch_size": 1024, "fp16": {"enabled": True}, **BF16}, ASKED, "bf16 and fp16 are both enabled"),
     ({"train_batch_size": 1024, "zero_optimization": 2}, ASKED, "zero_optimization = 2 is not an object"),

@@ -21,6 +21,7 @@ from torch import nn
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.layers.linear_split import features
 from axonn_tp.options import Options
+from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.example_inputs import Arguments, as_arguments, guesses, rows
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.placement import free_layers, place, readers
@@ -53,7 +54,11 @@ def auto_plan(
 
     Returns:
         The plan by layer name, and a report; `print` it.
+
+    Raises:
+        ValueError: the model has adapters that cannot be split.
     """
+    refuse_adapters(model, grid)
     try:
         return _search(model, grid, example_inputs, options, reuse)
     finally:

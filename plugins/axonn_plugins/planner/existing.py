@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axonn_plugins import config
-from axonn_plugins.config import batch, compose
+from axonn_plugins.config import batch, compose, training
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
 from axonn_plugins.planner.setting import Setting
@@ -59,6 +59,8 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
     raw = files.read("--check", Path(name))
     given = config.parse(raw["axonn"]) if "axonn" in raw else config.parse({})
     compose.check(given)
+    for mistake in training.mistakes(raw):
+        raise ConfigError(mistake)
     zero = _zero(raw)
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):

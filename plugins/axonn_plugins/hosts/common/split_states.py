@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +48,42 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def sorted_by_shards(optimizer: Optimizer) -> bool:
-    """True if its groups look as if parameters had been sorted by the shapes of shards, which are flat along z."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    matrices = any(all(parameter.dim() > 1 for parameter in group) for group in groups)
-    vectors = [group for group in groups if group and all(parameter.dim() <= 1 for parameter in group)]
-    return matrices and any(len({len(layout_of(p).serial_shape) > 1 for p in group}) == 2 for group in vectors)
+_late: WeakSet[Optimizer] = WeakSet()
+
+
+def note_late_groups() -> None:
+    """From now on optimizers that are given parameters which are split already are known."""
+    original = Optimizer.add_param_group
+    if getattr(original, "axonn", False):
+        return
+
+    @wraps(original)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        original(self, param_group)
+        if any(layout_of(parameter).axes for parameter in self.param_groups[-1]["params"]):
+            _late.add(self)
+
+    add_param_group.axonn = True  # type: ignore[attr-defined]
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def sorted_by_shards(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
+    """True if its groups may be by the numbers of dimensions of shards, which are flat along z; never false where they are.
+
+    Sorted so, flat matrices and vectors are in one group, and something is in another or left out.
+    """
+    groups, trained = [group["params"] for group in optimizer.param_groups], set(parameters_of(optimizer))
+    if optimizer not in _late:
+        return False
+    own = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    own = [parameters for parameters in own if not trained.isdisjoint(parameters)]
+    left_out = any(not trained.issuperset(parameters) for parameters in own)
+    vectors = any(len(layout_of(p).serial_shape) <= 1 for parameters in own for p in parameters)
+    return (len(groups) > 1 or left_out) and any(
+        any(_is_flat(p) for p in group) and (not vectors or any(len(layout_of(p).serial_shape) <= 1 for p in group))
+        for group in groups
+    )
+
+
+def _is_flat(parameter: Tensor) -> bool:
+    return parameter.dim() <= 1 < len(layout_of(parameter).serial_shape)

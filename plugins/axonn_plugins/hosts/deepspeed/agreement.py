@@ -14,7 +14,6 @@ from axonn_plugins.hosts.common import fingerprint
 from axonn_plugins.hosts.common.agreement import digest, first_difference, gather, on_ranks
 from axonn_plugins.hosts.common.fingerprint import MODEL, Facts
 from axonn_plugins.hosts.deepspeed.roll import wait_for_all
-from axonn_tp.layers.linear_split import features
 
 
 def agree(problem: str | None, facts: Facts, offer: Any = None, stage: int = 0) -> Any:
@@ -115,20 +114,6 @@ def refuse_quantized(model: nn.Module) -> None:
             raise ValueError(
                 f"layer {name} keeps its weight quantized, in {weight.dtype}, as QLoRA does, and what is packed in blocks cannot be cut along its "
                 "features; load the base model in bfloat16 and train it with LoRA"
-            )
-
-
-def refuse_adapted_weights(model: nn.Module) -> None:
-    """Refuse PEFT's adapters of a linear's weight itself, in whose place another stands while the layer is called.
-
-    Raises:
-        ValueError: names the first.
-    """
-    for name, module in model.named_modules():
-        if type(module).__name__ == "ParamWrapper" and features(module.get_base_layer()):
-            raise ValueError(
-                f"target_parameters of PEFT's LoraConfig names {module.parameter_name} of the linear layer {name}, which is split and has no such "
-                "parameter as a whole; name the layer in target_modules, which adapts the same weight"
             )
 
 

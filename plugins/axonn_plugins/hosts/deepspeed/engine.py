@@ -28,7 +28,6 @@ from axonn_plugins.hosts.deepspeed.agreement import (
     agree,
     check_shapes,
     facts_of,
-    refuse_adapted_weights,
     refuse_experts,
     refuse_quantized,
 )
@@ -188,7 +187,6 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         try:
             refuse_experts(model)
             refuse_quantized(model)
-            refuse_adapted_weights(model)
             return self._dense_split(model) if self._splits else Split({})
         except ValueError as error:
             raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None

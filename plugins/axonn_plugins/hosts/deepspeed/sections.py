@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-from axonn_plugins.config import ConfigError
+from axonn_plugins.config import ConfigError, training
 from axonn_plugins.hosts.common.elementwise import needs_whole_matrices as needs_whole_matrices
 from axonn_plugins.optim.by_parameter import reason_against
 
@@ -18,7 +18,7 @@ Refusal = tuple[bool, str]
 
 
 _OBJECTS = (
-    "optimizer scheduler fp16 bf16 bfloat16 amp data_types zero_optimization aio autotuning activation_checkpointing checkpoint flops_profiler "
+    "fp16 bf16 bfloat16 amp data_types zero_optimization aio autotuning activation_checkpointing checkpoint flops_profiler "
     "sparse_attention tensorboard wandb csv_monitor comms_logger elasticity compression_training data_efficiency curriculum_learning pipeline"
 ).split()
 """Keys of DeepSpeed's whose values are objects."""
@@ -113,6 +113,7 @@ def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
             )
             for key in _OBJECTS
         ],
+        *[(True, mistake) for mistake in training.mistakes(raw)],
         (
             stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
             f"zero_optimization.stage = {json.dumps(stage, default=str)} is not 0, 1, 2 or 3; correct it",

@@ -10,12 +10,12 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.elementwise import check_optimizer
-from axonn_plugins.hosts.common.split_states import sorted_by_shards
+from axonn_plugins.hosts.common.split_states import note_late_groups, sorted_by_shards
 from axonn_plugins.hosts.lightning import files
 from axonn_plugins.hosts.lightning.bare_backward import allow_penalties
 from axonn_plugins.hosts.lightning.gradients import Gradients, finish, gradients_of
@@ -32,6 +32,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
     def _join(self) -> None:
         super()._join()
         allow_penalties(FabricStrategy)
+        note_late_groups()
         self._backward_sync_control = _SyncControl()
         self._gradients: dict[nn.Module, Gradients] = {}
 
@@ -67,13 +68,18 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         self.replicas.inputs((inputs, keywords), "what the model is called with")
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer of a model that is split already."""
+        """An optimizer of a model that is split already.
+
+        Raises:
+            ConfigError: it is not element-wise, or its groups may be by the shapes of shards.
+        """
         if self.grid.world > self.grid.gdata:
             check_optimizer(optimizer)
-        if sorted_by_shards(optimizer):
-            rank_zero_warn(
-                f"{type(optimizer).__name__} has groups by the shapes of parameters that are split already, where a matrix's shard along z is flat: "
-                "make it before, and pass it along in fabric.setup(model, optimizer)"
+        if sorted_by_shards(optimizer, self._gradients):
+            raise ConfigError(
+                f"{type(optimizer).__name__} was made of parameters that are split already and has groups of both matrices and vectors, which a script that "
+                "sorts by dimensions cannot tell apart, for a matrix's shard along z is flat; make it before the split, and give it to "
+                "fabric.setup(model, optimizer), or to fabric.setup_optimizers after fabric.setup_module"
             )
         return optimizer
 

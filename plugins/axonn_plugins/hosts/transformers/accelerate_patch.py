@@ -306,7 +306,7 @@ def _refuse_second(accelerator: Any, model: nn.Module, given: tuple) -> None:
 def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_data_loader(self: Any, *given: Any, **keywords: Any) -> Any:
-        from axonn_plugins.hosts.transformers.unfilled import end_with_samples, keep_whole
+        from axonn_plugins.hosts.transformers.unfilled import end_together, end_with_samples, keep_whole, redraw
 
         if self.deepspeed_plugin is not None and open_sizes(self.deepspeed_plugin.deepspeed_config):
             raise ConfigError(
@@ -314,17 +314,15 @@ def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
                 "for; give it both in one call, or write gx, gy and gz as numbers"
             )
         trains, loader = getattr(self, "axonn_trainer", False), given[0] if given else keywords["data_loader"]
-        if (
-            trains
-            and self.num_processes > 1
-            and self.dispatch_batches is False
-            and isinstance(loader.dataset, IterableDataset)
-        ):
-            keep_whole(loader)
+        if trains and self.num_processes > 1:
+            if self.dispatch_batches is False and isinstance(loader.dataset, IterableDataset):
+                keep_whole(loader)
+            if not self.use_seedable_sampler and not self.dispatch_batches:
+                redraw(loader, self.device)
         found = original(self, *given, **keywords)
-        # TRL's trainers of generated text gather over readers by rows of lists: theirs stay filled up with the first samples.
+        # TRL's trainers of generated text number the rows of all readers, which have to be equally many.
         lists = getattr(loader.collate_fn, "__name__", "") == "identity"
-        return end_with_samples(found) if trains and not lists else found
+        return (end_together if lists else end_with_samples)(found) if trains else found
 
     return prepare_data_loader
 

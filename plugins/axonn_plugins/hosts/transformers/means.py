@@ -24,6 +24,7 @@ from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import asked
 from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
+from axonn_plugins.hosts.transformers.tokens import of_all_readers
 
 _COPIES = {"to", "clone", "detach", "float", "half", "bfloat16", "double"}
 _TIMES = 3  # of a batch that is repeated: a loss over pairs of its rows grows by another factor
@@ -104,20 +105,33 @@ def in_one_process(
     key = (type(self), id(self.compute_loss_func), self.model.training, own)
     self._axonn_weighed = False
     summed = num_items_in_batch is not None and (key not in kinds or kinds[key].adds)
-    with nullcontext() if key in kinds else watching, _constants_once(self.model, readers if summed else 1):
+    constants = _constants_once(self.model, readers if summed else 1)
+    with nullcontext() if key in kinds else watching, constants, of_all_readers(self):
         found = original(model, inputs, return_outputs=return_outputs, **more)
     counted = asked() != before
     if self._axonn_weighed:  # the Trainer's own method was in it
         return found
     self._axonn_weighed = True
-    if by_engine or own and (counted or type(self).compute_loss.__module__.startswith("trl.")):
-        return _times(found, float(share() > 0) if self._axonn_counted else share())
+    by_trl = own and type(self).compute_loss.__module__.startswith("trl.")
+    if by_engine or own and counted or by_trl:
+        left_out = by_trl and watching.divides != counted
+        return _times(found, _part(self) * (_left_out(self, counted, readers) if left_out else 1))
     if key not in kinds:
         kinds[key] = _agreed(self, watching, labels, lambda some: original(model, some, **more), rows)
-    if kinds[key].divides and not self.args.average_tokens_across_devices:  # by its own items, as the script asks
-        return _times(found, share())
     factor = _factor(self, kinds[key], labels, readers)
     return _times(found, factor / readers if counted else factor)
+
+
+def _part(self: Any) -> float:
+    """By which a loss counts that its trainer has made for several readers."""
+    return float(share() > 0) if self._axonn_counted else share()
+
+
+def _left_out(self: Any, counted: bool, readers: int) -> float:
+    """What a trainer of TRL's leaves out: GKD's counts no processes, and SFT's does so also where a script's loss is a mean."""
+    if not counted:
+        return float(readers)
+    return share() / readers if callable(self.compute_loss_func) else 1.0
 
 
 @contextmanager

@@ -7,9 +7,13 @@ ranks in a row compute on the same samples: gx·gy of them are one reader.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from axonn_plugins import config
 from axonn_plugins.config import ConfigError
@@ -27,7 +31,27 @@ def replicas(raw: Any, processes: int) -> int:
     """
     if not isinstance(raw, Mapping) or "axonn" not in raw:
         return 1
+    if _one_reader:
+        return processes
     return _replicas(json.dumps(raw["axonn"], sort_keys=True, default=repr), processes)
+
+
+_one_reader = False
+
+
+@contextmanager
+def as_one_reader(device: torch.device) -> Iterator[None]:
+    """Inside, all ranks compute on the same samples and draw the same random numbers, and what is gathered is the first's."""
+    global _one_reader
+    _one_reader = True
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed = torch.randint(2**62, (), device=device)
+            dist.broadcast(seed, 0)
+            torch.manual_seed(int(seed))
+            yield
+    finally:
+        _one_reader = False
 
 
 def has_block(accelerator: Any) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
-from axonn_plugins.hosts.transformers import evaluating_first, trainer_sums
+from axonn_plugins.hosts.transformers import evaluating_first, neftune, trainer_sums
 from axonn_plugins.hosts.transformers.accelerate_patch import ask, has_state, notice, same
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
+from axonn_plugins.hosts.transformers.tokens import refuse_orders
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _SIZE, _BOTH = ("world_size",), ("world_size", "process_index")
@@ -82,6 +84,9 @@ def patch_trainer(module: ModuleType) -> None:
     if getattr(trainer, "axonn", False):
         return
     trainer.axonn = True
+    from transformers.integrations import neftune as theirs
+
+    neftune.patch(theirs)
     for name, what in _METHODS.items():
         setattr(trainer, name, _within(getattr(trainer, name), what))
     trainer._get_num_items_in_batch = _of_kept_targets(trainer._get_num_items_in_batch)
@@ -98,17 +103,21 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
         original(self, *inputs, **keywords)
         self.axonn_optimizers = self.optimizer, self.lr_scheduler
-        plugin, args = getattr(self.accelerator.state, "deepspeed_plugin", None), self.args
-        if plugin is None or not open_sizes(plugin.deepspeed_config):
-            return
-        micro = args.per_device_train_batch_size
-        steps, ranks = args.gradient_accumulation_steps, self.accelerator.state.num_processes
-        of_reader = settle(plugin.deepspeed_config, self.model, micro, steps, ranks)
-        args.per_device_train_batch_size = of_reader
-        args.per_device_eval_batch_size = max(args.per_device_eval_batch_size * of_reader // micro, 1)
-        self._train_batch_size = args.train_batch_size
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and open_sizes(plugin.deepspeed_config):
+            _settle(self, plugin.deepspeed_config)
+        refuse_orders(self)
 
     return __init__
+
+
+def _settle(self: Any, raw: dict[str, Any]) -> None:
+    args = self.args
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    of_reader = settle(raw, self.model, micro, steps, self.accelerator.state.num_processes)
+    args.per_device_train_batch_size = of_reader
+    args.per_device_eval_batch_size = max(args.per_device_eval_batch_size * of_reader // micro, 1)
+    self._train_batch_size = args.train_batch_size
 
 
 def _marking(original: Callable[..., None]) -> Callable[..., None]:
@@ -116,8 +125,30 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
     def create_accelerator_and_postprocess(self: Any) -> None:
         original(self)
         self.accelerator.axonn_trainer = has_block(self.accelerator)
+        if self.accelerator.axonn_trainer:
+            self.args.average_tokens_across_devices = True  # readers are one process, which has no mean of its own
+            if hasattr(self, "_precompute_ref_logps"):
+                self._precompute_ref_logps = partial(_precomputing, self.accelerator, self._precompute_ref_logps)
 
     return create_accelerator_and_postprocess
+
+
+def _precomputing(accelerator: Any, original: Callable[..., Any], dataset: Any, *rest: Any, **named: Any) -> Any:
+    """TRL's reference of each sample; loaders are filled up meanwhile with the first samples, as Accelerate's are.
+
+    Raises:
+        ConfigError: rank 0 would write it where no other finds it.
+    """
+    if accelerator.state.num_processes > 1 and not getattr(dataset, "cache_files", True):
+        raise ConfigError(
+            "precompute_ref_log_probs = True needs a dataset that is in files: of one in memory, each process keeps what it computes in a temporary "
+            "folder of its own; read it with datasets.load_dataset or load_from_disk, or leave the argument out"
+        )
+    accelerator.axonn_trainer = False
+    try:
+        return original(dataset, *rest, **named)
+    finally:
+        accelerator.axonn_trainer = True
 
 
 def _grouping(original: Callable[..., Any], kind: type) -> Callable[..., Any]:

@@ -16,8 +16,11 @@ from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
 from axonn_plugins.hosts.transformers.means import count_votes, in_one_process
-from axonn_plugins.hosts.transformers.readers import has_block
-from axonn_plugins.hosts.transformers.unfilled import endless
+from axonn_plugins.hosts.transformers.neftune import noisy
+from axonn_plugins.hosts.transformers.padded_targets import refuse_padded_targets
+from axonn_plugins.hosts.transformers.readers import as_one_reader, has_block
+from axonn_plugins.hosts.transformers.tokens import of_all_readers
+from axonn_plugins.hosts.transformers.unfilled import endless, shared
 
 
 def patch(module: ModuleType) -> None:
@@ -42,9 +45,10 @@ def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
         found = last(batches[-1]) if batches else None
         if found is not None:
             batches[-1] = found.part_of(batches[-1])
+        refuse_padded_targets(self, batches)
         own = [batch.counted() if isinstance(batch, Nothing) else batch for batch in batches]
         items = original(self, own, *rest, **keywords)
-        self._axonn_counted = _by_kept(self) if items is None else self.args.average_tokens_across_devices
+        self._axonn_counted = items is not None or _by_kept(self)
         return items
 
     return count
@@ -72,7 +76,7 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         """The Trainer's, whose loss a script may compute itself."""
         if not has_block(self.accelerator):
             return original(self, model, inputs, *rest, **keywords)
-        with counting(inputs), _replaced(self, compute_loss=in_one_process):
+        with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
             return original(self, model, _without_targets(self, inputs), *rest, **keywords)
 
     return step
@@ -120,7 +124,7 @@ def _replaced(self: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
     """Theirs; what is gathered next is its loss, if there is one."""
     generates = getattr(self.args, "predict_with_generate", False) and not (rest or [kw.get("prediction_loss_only")])[0]
-    with _counting_loss(self, model) if generates else nullcontext(model) as counted:
+    with _counting_loss(self, model) if generates else nullcontext(model) as counted, of_all_readers(self):
         found = _predicted(self, original, counted, inputs, *rest, **kw)
     self._axonn_loss = found[0] is not None
     return found
@@ -131,7 +135,8 @@ def _predicted(self: Any, original: Callable[..., Any], model: Any, inputs: Any,
 
     found = last(inputs)
     if found is None:
-        return original(model, inputs, *rest, **kw)
+        with as_one_reader(self.accelerator.device) if shared() else nullcontext():
+            return original(model, inputs, *rest, **kw)
     self._axonn_counted, self._axonn_weighed, part = False, False, found.part_of(inputs)
     flat = found.cut and count_votes(self, [find_batch_size(inputs) != found.kept])[0] > 0
     with counting(part):

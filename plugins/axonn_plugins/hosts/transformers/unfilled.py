@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 from accelerate.state import GradientState
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from axonn_plugins.config import ConfigError
 
@@ -36,6 +38,24 @@ class Unfilled(BatchSamplerShard):
         ends = len(self) - 1 if self.last()[1] else None
         for number, batch in enumerate(super().__iter__()):
             yield batch[: max(self.own(), 1)] if number == ends else batch
+
+
+class Together(Unfilled):
+    """A reader's batches; the last ones, where they are not full, are one that all readers read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Theirs."""
+        rows, read = self.last()
+        if not read:
+            yield from BatchSamplerShard.__iter__(self)
+            return
+        of_all: list[Any] = []
+        for batch in self.batch_sampler:
+            of_all += batch
+            if len(of_all) == rows * self.num_processes:
+                yield of_all[self.process_index * rows :][:rows]
+                of_all = []
+        yield of_all
 
 
 class Stream(IterableDatasetShard):
@@ -66,6 +86,29 @@ class Stream(IterableDatasetShard):
     def _own(self, batch: list[Any]) -> list[Any]:
         rows = self._rows()
         return batch[self.process_index * rows :][:rows]
+
+
+class Divided(IterableDatasetShard):
+    """A reader's samples of a stream that has as many for every reader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Theirs.
+
+        Raises:
+            ConfigError: it ends with fewer; the same on all readers.
+        """
+        rows = self.batch_size // (self.num_processes if self.split_batches else 1)
+        of_all, batch = rows * self.num_processes, []
+        for sample in self.dataset:
+            batch.append(sample)
+            if len(batch) == of_all:
+                yield from batch[self.process_index * rows :][:rows]
+                batch = []
+        if batch and not self.drop_last:
+            raise ConfigError(
+                f"a stream of prompts ends with {len(batch)} samples, where all readers together read {of_all} at a time; give a dataset that has a "
+                "length, of which the last batch may be smaller, or a stream of a multiple"
+            )
 
 
 class _Whole(IterableDataset):
@@ -110,6 +153,26 @@ def endless() -> bool:
     return False
 
 
+class _Redrawn(RandomSampler):
+    """An order that one process draws anew for each epoch, by torch's generator; all readers have the first's."""
+
+    device: torch.device
+
+    def __iter__(self) -> Iterator[int]:
+        """Theirs."""
+        seed = torch.empty((), dtype=torch.int64).random_().to(self.device)
+        dist.broadcast(seed, 0)
+        self.generator.manual_seed(int(seed))
+        return super().__iter__()
+
+
+def redraw(loader: DataLoader, device: torch.device) -> None:
+    """Let a loader that shuffles by torch's generator do so on several readers, where Accelerate would draw once for all epochs."""
+    sampler: Any = loader.sampler
+    if type(loader.sampler) is RandomSampler and sampler.generator is None:
+        sampler.__class__, sampler.generator, sampler.device = _Redrawn, torch.Generator(), device
+
+
 def end_with_samples(loader: Any) -> Any:
     """Let a loader of Accelerate end with its samples."""
     shard = _shard(loader)
@@ -120,6 +183,23 @@ def end_with_samples(loader: Any) -> Any:
     return loader
 
 
+def end_together(loader: Any) -> Any:
+    """Let a loader of Accelerate end with a batch that every reader reads; a stream has to end with full ones."""
+    shard = _shard(loader)
+    if type(shard) is BatchSamplerShard:
+        shard.__class__, shard.even_batches = Together, True
+    if type(stream := getattr(loader, "dataset", None)) is IterableDatasetShard:
+        stream.__class__ = Divided
+    return loader
+
+
+def shared() -> bool:
+    """True if the batch last read is one that every reader has read."""
+    state = GradientState()
+    shard = _shard(state.active_dataloader)
+    return isinstance(shard, Together) and state.end_of_dataloader and shard.last()[1] > 0
+
+
 def unfilled(loader: Any) -> Unfilled | Stream | None:
     """The sampler of a loader that ends with its samples, or its stream; None for other loaders."""
     if isinstance(stream := getattr(loader, "dataset", None), Stream):
@@ -127,7 +207,7 @@ def unfilled(loader: Any) -> Unfilled | Stream | None:
     shard = _shard(loader)
     while isinstance(shard, SkipBatchSampler):  # of a run that resumes
         shard = shard.batch_sampler
-    return shard if isinstance(shard, Unfilled) else None
+    return shard if isinstance(shard, Unfilled) and not isinstance(shard, Together) else None
 
 
 def _shard(loader: Any) -> Any:
