@@ -43,12 +43,14 @@ from tests.device import cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 late: Any = None
-CASES: dict[str, tuple[int, Callable[[], None]]] = {}
+CASES: dict[str, tuple[int, Callable[[], None], bool]] = {}
 
 
-def case(ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def case(ranks: int, world: bool = True) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Keep a function as a case of so many ranks, which have a group of all unless the case makes it."""
+
     def kept(function: Callable[[], None]) -> Callable[[], None]:
-        CASES[function.__name__] = ranks, function
+        CASES[function.__name__] = ranks, function, world and ranks > 1
         return function
 
     return kept
@@ -723,9 +725,9 @@ def host_waits() -> None:
 def _on_rank(name: str) -> float:
     torch.set_num_threads(1)
     begin = time.process_time()
-    ranks, function = CASES[name]
-    if ranks > 1:
-        cuda.register(late)
+    _, function, world = CASES[name]
+    cuda.register(late)
+    if world:
         dist.init_process_group(cuda.BACKEND, timeout=timedelta(seconds=60))
     function()
     found = late.races()
@@ -739,6 +741,8 @@ def main(file: Path, names: list[str]) -> dict[str, str]:
     late = cuda.install(file)
     samo.fused.kernels = lambda: None  # which need a compiler for a GPU, and a GPU
     failed = {}
+    if any(name.startswith("deepspeed") for name in names):
+        import tests.device.deepspeed  # noqa: F401  which takes seconds
     for name in names or CASES:
         begin = time.perf_counter()
         try:
