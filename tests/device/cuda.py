@@ -115,14 +115,27 @@ class HostReads(TorchDispatchMode):
 
 
 def register(late: ModuleType) -> None:
-    """Name torch the backend ``late``, which whoever asks for NCCL is given, too; before the process group is made."""
+    """Name torch the backend ``late``, and have one be NCCL's for whoever asks for that; before the process group is made."""
 
     def create(asked: Any, _: Any) -> Any:
         return communicator(late, asked.store, asked.group_rank, asked.group_size)
 
     dist.Backend.register_backend("late", create, extended_api=True, devices=["cuda"])
-    known: Any = dist.Backend.__new__
-    dist.Backend.__new__ = lambda kind, name: known(kind, "late" if name == "nccl" else name)  # type: ignore[method-assign]
+
+    class Kind(type):
+        def __instancecheck__(cls, one: Any) -> bool:
+            return isinstance(one, torch._C._distributed_c10d.Backend) and one.name() == "late"
+
+    class Nccl(metaclass=Kind):
+        """`torch.distributed.ProcessGroupNCCL`."""
+
+        Options = SimpleNamespace
+
+        def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
+            return communicator(late, store, rank, size)
+
+    for module in (dist, dist.distributed_c10d):
+        module.ProcessGroupNCCL, module.is_nccl_available = Nccl, lambda: True  # type: ignore[attr-defined]
 
 
 def communicator(late: ModuleType, store: Any, rank: int, size: int) -> Any:

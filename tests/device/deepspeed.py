@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 os.environ["DS_ACCELERATOR"] = "cuda"
 
@@ -16,6 +17,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import axonn_plugins  # noqa: E402
+from axonn_plugins.pccl import device_tuner  # noqa: E402
+from axonn_plugins.pccl.backend import planner  # noqa: E402
 from tests.compose.training import ACCUMULATION, Case, obeyed, readers_of, serial_run, start  # noqa: E402
 from tests.device.cases import case  # noqa: E402
 
@@ -87,7 +90,7 @@ def compare_all(runs: dict[str, Case]) -> None:
     axonn_plugins.activate()
     dist.init_process_group("nccl", timeout=timedelta(seconds=60))
     deepspeed.init_distributed(verbose=False)
-    assert dist.get_backend() == "late" and torch.device("cpu") not in dist.group.WORLD._device_types  # type: ignore[union-attr]
+    assert dist.get_backend() == "nccl" and torch.device("cpu") not in dist.group.WORLD._device_types  # type: ignore[union-attr]
     for name, run in runs.items():
         try:
             compare(run)
@@ -103,6 +106,26 @@ def deepspeed_flat() -> None:
 @case(4, world=False)
 def deepspeed_stages() -> None:
     compare_all(STAGED)
+
+
+@case(4, world=False)
+def deepspeed_pccl() -> None:
+    """In front of NCCL, as the block has it, on two nodes of two ranks."""
+    pccl = {"algorithm": "hierarchical", "ranks_per_node": 2}
+    compare_all(
+        {
+            "a grid": Case({"tensor_parallel": grid(gx=2), "samo": PRUNED, "pccl": pccl}, 1),
+            "2 stages": Case({"tensor_parallel": grid(gz=2), "offload_optimizer": OFFLOAD, "pccl": pccl}, 1, None, 2),
+        }
+    )
+
+
+@case(2, world=False)
+def deepspeed_pccl_auto() -> None:
+    with patch.object(device_tuner, "SIZES", (2**10, 2**14)):
+        compare_all({"a grid": Case({"tensor_parallel": grid(gz=2), "pccl": {"ranks_per_node": 1}}, 0)})
+    for times in planner(device="cuda").measured.times.values():
+        assert all(len(each) > 1 for each in times.values())
 
 
 @case(3, world=False)

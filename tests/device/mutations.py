@@ -26,6 +26,7 @@ _DEVICE, _BUCKETED = (
     "plugins/axonn_plugins/pccl/csrc/device.cpp",
     "plugins/axonn_plugins/pipeline/bucketed_optimizer.py",
 )
+_SCHEDULE = "plugins/axonn_plugins/pccl/csrc/schedule.cpp"
 _LINKS, _COLLECTIVES = "plugins/axonn_plugins/pipeline/links.py", "axonn_tp/comm/collectives.py"
 _EARLY = ".early()"
 """What a `Pending` gives in the mutated package without waiting."""
@@ -130,6 +131,9 @@ MUTATIONS = [
     _pending("ted_moe/agreement.py", "self._pending.wait()", "experts"),
     Mutation("ted_moe/dispatch.py", "return wait(", "return (", ("experts",)),
     # PCCL
+    Mutation(_SCHEDULE, "for (const auto& work : works) work->wait();", "", ("pccl",)),
+    Mutation(_SCHEDULE, "  work->wait();\n", "", ("pccl",)),
+    Mutation(_DEVICE, "backend->allreduce(one, {})->wait();", "backend->allreduce(one, {});", ("pccl",)),
     Mutation(_DEVICE, "    ready.block(side);\n", "", ("pccl",)),
     Mutation(_DEVICE, "    ready.record(streams.getStream(device));\n", "", ("pccl",)),
     Mutation(_DEVICE, "tensor.record_stream(side);", "(void)tensor;", ("pccl",)),
@@ -146,9 +150,6 @@ MUTATIONS = [
     ),
     Mutation(
         "plugins/axonn_plugins/optim/reducer.py", "self._under_way.pop(0).wait()", "self._under_way.pop(0)", ("states",)
-    ),
-    Mutation(
-        "plugins/axonn_plugins/pccl/device.py", "inner._end_coalescing().wait()", "inner._end_coalescing()", ("pccl",)
     ),
     # Pipelines
     Mutation(_LINKS, "        pending.wait()\n        self.posted", "        self.posted", ("stages_3",)),
@@ -231,10 +232,12 @@ def main(device: Path, words: list[str]) -> int:
     """Try mutations one after the other."""
     chosen = [each for each in MUTATIONS if not words or any(word in each.file + each.old for word in words)]
     survived = 0
+    if any(each.file.endswith(".cpp") for each in chosen):
+        os.environ["AXONN_CACHE"] = str(_compiled(None, device.parent))
     untouched(device, chosen)
     for each in chosen:
-        if each.file == _DEVICE:
-            os.environ["AXONN_CACHE"] = str(_compiled(each, device.parent))
+        if each.file.endswith(".cpp"):
+            _compiled(each, device.parent)
         found = _told(each, device)
         survived += not found
         words_ = found.strip().splitlines()[-1][:160] if found else ""
@@ -246,7 +249,7 @@ def main(device: Path, words: list[str]) -> int:
     return 0
 
 
-def _compiled(mutation: Mutation, folder: Path) -> Path:
+def _compiled(mutation: Mutation | None, folder: Path) -> Path:
     """The cache in which PCCL finds itself mutated; all but the mutated file is compiled once."""
     from torch.utils import cpp_extension
 
@@ -257,20 +260,20 @@ def _compiled(mutation: Mutation, folder: Path) -> Path:
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], str(build._SOURCES)]
     flags = [*build._FLAGS, "-O0", *(f"-isystem{path}" for path in includes)]
     objects.mkdir(exist_ok=True)
+    linked = []
     for source in sorted(build._SOURCES.glob("*.cpp")):
         text, made = source.read_text(), objects / f"{source.stem}.o"
-        if source.name == Path(mutation.file).name:
-            text = mutated(text, mutation)
-        elif made.exists():
-            continue
-        (objects / source.name).write_text(text)
-        subprocess.run([build.compiler(), *flags, "-c", str(objects / source.name), "-o", str(made)], check=True)
+        if mutation is not None and source.name == Path(mutation.file).name:
+            text, made = mutated(text, mutation), objects / "mutated.o"
+        if made.name == "mutated.o" or not made.exists():
+            written = objects / f"{made.stem}.cpp"
+            written.write_text(text)
+            subprocess.run([build.compiler(), *flags, "-c", str(written), "-o", str(made)], check=True)
+        linked.append(str(made))
     built = build.place()
     built.parent.mkdir(parents=True, exist_ok=True)
     built.unlink(missing_ok=True)
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lpthread"]
-    subprocess.run(
-        [build.compiler(), "-shared", *map(str, objects.glob("*.o")), *libraries, *names, "-o", str(built)], check=True
-    )
+    subprocess.run([build.compiler(), "-shared", *linked, *libraries, *names, "-o", str(built)], check=True)
     return cache
