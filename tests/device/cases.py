@@ -522,6 +522,7 @@ def pccl() -> None:
                         wanted = 10 * torch.arange(52.0)[13 * rank : 13 * (rank + 1)]
                     torch.ones(52, device=GPU)
                     _raises("reads on", got.clone)
+                    assert not work.is_completed()
                     work.wait()
                     doubled = got * 2
                 torch.cuda.current_stream().wait_stream(side)

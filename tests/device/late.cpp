@@ -124,7 +124,13 @@ struct Guard : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
     Tracker::get().record(data.get(), line_of(on.id()));
   }
-  double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 1.0; }
+  double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
+    for (void* event : {begin, end}) {
+      const auto& found = *static_cast<Event*>(event);
+      TORCH_CHECK(Tracker::get().host_knows(found.line, found.clock.at(found.line)), "both events must be completed, and the host has not waited");
+    }
+    return 1.0;
+  }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 

@@ -27,6 +27,7 @@ _DEVICE, _BUCKETED = (
     "plugins/axonn_plugins/pipeline/bucketed_optimizer.py",
 )
 _SCHEDULE = "plugins/axonn_plugins/pccl/csrc/schedule.cpp"
+_WIRES = "plugins/axonn_plugins/pipeline/wires.py"
 _LINKS, _COLLECTIVES = "plugins/axonn_plugins/pipeline/links.py", "axonn_tp/comm/collectives.py"
 _EARLY = ".early()"
 """What a `Pending` gives in the mutated package without waiting."""
@@ -130,10 +131,33 @@ MUTATIONS = [
     # Experts
     _pending("ted_moe/agreement.py", "self._pending.wait()", "experts"),
     Mutation("ted_moe/dispatch.py", "return wait(", "return (", ("experts",)),
+    # What waits within a call, and what asks
+    *(
+        Mutation(file, old, old[:-1] + ", async_op=True)", cases)
+        for file, old, cases in (
+            ("samo/selection.py", "dist.all_reduce(counts, group=shards.group)", ("composed",)),
+            ("axonn_tp/grid/distribute.py", 'dist.broadcast(whole, group=mesh.group("grid"), group_src=0)', ("grids",)),
+            ("plugins/axonn_plugins/optim/gradients.py", "dist.all_reduce(summed, group=group)", ("states",)),
+            (
+                _REDUCER,
+                "dist.all_gather_into_tensor(whole, share.contiguous(), group=bucket.process_group)",
+                ("states",),
+            ),
+            (
+                "ted_moe/agreement.py",
+                'dist.all_reduce(told, dist.ReduceOp.MAX, group=groups.group("block"))',
+                ("experts", "deepspeed_flat"),
+            ),
+        )
+    ),
+    Mutation(_WIRES, "return self.work.is_completed()", "return True", ("stages_3",)),
+    Mutation(_WIRES, "if not self.work.wait(self.timeout):", "if False:", ("stages_3",)),
+    Mutation("axonn_tp/layers/tuning.py", "    events[1].synchronize()", "    pass", ("grids",)),
     # PCCL
     Mutation(_SCHEDULE, "for (const auto& work : works) work->wait();", "", ("pccl",)),
     Mutation(_SCHEDULE, "  work->wait();\n", "", ("pccl",)),
     Mutation(_DEVICE, "backend->allreduce(one, {})->wait();", "backend->allreduce(one, {});", ("pccl",)),
+    Mutation(_DEVICE, "return !done_ || done_->query();", "return true;", ("pccl",)),
     Mutation(_DEVICE, "    ready.block(side);\n", "", ("pccl",)),
     Mutation(_DEVICE, "    ready.record(streams.getStream(device));\n", "", ("pccl",)),
     Mutation(_DEVICE, "tensor.record_stream(side);", "(void)tensor;", ("pccl",)),
