@@ -68,11 +68,13 @@ class Shards:
         group: the ranks that hold all parts; all of them must call.
         find: the shard that a rank holds of a parameter, by its name.
         average: makes gradients of this rank's part of the batch, in ``parameter.grad``, those of the whole batch.
+        device: of what the group sums; None: the parameters', for ranks all of which hold some.
     """
 
     group: dist.ProcessGroup
     find: Callable[[str, Tensor], Shard]
     average: Callable[[Iterable[nn.Parameter]], None] | None = None
+    device: torch.device | None = None
 
     def names(self, names: Iterable[str]) -> list[str]:
         """The names on all ranks, in the order of the ranks."""
@@ -154,7 +156,8 @@ class Magnitudes:
         judged = parameters if scores is None else scores
         self.parts = {name: Part(name, judged[name], find[name], scores is not None) for name in parameters}
         self.names = list(parameters) if shards is None else shards.names(parameters)
-        self._device = next((part.flat.device for part in self.parts.values()), torch.device("cpu"))
+        here = next((part.flat.device for part in self.parts.values()), torch.device("cpu"))
+        self._device = here if shards is None or shards.device is None else shards.device
         facts = torch.zeros(3, len(self.names), dtype=torch.float64, device=self._device)
         for column, name in enumerate(self.names):
             part = self.parts.get(name)

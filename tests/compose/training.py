@@ -338,7 +338,7 @@ def obeyed(engine: Any, case: Case) -> None:
     if "ted" in block:
         assert "TedMoE" in kinds or "MoE" not in kinds
     if "pccl" in block:
-        assert "pccl" in str(dist.group.WORLD._get_backend(torch.device("cpu")).name())  # type: ignore[union-attr]
+        assert "pccl" in str(dist.group.WORLD._get_backend(torch.device(engine.device)).name())  # type: ignore[union-attr]
     if "pipeline" in block or case.stages:
         assert engine.num_stages == case.stages and hasattr(engine, "most_alive")
     if "tensor_parallel" in block:

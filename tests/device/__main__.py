@@ -1,6 +1,7 @@
 """``python -m tests.device FILE [CASE ...]``: the cases, on the device that `tests.device.build.compiled` made FILE of.
 
 ``python -m tests.device FILE --mutations [WORD ...]``: see `tests.device.mutations`.
+``python -m tests.device FILE --megatron SCRIPT CASES.json``: see `tests.device.megatron`.
 """
 
 import ctypes
@@ -27,6 +28,10 @@ if __name__ == "__main__":
         from tests.device import mutations
 
         sys.exit(mutations.main(file, words[1:]))
+    if words[:1] == ["--megatron"]:
+        from tests.device import megatron
+
+        sys.exit(megatron.main(file, *words[1:]))
     from tests.device.cases import main
 
     sys.exit(1 if main(file, words) else 0)

@@ -43,12 +43,14 @@ from tests.device import cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 late: Any = None
-CASES: dict[str, tuple[int, Callable[[], None]]] = {}
+CASES: dict[str, tuple[int, Callable[[], None], bool]] = {}
 
 
-def case(ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def case(ranks: int, world: bool = True) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Keep a function as a case of so many ranks, which have a group of all unless the case makes it."""
+
     def kept(function: Callable[[], None]) -> Callable[[], None]:
-        CASES[function.__name__] = ranks, function
+        CASES[function.__name__] = ranks, function, world and ranks > 1
         return function
 
     return kept
@@ -487,56 +489,49 @@ def experts() -> None:
 
 @case(4)
 def pccl() -> None:
-    from axonn_plugins.pccl import register, vendor
+    from axonn_plugins.pccl import register
     from axonn_plugins.pccl.algorithms import algorithms
-    from axonn_plugins.pccl.backend import using
-    from axonn_plugins.pccl.choice import Choice
-
-    def own(self: Any, name: str, members: Any) -> Any:
-        store = dist.PrefixStore(f"cuda {name}", self.store)
-        return cuda.communicator(late, store, list(members).index(self.rank), len(members))
+    from axonn_plugins.pccl.backend import planner, using
+    from axonn_plugins.pccl.choice import WINDOW, Choice
 
     register()
     rank, side = dist.get_rank(), torch.cuda.Stream()
-    with (
-        patch.object(vendor.Accelerator, "_vendor", own),
-        patch.object(vendor, "require", lambda: None),
-        patch("axonn_plugins.pccl.backend.require", lambda: None),
+    group = dist.new_group(backend="pccl", pg_options=_pccl_options())
+    planner(group, "cuda").window = partial(torch.empty, dtype=torch.uint8, device=GPU)
+    for collective, name in itertools.chain.from_iterable(
+        [(c, n) for n in (*algorithms(c, 4), WINDOW)] for c in ("all_gather", "reduce_scatter", "all_reduce")
     ):
-        group = dist.new_group(backend="pccl", pg_options=_pccl_options())
-        for collective, name in itertools.chain.from_iterable(
-            [(c, n) for n in algorithms(c, 4)] for c in ("all_gather", "reduce_scatter", "all_reduce")
-        ):
-            with using(Choice(name), group, "cuda"):
-                for _ in range(2):
-                    data = torch.full((13,), rank + 1.0, device=GPU)
-                    whole = torch.arange(52.0, device=GPU) * (rank + 1)
-                    # Made late, and freed before anybody waits.
-                    with torch.cuda.stream(side):
-                        side.wait_stream(torch.cuda.default_stream())
-                        if collective == "all_gather":
-                            got = torch.empty(52, device=GPU)
-                            work = dist.all_gather_into_tensor(got, data * 1, group, async_op=True)
-                            wanted = torch.arange(1.0, 5).repeat_interleave(13)
-                        elif collective == "all_reduce":
-                            got = data * 1
-                            work = dist.all_reduce(got, group=group, async_op=True)
-                            wanted = torch.full((13,), 10.0)
-                        else:
-                            got = torch.empty(13, device=GPU)
-                            work = dist.reduce_scatter_tensor(got, whole * 1, group=group, async_op=True)
-                            wanted = 10 * torch.arange(52.0)[13 * rank : 13 * (rank + 1)]
-                        torch.ones(52, device=GPU)
-                        _raises("reads on", got.clone)
-                        work.wait()
-                        doubled = got * 2
-                    torch.cuda.current_stream().wait_stream(side)
-                    same(2 * wanted, doubled, True)
-                    assert work.is_completed() or work.is_completed()
-                    future = work.get_future()
-                    future.wait()
-                    same(wanted, future.value()[0], True)
-        dist.barrier()
+        with using(Choice(name), group, "cuda"):
+            for _ in range(2):
+                data = torch.full((13,), rank + 1.0, device=GPU)
+                whole = torch.arange(52.0, device=GPU) * (rank + 1)
+                # Made late, and freed before anybody waits.
+                with torch.cuda.stream(side):
+                    side.wait_stream(torch.cuda.default_stream())
+                    if collective == "all_gather":
+                        got = torch.empty(52, device=GPU)
+                        work = dist.all_gather_into_tensor(got, data * 1, group, async_op=True)
+                        wanted = torch.arange(1.0, 5).repeat_interleave(13)
+                    elif collective == "all_reduce":
+                        got = data * 1
+                        work = dist.all_reduce(got, group=group, async_op=True)
+                        wanted = torch.full((13,), 10.0)
+                    else:
+                        got = torch.empty(13, device=GPU)
+                        work = dist.reduce_scatter_tensor(got, whole * 1, group=group, async_op=True)
+                        wanted = 10 * torch.arange(52.0)[13 * rank : 13 * (rank + 1)]
+                    torch.ones(52, device=GPU)
+                    _raises("reads on", got.clone)
+                    assert not work.is_completed()
+                    work.wait()
+                    doubled = got * 2
+                torch.cuda.current_stream().wait_stream(side)
+                same(2 * wanted, doubled, True)
+                assert work.is_completed() or work.is_completed()
+                future = work.get_future()
+                future.wait()
+                same(wanted, future.value()[0], True)
+    dist.barrier()
 
 
 def _pccl_options() -> Any:
@@ -723,9 +718,9 @@ def host_waits() -> None:
 def _on_rank(name: str) -> float:
     torch.set_num_threads(1)
     begin = time.process_time()
-    ranks, function = CASES[name]
-    if ranks > 1:
-        cuda.register(late)
+    _, function, world = CASES[name]
+    cuda.register(late)
+    if world:
         dist.init_process_group(cuda.BACKEND, timeout=timedelta(seconds=60))
     function()
     found = late.races()
@@ -739,6 +734,8 @@ def main(file: Path, names: list[str]) -> dict[str, str]:
     late = cuda.install(file)
     samo.fused.kernels = lambda: None  # which need a compiler for a GPU, and a GPU
     failed = {}
+    if any(name.startswith("deepspeed") for name in names):
+        import tests.device.deepspeed  # noqa: F401  which takes seconds
     for name in names or CASES:
         begin = time.perf_counter()
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ def install(built: Path) -> ModuleType:
         "set_device": None,
         "get_device_name": "late",
         "get_device_capability": (8, 0),
+        "get_device_properties": SimpleNamespace(
+            name="late", major=8, minor=0, total_memory=2**40, multi_processor_count=1
+        ),
         "is_current_stream_capturing": False,
         "max_memory_allocated": 0,
         "empty_cache": None,
@@ -58,12 +61,19 @@ def install(built: Path) -> ModuleType:
     cuda.Event = lambda enable_timing=False, **_: torch.Event("cuda", enable_timing=enable_timing)
     cuda.stream, cuda.synchronize = stream, lambda device=None: late.synchronize()
     cuda.current_stream, cuda.default_stream = lambda device=None: on(late.current_stream()), lambda device=None: on(0)
-    cuda.device = cuda.device_of = lambda device: nullcontext()
+    cuda.device, cuda.device_of = _Device, lambda device: nullcontext()
     torch.__config__.show = lambda: "late"  # torch's own asks a CUDA library for its version
     # One generator for both: kernels are the CPU's.
     cuda.get_rng_state, cuda.set_rng_state = lambda device=None: torch.get_rng_state(), lambda state, device=None: None
+    cuda.random.get_rng_state = cuda.get_rng_state
+    cuda.default_generators = (torch.default_generator,)
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     return late
+
+
+class _Device(nullcontext):
+    """`torch.cuda.device`, of which there is one."""
 
 
 def _loaded(built: Path) -> ModuleType:
@@ -105,12 +115,27 @@ class HostReads(TorchDispatchMode):
 
 
 def register(late: ModuleType) -> None:
-    """Name torch the backend ``late``; before the process group is made."""
+    """Name torch the backend ``late``, and have one be NCCL's for whoever asks for that; before the process group is made."""
 
     def create(asked: Any, _: Any) -> Any:
         return communicator(late, asked.store, asked.group_rank, asked.group_size)
 
     dist.Backend.register_backend("late", create, extended_api=True, devices=["cuda"])
+
+    class Kind(type):
+        def __instancecheck__(cls, one: Any) -> bool:
+            return isinstance(one, torch._C._distributed_c10d.Backend) and one.name() == "late"
+
+    class Nccl(metaclass=Kind):
+        """`torch.distributed.ProcessGroupNCCL`."""
+
+        Options = SimpleNamespace
+
+        def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
+            return communicator(late, store, rank, size)
+
+    for module in (dist, dist.distributed_c10d):
+        module.ProcessGroupNCCL, module.is_nccl_available = Nccl, lambda: True  # type: ignore[attr-defined]
 
 
 def communicator(late: ModuleType, store: Any, rank: int, size: int) -> Any:

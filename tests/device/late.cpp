@@ -124,7 +124,13 @@ struct Guard : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
     Tracker::get().record(data.get(), line_of(on.id()));
   }
-  double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 1.0; }
+  double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
+    for (void* event : {begin, end}) {
+      const auto& found = *static_cast<Event*>(event);
+      TORCH_CHECK(Tracker::get().host_knows(found.line, found.clock.at(found.line)), "both events must be completed, and the host has not waited");
+    }
+    return 1.0;
+  }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
@@ -238,9 +244,9 @@ void operation(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   uint64_t time = tracker.begin(line_of(current));
   bool views = false;
   for (const auto& each : schema.returns()) views = views || (each.alias_info() && !each.alias_info()->isWrite());
-  // index_copy(self, dim, index, source, out)
-  bool some = schema.name() == "aten::index_copy" && aliases.size() == 4 && aliases[0].far.dim() == 1 && aliases[0].far.is_contiguous() &&
-              aliases[0].far.is_same(aliases[3].far);
+  // index_copy(self, dim, index, source, out), index_select(self, dim, index[, out]): of a vector, some elements.
+  bool into = schema.name() == "aten::index_copy" && aliases.size() == 4 && aliases[0].far.is_same(aliases[3].far);
+  bool some = (into || (schema.name() == "aten::index_select" && aliases.size() > 1)) && aliases[0].far.dim() == 1 && aliases[0].far.is_contiguous();
   for (size_t i = 0; i < aliases.size() && !views; ++i)
     if (some && i % 3 == 0) touch_some(aliases[i].far, aliases[1].near, time, aliases[i].writes, name);
     else touch(aliases[i].far, time, aliases[i].writes, name);

@@ -26,6 +26,8 @@ _DEVICE, _BUCKETED = (
     "plugins/axonn_plugins/pccl/csrc/device.cpp",
     "plugins/axonn_plugins/pipeline/bucketed_optimizer.py",
 )
+_SCHEDULE = "plugins/axonn_plugins/pccl/csrc/schedule.cpp"
+_WIRES = "plugins/axonn_plugins/pipeline/wires.py"
 _LINKS, _COLLECTIVES = "plugins/axonn_plugins/pipeline/links.py", "axonn_tp/comm/collectives.py"
 _EARLY = ".early()"
 """What a `Pending` gives in the mutated package without waiting."""
@@ -129,7 +131,33 @@ MUTATIONS = [
     # Experts
     _pending("ted_moe/agreement.py", "self._pending.wait()", "experts"),
     Mutation("ted_moe/dispatch.py", "return wait(", "return (", ("experts",)),
+    # What waits within a call, and what asks
+    *(
+        Mutation(file, old, old[:-1] + ", async_op=True)", cases)
+        for file, old, cases in (
+            ("samo/selection.py", "dist.all_reduce(counts, group=shards.group)", ("composed",)),
+            ("axonn_tp/grid/distribute.py", 'dist.broadcast(whole, group=mesh.group("grid"), group_src=0)', ("grids",)),
+            ("plugins/axonn_plugins/optim/gradients.py", "dist.all_reduce(summed, group=group)", ("states",)),
+            (
+                _REDUCER,
+                "dist.all_gather_into_tensor(whole, share.contiguous(), group=bucket.process_group)",
+                ("states",),
+            ),
+            (
+                "ted_moe/agreement.py",
+                'dist.all_reduce(told, dist.ReduceOp.MAX, group=groups.group("block"))',
+                ("experts", "deepspeed_flat"),
+            ),
+        )
+    ),
+    Mutation(_WIRES, "return self.work.is_completed()", "return True", ("stages_3",)),
+    Mutation(_WIRES, "if not self.work.wait(self.timeout):", "if False:", ("stages_3",)),
+    Mutation("axonn_tp/layers/tuning.py", "    events[1].synchronize()", "    pass", ("grids",)),
     # PCCL
+    Mutation(_SCHEDULE, "for (const auto& work : works) work->wait();", "", ("pccl",)),
+    Mutation(_SCHEDULE, "  work->wait();\n", "", ("pccl",)),
+    Mutation(_DEVICE, "backend->allreduce(one, {})->wait();", "backend->allreduce(one, {});", ("pccl",)),
+    Mutation(_DEVICE, "return !done_ || done_->query();", "return true;", ("pccl",)),
     Mutation(_DEVICE, "    ready.block(side);\n", "", ("pccl",)),
     Mutation(_DEVICE, "    ready.record(streams.getStream(device));\n", "", ("pccl",)),
     Mutation(_DEVICE, "tensor.record_stream(side);", "(void)tensor;", ("pccl",)),
@@ -146,9 +174,6 @@ MUTATIONS = [
     ),
     Mutation(
         "plugins/axonn_plugins/optim/reducer.py", "self._under_way.pop(0).wait()", "self._under_way.pop(0)", ("states",)
-    ),
-    Mutation(
-        "plugins/axonn_plugins/pccl/device.py", "inner._end_coalescing().wait()", "inner._end_coalescing()", ("pccl",)
     ),
     # Pipelines
     Mutation(_LINKS, "        pending.wait()\n        self.posted", "        self.posted", ("stages_3",)),
@@ -231,10 +256,12 @@ def main(device: Path, words: list[str]) -> int:
     """Try mutations one after the other."""
     chosen = [each for each in MUTATIONS if not words or any(word in each.file + each.old for word in words)]
     survived = 0
+    if any(each.file.endswith(".cpp") for each in chosen):
+        os.environ["AXONN_CACHE"] = str(_compiled(None, device.parent))
     untouched(device, chosen)
     for each in chosen:
-        if each.file == _DEVICE:
-            os.environ["AXONN_CACHE"] = str(_compiled(each, device.parent))
+        if each.file.endswith(".cpp"):
+            _compiled(each, device.parent)
         found = _told(each, device)
         survived += not found
         words_ = found.strip().splitlines()[-1][:160] if found else ""
@@ -246,7 +273,7 @@ def main(device: Path, words: list[str]) -> int:
     return 0
 
 
-def _compiled(mutation: Mutation, folder: Path) -> Path:
+def _compiled(mutation: Mutation | None, folder: Path) -> Path:
     """The cache in which PCCL finds itself mutated; all but the mutated file is compiled once."""
     from torch.utils import cpp_extension
 
@@ -257,20 +284,20 @@ def _compiled(mutation: Mutation, folder: Path) -> Path:
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], str(build._SOURCES)]
     flags = [*build._FLAGS, "-O0", *(f"-isystem{path}" for path in includes)]
     objects.mkdir(exist_ok=True)
+    linked = []
     for source in sorted(build._SOURCES.glob("*.cpp")):
         text, made = source.read_text(), objects / f"{source.stem}.o"
-        if source.name == Path(mutation.file).name:
-            text = mutated(text, mutation)
-        elif made.exists():
-            continue
-        (objects / source.name).write_text(text)
-        subprocess.run([build.compiler(), *flags, "-c", str(objects / source.name), "-o", str(made)], check=True)
+        if mutation is not None and source.name == Path(mutation.file).name:
+            text, made = mutated(text, mutation), objects / "mutated.o"
+        if made.name == "mutated.o" or not made.exists():
+            written = objects / f"{made.stem}.cpp"
+            written.write_text(text)
+            subprocess.run([build.compiler(), *flags, "-c", str(written), "-o", str(made)], check=True)
+        linked.append(str(made))
     built = build.place()
     built.parent.mkdir(parents=True, exist_ok=True)
     built.unlink(missing_ok=True)
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lpthread"]
-    subprocess.run(
-        [build.compiler(), "-shared", *map(str, objects.glob("*.o")), *libraries, *names, "-o", str(built)], check=True
-    )
+    subprocess.run([build.compiler(), "-shared", *linked, *libraries, *names, "-o", str(built)], check=True)
     return cache

@@ -34,7 +34,6 @@ WRONG = {
     ),
     "experts": ([*NOISE, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-gradient-noise: .* TED"),
     "order": ([*NOISE, "--use-tp-pp-dp-mapping"], "--use-tp-pp-dp-mapping does not go with --axonn-gradient-noise"),
-    "device": (["--axonn-pccl"], "--axonn-pccl is for CPU tensors, and Megatron trains on CUDA, .*; leave it out"),
     "samo": (["--axonn-samo"], "axonn.samo.sparsity is missing; add it"),
     "sparsity": ([*ON, "--axonn-samo", '{"sparsity": 2}'], "axonn.samo.sparsity = 2 is not a share of the weights"),
     "buffers": (
@@ -146,7 +145,7 @@ def test_help_says_what_a_system_does(host):
     assert (
         "--axonn-gradient-noise [JSON] Adds the same noise to a gradient on any grid; what stands under the key" in text
     )
-    assert "--axonn-pccl [JSON] collectives of CPU tensors by PCCL" in text
+    assert "--axonn-pccl [JSON] collectives by PCCL" in text
 
 
 def test_a_key_whose_flag_is_there_is_refused(host, capsys, monkeypatch):

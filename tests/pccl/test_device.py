@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from axonn_plugins.pccl import register
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import planner, using
 from axonn_plugins.pccl.build import load
-from axonn_plugins.pccl.choice import NATIVE, Choice, Measured
+from axonn_plugins.pccl.choice import NATIVE, WINDOW, Choice, Measured
 from axonn_plugins.pccl.device_tuner import tune
 from axonn_plugins.pccl.executor import Executor
 from axonn_plugins.pccl.nodewise import even
@@ -58,7 +59,8 @@ def group_of(ranks: int, nodes: Sequence[Sequence[int]], options: Options | None
             here = next(number for number, node in enumerate(nodes) if rank in node)
             store = dist.PrefixStore(f"node{here}", asked.store)
             local = dist.ProcessGroupGloo(store, list(nodes[here]).index(rank), len(nodes[here]), timeout)
-        executor = Executor(inner, local, rank, nodes, options or Options(), measured)
+        window = partial(torch.zeros, dtype=torch.uint8)
+        executor = Executor(inner, local, rank, nodes, options or Options(), measured, window)
         return load().device_backend(inner, rank, ranks, executor, "cpu")
 
     dist.Backend.register_backend("pccl_double", create, extended_api=True, devices=["cpu"])
@@ -71,6 +73,7 @@ def cases(ranks: int) -> Iterator[tuple[str, Choice]]:
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
         for place, name in enumerate(algorithms(collective, ranks)):
             yield collective, Choice(name, 1 + place % 3)
+        yield collective, Choice(WINDOW)
 
 
 def one(collective: str, group: Any, dtype: torch.dtype, elements: int, op: Any, form: str, seed: int) -> None:
@@ -168,7 +171,7 @@ def _choices() -> None:
     measured = tune(group, sizes=(2**10, 2**12), device="cpu")
     assert asked.measured is measured and set(measured.times) == {"all_gather", "reduce_scatter", "all_reduce"}
     for by_size in measured.times.values():
-        assert all(Choice(NATIVE) in times and len(times) >= 6 for times in by_size.values())
+        assert all({Choice(NATIVE), Choice(WINDOW)} < set(times) and len(times) >= 7 for times in by_size.values())
     asked.measured = before
     one("all_reduce", group, torch.int16, 30, SUM, "plain", 5)  # which gloo knows not
     one("all_reduce", group, torch.float32, 30, SUM, "plain", 6)

@@ -18,13 +18,13 @@ def _ranks_per_node(value: Any, either: Any) -> Any:
 
 
 class Pccl(Block):
-    """DeepSpeed's collectives by PCCL (dissertation chapter 6), on CPU tensors."""
+    """DeepSpeed's collectives by PCCL (dissertation chapter 6)."""
 
     algorithm: Literal["auto", "ring", "recursive", "hierarchical", "native"] = Field(
         "auto",
         description="auto: by collective, size and nodes. ring: p-1 steps. recursive: doubling and halving, and Bruck's algorithm where the "
         "ranks are no power of two. hierarchical: few steps between nodes for small sizes, a ring for large ones, then within each node. "
-        "native: gloo.",
+        "native: gloo, on CUDA NCCL.",
     )
     ranks_per_node: Annotated[int | Literal["auto"], WrapValidator(_ranks_per_node)] = Field(
         "auto", description="auto: ranks whose node has the same name are on one node. n: each n consecutive ranks are."
@@ -39,7 +39,7 @@ class Pccl(Block):
     )
     tune: bool | None = Field(
         None,
-        description="Whether auto measures, in some 10 seconds, at the first start on a cluster of which nothing was measured; "
+        description="Whether auto measures, in some 10 seconds, at the first start on a cluster of which nothing was measured, on CUDA at each; "
         "by default AXONN_PCCL_TUNE says so, else true.",
     )
     silence: Annotated[float, Field(ge=1, le=86400)] = Field(

@@ -31,6 +31,7 @@ from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
+from axonn_tp.grid.device import device_of_rank
 
 _AXES = ("x", "y", "z", "data")
 
@@ -122,7 +123,7 @@ def compose(
     if found.pccl is not None:
         from axonn_plugins.pccl import world
 
-        world.take(found.pccl.options())
+        world.take(found.pccl.options(), device_of_rank().type)
     mesh = _split(model, found)
     run = Run(model, mesh)
     if mask is not None:

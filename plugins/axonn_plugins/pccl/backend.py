@@ -95,7 +95,8 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
     try:
         chosen = _options(backend_options, first)
         agreed, native = chosen.agreed(), chosen.algorithm == "native"
-        if asked_for(options.store) == "cuda":
+        on_cuda = asked_for(options.store) == "cuda"
+        if on_cuda:
             require()
         fabric = None if native else fabric_of(chosen)
     except (BuildError, ValueError, OSError) as error:
@@ -121,7 +122,7 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
         backend = load().backend(fabric.core, group.number, rank, size, timeout, planner)
     if torch.cuda.is_available():
         backend = load().router(backend, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
-    if chosen.algorithm == "auto" and size > 1:
+    if chosen.algorithm == "auto" and size > 1 and not on_cuda:  # whose library `device_tuner` times
         learn(backend, store, first)
     return backend
 

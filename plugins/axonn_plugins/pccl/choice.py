@@ -12,6 +12,8 @@ from axonn_plugins.pccl.options import Options
 
 NATIVE = "native"
 """The algorithm's name that stands for the library which PCCL was put in front of."""
+WINDOW = "window"
+"""The same in memory that all of the group's GPUs see, registered with the library, to which and from which data are copied."""
 _FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 _SMALL_BLOCK = 2**15  # bytes of one node's; larger ones, several of them in a message, get into each other's way
 

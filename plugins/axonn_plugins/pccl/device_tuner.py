@@ -10,16 +10,23 @@ import torch.distributed as dist
 
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import forget, planner, using
-from axonn_plugins.pccl.choice import NATIVE, Choice, Measured, Times
+from axonn_plugins.pccl.choice import NATIVE, WINDOW, Choice, Measured, Times
+from axonn_plugins.pccl.executor import Executor
 
 SIZES = (2**14, 2**17, 2**20, 2**23, 2**26)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _REPEATS = 5
 
 
-def candidates(collective: str, nodes: Sequence[Sequence[int]]) -> list[Choice]:
-    """Choices that come into question on these nodes: NCCL, and those with fewer steps than its rings."""
-    found = [Choice(NATIVE)]
+def candidates(collective: str, nodes: Sequence[Sequence[int]], window: bool = False) -> list[Choice]:
+    """Choices that come into question on these nodes: NCCL, and those with fewer steps than its rings.
+
+    Args:
+        collective: its name.
+        nodes: the group's ranks by node.
+        window: whether NCCL has symmetric windows here.
+    """
+    found = [Choice(NATIVE), *([Choice(WINDOW)] if window else [])]
     if any(len(node) > 1 for node in nodes) and len(nodes) > 1:
         found += [
             Choice("hierarchical_log_direct"),
@@ -32,7 +39,7 @@ def candidates(collective: str, nodes: Sequence[Sequence[int]]) -> list[Choice]:
     return [
         choice
         for choice in found
-        if choice.algorithm == NATIVE
+        if choice.algorithm in (NATIVE, WINDOW)
         or choice.algorithm in known
         and (several or "hierarchical" not in choice.algorithm)
     ]
@@ -47,25 +54,21 @@ def tune(group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES, d
         device: the tensors' device.
 
     Returns:
-        The medians of the slowest rank's times, which the group goes by from now on.
+        The medians of the slowest rank's times, which the group, and groups with as many ranks on each node, go by from now on.
     """
     executor = planner(group, device)
-    executor.measured = Measured(
-        {
-            collective: {size: _times(collective, size, group, device, executor.nodes) for size in sizes}
-            for collective in COLLECTIVES
-        }
-    )
+    executor.measured.times = {
+        collective: {size: _times(collective, size, group, device, executor) for size in sizes}
+        for collective in COLLECTIVES
+    }
     forget(group, device)
     return executor.measured
 
 
-def _times(
-    collective: str, size: int, group: dist.ProcessGroup | None, device: str, nodes: Sequence[Sequence[int]]
-) -> Times:
+def _times(collective: str, size: int, group: dist.ProcessGroup | None, device: str, executor: Executor) -> Times:
     call = _operation(collective, size, group, device)
     found: Times = {}
-    for choice in candidates(collective, nodes):
+    for choice in candidates(collective, executor.nodes, executor.window is not None):
         with using(choice, group, device):
             call()  # connects, and makes the plan
             seconds = torch.tensor([_timed(call, device) for _ in range(_REPEATS)], dtype=torch.float64, device=device)

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from axonn_plugins.pccl.build import load
-from axonn_plugins.pccl.choice import NATIVE
+from axonn_plugins.pccl.choice import NATIVE, Measured
 from axonn_plugins.pccl.executor import Executor
 from axonn_plugins.pccl.nodewise import even
 from axonn_plugins.pccl.options import Options
 
 Nodes = tuple[tuple[int, ...], ...]
+_measured: dict[tuple[int, ...], Measured] = {}
+
+
+def measured_on(nodes: Sequence[Sequence[int]]) -> Measured:
+    """Times of groups with as many ranks on each node; none before `axonn_plugins.pccl.device_tuner.tune` was called on one."""
+    return _measured.setdefault(tuple(map(len, nodes)), Measured())
+
+
+def window_of(backend: Any) -> Callable[[int], Tensor] | None:
+    """A maker of memory that is registered with NCCL as a symmetric window; None where this torch's NCCL has none (before 2.27)."""
+    register = getattr(backend, "register_mem_pool", None)
+    if register is None or "symm" not in (register.__doc__ or "") or not hasattr(backend, "mem_allocator"):
+        return None
+    pools: list[Any] = []
+
+    def window(size: int) -> Tensor:
+        pools.append(torch.cuda.MemPool(backend.mem_allocator))
+        with torch.cuda.use_mem_pool(pools[-1]):
+            room = torch.empty(size, dtype=torch.uint8, device="cuda")
+        register(pools[-1], symm=True)
+        return room
+
+    return window
 
 
 def asked_for(store: Any) -> str:
@@ -76,7 +100,9 @@ class Accelerator:
         if even(self.nodes):
             here = next(number for number, node in enumerate(self.nodes) if self.rank in node)
             local = inner if len(self.nodes) == 1 else self._vendor(f"node{here}", self.nodes[here])
-        executor = Executor(inner, local, self.rank, self.nodes, self.options)
+        executor = Executor(
+            inner, local, self.rank, self.nodes, self.options, measured_on(self.nodes), window_of(inner)
+        )
         return load().device_backend(inner, self.rank, len(self.ranks), executor, "cuda")
 
     def _vendor(self, name: str, members: Sequence[int]) -> Any:

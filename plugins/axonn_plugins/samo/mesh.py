@@ -43,4 +43,4 @@ def shards_of(mesh: Mesh, stages: Callable[[str], int] = lambda _: 1) -> samo.Sh
         inputs = 0 if layout.transposed else 1
         return samo.Shard(layout.serial_shape, copies * stages(name), lambda: positions_of(parameter, mesh), inputs)
 
-    return samo.Shards(whole_world, find, lambda parameters: sync_gradients(parameters, mesh))
+    return samo.Shards(whole_world, find, lambda parameters: sync_gradients(parameters, mesh), mesh.device)

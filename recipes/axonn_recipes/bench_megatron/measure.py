@@ -48,7 +48,7 @@ def measure(wire: str, side: Training) -> Run:
     dist.init_process_group(wire)
     train.start(side)
     model, optimizer = build(side)
-    steps = train.Steps(side, model, optimizer, _noise(side))
+    steps = train.Steps(side, model, optimizer, noise(side))
     run = Run()
     for number in range(UNTIMED + side.steps):
         counted = Ledger(_axes(side)) if number == UNTIMED - 1 else None
@@ -69,7 +69,8 @@ def measure(wire: str, side: Training) -> Run:
     return run
 
 
-def _noise(side: Training) -> Corpus:
+def noise(side: Training) -> Corpus:
+    """Random bytes, the same on every rank."""
     bytes_ = torch.randint(256, (2**16,), generator=torch.Generator().manual_seed(side.seed), dtype=torch.int64)
     return Corpus(bytes_, bytes_, 1, "noise")
 

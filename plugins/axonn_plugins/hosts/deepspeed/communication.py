@@ -1,7 +1,7 @@
 """DeepSpeed's collectives by pccl, where the block says so.
 
-DeepSpeed makes its process group before it reads its configuration. So the CPU backend of the group of all ranks is
-exchanged then; what DeepSpeed and the mesh make afterwards inherits it. DeepSpeed's own calls, its timers and its
+DeepSpeed makes its process group before it reads its configuration. So the group of all ranks' backend for the tensors that
+DeepSpeed trains on is exchanged then; what DeepSpeed and the mesh make afterwards inherits it. DeepSpeed's own calls, its timers and its
 comms_logger see no difference.
 """
 
@@ -24,14 +24,14 @@ def use(block: Pccl) -> None:
         ConfigError: it cannot be done.
     """
     device = get_accelerator().device_name().split(":")[0]
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"axonn.pccl works on CPU tensors only so far, and DeepSpeed trains on {device}; remove axonn.pccl, or set DS_ACCELERATOR=cpu"
+            f"axonn.pccl works on CPU and CUDA tensors, and DeepSpeed trains on {device}; remove axonn.pccl, or set DS_ACCELERATOR=cpu"
         )
     if not dist.is_initialized():
         return
     try:
-        changed = world.take(block.options())
+        changed = world.take(block.options(), device)
     except (BuildError, LinkError, ValueError) as error:
         raise ConfigError(f"axonn.pccl: {str(error).removeprefix('pccl: ')}") from None
     if changed:

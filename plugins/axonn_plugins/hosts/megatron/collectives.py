@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from axonn_plugins.config import ConfigError, Pccl
+from axonn_plugins.hosts.megatron import cpu
 from axonn_plugins.hosts.megatron.arguments import fail
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.pccl import world
@@ -28,7 +29,7 @@ def _by_pccl(original: Callable[..., None], block: Pccl) -> Callable[..., None]:
     @wraps(original)
     def initialize_model_parallel(*args: Any, **named: Any) -> None:
         try:
-            world.take(block.options())
+            world.take(block.options(), "cpu" if cpu.enabled() else "cuda")
         except (BuildError, LinkError, ValueError) as error:
             fail(ConfigError(f"--axonn-pccl: {str(error).removeprefix('pccl: ')}"))
         original(*args, **named)

@@ -79,7 +79,7 @@ _STATES = (
 
 
 _HELPS = {
-    "pccl": "collectives of CPU tensors by PCCL",
+    "pccl": "collectives by PCCL",
     "samo": "training of a pruned network with compressed state",
     "offload_optimizer": "float32 weights and optimizer state in host memory",
     "ted": "communication-aware checkpointing of a grid",
@@ -184,8 +184,6 @@ def read(args: Any) -> dict[str, Block]:
     blocks = dict(_blocks(getattr(args, "axonn_components", {})))
     for key in blocks:
         require(flag(key), *_PACKAGES.get(key, ()))
-    if "pccl" in blocks:
-        _check_device()
     if "ted" in blocks:
         _check_ted(args, blocks["ted"])
     if "goldfish" in blocks:
@@ -280,13 +278,3 @@ def _check_goldfish(args: Any, block: Any) -> None:
             raise ConfigError(
                 f"{flag('goldfish')} has the key {key}, which does not go with Megatron: its datasets say which labels are targets; leave it out"
             )
-
-
-def _check_device() -> None:
-    from axonn_plugins.hosts.megatron import cpu
-
-    if not cpu.enabled():
-        raise ConfigError(
-            f"{flag('pccl')} is for CPU tensors, and Megatron trains on CUDA, where NCCL is; leave it out, or set {cpu.SWITCH}=1 on a "
-            "machine without a GPU"
-        )

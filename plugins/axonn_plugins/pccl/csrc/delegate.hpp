@@ -155,5 +155,6 @@ class Delegate : public c10d::Backend {
 };
 
 void define_device(py::module_& module);
+void define_router(py::module_& module);
 
 }  // namespace pccl

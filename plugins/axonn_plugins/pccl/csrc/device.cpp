@@ -1,15 +1,19 @@
-// Backends for tensors that are on an accelerator: ours in front of the vendor's, and one that sends each tensor to its
-// device's backend. Nothing here is compiled for an accelerator: torch's generic streams and events are enough.
+// The backend for tensors that are on an accelerator, in front of the vendor's. Nothing here is compiled for an accelerator: torch's
+// generic streams and events are enough.
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <tuple>
 #include <utility>
 
-#include "delegate.hpp"
+#include "schedule.hpp"
 
 namespace pccl {
 namespace {
@@ -49,9 +53,10 @@ class Enqueued : public Work {
   c10::intrusive_ptr<at::ivalue::Future> future_;
 };
 
-// All-gathers, reduce-scatters and all-reduces of a device's tensors by a Python object, where that chooses to:
+// All-gathers, reduce-scatters and all-reduces of a device's tensors, where a Python object chooses so, which is asked once for a size:
 //   ours(collective, bytes of all blocks, whether the inner backend can do it) -> bool
-//   run(collective, output, input, reduction): enqueues it on the current stream
+//   route(collective, elements of all blocks, bytes of one, whether the node's backend can sum them) -> Route
+//   local: the backend of the node's ranks, or None
 //   shutdown(abort)
 class Device : public Delegate, public Planned {
  public:
@@ -123,6 +128,7 @@ class Device : public Delegate, public Planned {
   void forget() override {
     std::lock_guard lock(mutex_);
     chosen_.clear();
+    routes_.clear();
   }
 
  private:
@@ -176,17 +182,75 @@ class Device : public Delegate, public Planned {
       side = begin(outputs[0].device(), outputs, inputs);
       guard.reset_stream(*side);
     }
-    int reduction = static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(op));
     // As many outputs as inputs are calls of their own; else one side is a list of blocks.
+    if (outputs.size() == inputs.size()) {
+      for (size_t i = 0; i < outputs.size(); ++i) enqueue(collective, outputs[i], inputs[i], op);
+    } else if (outputs.size() == 1) {
+      Tensors flat;
+      for (const auto& part : inputs) flat.push_back(part.reshape(-1));
+      enqueue(collective, outputs[0], at::cat(flat), op);
+    } else {
+      at::Tensor whole = outputs[0].new_empty({size_ * outputs[0].numel()});
+      enqueue(collective, whole, inputs[0], op);
+      Tensors rows;
+      for (size_t i = 0; i < outputs.size(); ++i)
+        rows.push_back(whole.narrow(0, static_cast<int64_t>(i) * outputs[0].numel(), outputs[0].numel()).view(outputs[i].sizes()));
+      at::_foreach_copy_(outputs, rows);
+    }
+    return c10::make_intrusive<Enqueued>(rank_, kind, result, side);
+  }
+
+  // One collective, on the current stream: an all-gather's output is p blocks, a reduce-scatter's one; an all-reduce is in place.
+  void enqueue(Collective collective, const at::Tensor& output, const at::Tensor& input, Operator op) {
+    auto flat = [](const at::Tensor& data) { return data.as_strided({data.numel()}, {1}); };
+    bool copied = !output.is_contiguous();
+    at::Tensor into = copied ? output.new_empty({output.numel()}) : flat(output);
+    if (copied && collective == Collective::kAllReduce) into.copy_(output.reshape(-1));
+    at::Tensor from = collective == Collective::kAllReduce ? into : flat(input.contiguous());
+    const at::Tensor& whole = collective == Collective::kReduceScatter ? from : into;
+    if (whole.numel()) {
+      connect(whole.device());
+      route(collective, whole)->run(into, from, op);
+    }
+    if (collective != Collective::kAllGather && op == c10d::ReduceOp::AVG) into.div_(size_);
+    if (copied) output.copy_(into.view(output.sizes()));
+  }
+
+  std::shared_ptr<Route> route(Collective collective, const at::Tensor& whole) {
+    std::tuple key{collective, whole.numel(), whole.scalar_type()};
+    {
+      std::lock_guard lock(mutex_);
+      auto found = routes_.find(key);
+      if (found != routes_.end()) return found->second;
+    }
+    bool sums = collective == Collective::kAllGather || whole.scalar_type() != at::kBool;
+    std::shared_ptr<Route> made;
     asked([&](py::object& executor) {
-      if (outputs.size() == inputs.size())
-        for (size_t i = 0; i < outputs.size(); ++i)
-          executor.attr("run")(static_cast<int>(collective), outputs[i], inputs[i], reduction);
-      else
-        executor.attr("run_list")(static_cast<int>(collective), outputs, inputs, reduction);
+      py::object answer = executor.attr("route")(static_cast<int>(collective), whole.numel(), whole.itemsize(), sums && whole.scalar_type() != at::kShort);
+      made = answer.cast<std::shared_ptr<Route>>();
       return true;
     });
-    return c10::make_intrusive<Enqueued>(rank_, kind, result, side);
+    std::lock_guard lock(mutex_);
+    if (routes_.size() >= kRoutes) routes_.clear();
+    return routes_[key] = made;
+  }
+
+  // NCCL's communicators are made by all ranks together, of which a step may leave some out.
+  void connect(c10::Device device) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!connected_.insert(device.index()).second) return;
+    }
+    std::vector<BackendPointer> backends{inner_};
+    asked([&](py::object& executor) {
+      py::object local = executor.attr("local");
+      if (!local.is_none()) backends.push_back(local.cast<BackendPointer>());
+      return true;
+    });
+    for (const auto& backend : backends) {
+      Tensors one{at::zeros({1}, at::TensorOptions(device))};
+      backend->allreduce(one, {})->wait();
+    }
   }
 
   // The group's own stream on a device, which goes on from where the caller's is.
@@ -223,115 +287,25 @@ class Device : public Delegate, public Planned {
     }
   }
 
+  static constexpr size_t kRoutes = 1024;  // where sizes are always new, as tokens of experts'
+
   std::shared_ptr<py::object> executor_;
   c10::DeviceType type_;
   bool grouped_ = false;
   std::mutex mutex_;
+  std::map<std::tuple<Collective, int64_t, at::ScalarType>, std::shared_ptr<Route>> routes_;
+  std::set<c10::DeviceIndex> connected_;
   std::map<std::tuple<Collective, size_t, bool>, bool> chosen_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
-};
-
-// All of some works.
-class Joined : public Work {
- public:
-  explicit Joined(std::vector<WorkPointer> works) : works_(std::move(works)) {}
-  bool isCompleted() override {
-    for (const auto& work : works_)
-      if (!work->isCompleted()) return false;
-    return true;
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& work : works_) work->wait(timeout);
-    return true;
-  }
-  void synchronize() override {
-    for (const auto& work : works_) work->synchronize();
-  }
-
- private:
-  std::vector<WorkPointer> works_;
-};
-
-// torch gives a group one custom backend for all devices: this one leaves the CPU's tensors to the inner backend, and others
-// to one that is made when the first such tensor comes.
-class Router : public Delegate {
- public:
-  Router(int rank, int size, BackendPointer inner, py::object make) : Delegate(rank, size, std::move(inner)), make_(kept(std::move(make))) {}
-
-  bool supportsCoalescing() const override { return true; }
-  void startCoalescing() override { coalescing_ = true; }
-  WorkPointer endCoalescing() override {
-    coalescing_ = false;
-    if (begun_) works_.push_back(device_->endCoalescing());
-    begun_ = false;
-    return c10::make_intrusive<Joined>(std::exchange(works_, {}));
-  }
-  void shutdown() override {
-    inner_->shutdown();
-    if (device_) device_->shutdown();
-  }
-  void abort() override {
-    inner_->abort();
-    if (device_) device_->abort();
-  }
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
-  WorkPointer send(Tensors& tensors, int to, int tag) override { return taken(tensors, Delegate::send(tensors, to, tag)); }
-  WorkPointer recv(Tensors& tensors, int from, int tag) override { return taken(tensors, Delegate::recv(tensors, from, tag)); }
-  WorkPointer barrier(const c10d::BarrierOptions& options) override {
-    return options.device && !options.device->is_cpu() ? device()->barrier(options) : inner_->barrier(options);
-  }
-
-  const BackendPointer& device() {
-    if (!device_) {
-      py::gil_scoped_acquire locked;
-      try {
-        device_ = (*make_)().cast<BackendPointer>();
-      } catch (const py::error_already_set& error) {
-        throw std::runtime_error(error.what());
-      }
-      device_->setGroupUid(getGroupUid());
-    }
-    return device_;
-  }
-
- private:
-  c10d::Backend& of(const Tensors& tensors) override {
-    if (tensors.empty() || tensors[0].is_cpu()) return *inner_;
-    c10d::Backend& found = *device();
-    if (coalescing_ && !begun_) {
-      begun_ = true;
-      found.startCoalescing();
-    }
-    return found;
-  }
-  // What the CPU's backend, which knows no groups of messages, does at once belongs to the group all the same.
-  WorkPointer taken(const Tensors& tensors, WorkPointer work) {
-    if (coalescing_ && tensors[0].is_cpu()) works_.push_back(work);
-    return work;
-  }
-
-  std::shared_ptr<py::object> make_;
-  BackendPointer device_;
-  bool coalescing_ = false, begun_ = false;
-  std::vector<WorkPointer> works_;
 };
 
 }  // namespace
 
 void define_device(py::module_& module) {
-  // A group's `Device`, given what torch has for that device.
-  module.def("on_device", [](const BackendPointer& backend) -> BackendPointer {
-    if (dynamic_cast<Device*>(backend.get())) return backend;
-    auto* router = dynamic_cast<Router*>(backend.get());
-    TORCH_CHECK(router, "pccl: the group's backend ", backend->getBackendName(), " has nothing of pccl's for an accelerator");
-    return router->device();
-  });
+  define_schedule(module);
   module.def("device_backend", [](const BackendPointer& inner, int rank, int size, py::object executor,
                                   const std::string& type) -> BackendPointer {
     return c10::make_intrusive<Device>(rank, size, inner, std::move(executor), c10::Device(type).type());
-  });
-  module.def("router", [](const BackendPointer& inner, int rank, int size, py::object make) -> BackendPointer {
-    return c10::make_intrusive<Router>(rank, size, inner, std::move(make));
   });
 }
 

@@ -34,6 +34,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("planner", [planned](const BackendPointer& backend) { return planned(backend).planner(); });
   module.def("forget", [planned](const BackendPointer& backend) { planned(backend).forget(); });
   define_device(module);
+  define_router(module);
   define_doors(module);
 }
 

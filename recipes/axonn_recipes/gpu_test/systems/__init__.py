@@ -38,6 +38,9 @@ SYSTEMS: Mapping[str, System] = {
     "kernels": System(f"{_HERE}.kernels", "SAMO's Triton kernels beside torch's fused AdamW", packages=("triton",)),
     "tensor_parallel": System(f"{_HERE}.tensor_parallel", "4D in plain PyTorch beside FSDP2 and DDP"),
     "deepspeed": System(f"{_HERE}.deepspeed", "4D under DeepSpeed beside its ZeRO-1"),
+    "megatron": System(
+        f"{_HERE}.megatron", "4D in Megatron beside its own tensor and data parallelism", packages=("megatron",)
+    ),
     "samo": System(f"{_HERE}.pruned", "SAMO under DeepSpeed beside its dense ZeRO-1"),
     "offload": System(f"{_HERE}.offload", "states in host memory beside ZeRO-Offload"),
     "goldfish": System(f"{_HERE}.goldfish", "the goldfish loss under DeepSpeed beside all targets"),

@@ -1,0 +1,111 @@
+// A group's one backend for all devices, which sends each tensor to its device's.
+#include <utility>
+
+#include "delegate.hpp"
+
+namespace pccl {
+namespace {
+
+using c10d::Work;
+
+// All of some works.
+class Joined : public Work {
+ public:
+  explicit Joined(std::vector<WorkPointer> works) : works_(std::move(works)) {}
+  bool isCompleted() override {
+    for (const auto& work : works_)
+      if (!work->isCompleted()) return false;
+    return true;
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) work->wait(timeout);
+    return true;
+  }
+  void synchronize() override {
+    for (const auto& work : works_) work->synchronize();
+  }
+
+ private:
+  std::vector<WorkPointer> works_;
+};
+
+// torch gives a group one custom backend for all devices: this one leaves the CPU's tensors to the inner backend, and others
+// to one that is made when the first such tensor comes.
+class Router : public Delegate {
+ public:
+  Router(int rank, int size, BackendPointer inner, py::object make) : Delegate(rank, size, std::move(inner)), make_(kept(std::move(make))) {}
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { coalescing_ = true; }
+  WorkPointer endCoalescing() override {
+    coalescing_ = false;
+    if (begun_) works_.push_back(device_->endCoalescing());
+    begun_ = false;
+    return c10::make_intrusive<Joined>(std::exchange(works_, {}));
+  }
+  void shutdown() override {
+    inner_->shutdown();
+    if (device_) device_->shutdown();
+  }
+  void abort() override {
+    inner_->abort();
+    if (device_) device_->abort();
+  }
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
+  WorkPointer send(Tensors& tensors, int to, int tag) override { return taken(tensors, Delegate::send(tensors, to, tag)); }
+  WorkPointer recv(Tensors& tensors, int from, int tag) override { return taken(tensors, Delegate::recv(tensors, from, tag)); }
+  WorkPointer barrier(const c10d::BarrierOptions& options) override {
+    return options.device && !options.device->is_cpu() ? device()->barrier(options) : inner_->barrier(options);
+  }
+
+  const BackendPointer& device() {
+    if (!device_) {
+      py::gil_scoped_acquire locked;
+      try {
+        device_ = (*make_)().cast<BackendPointer>();
+      } catch (const py::error_already_set& error) {
+        throw std::runtime_error(error.what());
+      }
+      device_->setGroupUid(getGroupUid());
+    }
+    return device_;
+  }
+
+ private:
+  c10d::Backend& of(const Tensors& tensors) override {
+    if (tensors.empty() || tensors[0].is_cpu()) return *inner_;
+    c10d::Backend& found = *device();
+    if (coalescing_ && !begun_) {
+      begun_ = true;
+      found.startCoalescing();
+    }
+    return found;
+  }
+  // What the CPU's backend, which knows no groups of messages, does at once belongs to the group all the same.
+  WorkPointer taken(const Tensors& tensors, WorkPointer work) {
+    if (coalescing_ && tensors[0].is_cpu()) works_.push_back(work);
+    return work;
+  }
+
+  std::shared_ptr<py::object> make_;
+  BackendPointer device_;
+  bool coalescing_ = false, begun_ = false;
+  std::vector<WorkPointer> works_;
+};
+
+}  // namespace
+
+void define_router(py::module_& module) {
+  // A group's backend for an accelerator's tensors, given what torch has for that device.
+  module.def("on_device", [](const BackendPointer& backend) -> BackendPointer {
+    if (dynamic_cast<Planned*>(backend.get())) return backend;
+    auto* router = dynamic_cast<Router*>(backend.get());
+    TORCH_CHECK(router, "pccl: the group's backend ", backend->getBackendName(), " has nothing of pccl's for an accelerator");
+    return router->device();
+  });
+  module.def("router", [](const BackendPointer& inner, int rank, int size, py::object make) -> BackendPointer {
+    return c10::make_intrusive<Router>(rank, size, inner, std::move(make));
+  });
+}
+
+}  // namespace pccl

@@ -1,0 +1,1 @@
+"""A split GPT's step as it is and compiled."""
