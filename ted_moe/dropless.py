@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -170,13 +171,29 @@ def through_experts(
         rows = rows if order is None else rows.index_select(0, order)
         rows = experts(rows, receiving.counts)
     if order is not None:
-        rows = rows.new_zeros(arriving.shape[1] * receiving.length, rows.shape[1]).index_copy(0, order, rows)
+        rows = place_rows(rows, order, arriving.shape[1] * receiving.length)
     if gathered:
         rows = (scatter_from if fused else split_to)(rows, groups, "tensor", 0)[: sum(receiving.splits)]
     rows = exchange(rows, groups, receiving.splits, sending.splits)
     if drop:
         rows = gather_from(_pad(rows, sending.length), groups, "tensor", 0)
     return combine(rows, sending.slots, routes.weights, sending.full)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.new_zeros(length, rows.shape[1]).index_copy_(0, order, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def place_rows(rows: Tensor, order: Tensor, length: int) -> Tensor:
+    """Rows where `order` puts them among zeros: `index_copy`, whose backward would keep all rows for their shape alone."""
+    return _Place.apply(rows, order, length)
 
 
 @contextmanager

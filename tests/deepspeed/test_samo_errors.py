@@ -22,6 +22,8 @@ BLOCKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "more than all": ({"sparsity": 1.5}, ("axonn.samo.sparsity", "1.5", "0 to 1")),
     "string": ({"sparsity": "0.9"}, ("axonn.samo.sparsity", '"0.9"', "0 to 1")),
     "pruner": (SAMO | {"pruner": "magnitud"}, ("axonn.samo.pruner", "magnitud", "early_bird", "mask")),
+    "grasp": (SAMO | {"pruner": "grasp"}, ("axonn.samo.pruner", "twice", "samo.grasp", '{"mask": "FILE"}')),
+    "grasp with settings": (SAMO | {"pruner": {"grasp": {"batches": 2}}}, ("axonn.samo.pruner", "samo.write_masks")),
     "mask number": (SAMO | {"pruner": {"mask": 3}}, ("axonn.samo.pruner.mask", "3", "string")),
     "two pruners": (SAMO | {"pruner": {"mask": "a", "early_bird": {}}}, ("axonn.samo.pruner", "early_bird")),
     "search key": (SAMO | {"pruner": {"early_bird": {"steps": 3}}}, ("early_bird.steps", "interval")),

@@ -24,6 +24,8 @@ GRIDS = [
     Case(Settings(1, 2, 2)),
     Case(Settings(2, 2, 1, "replicated")),
     Case(Settings(1, 1, 4)),
+    Case(masked=True, config={"cp_comm_type": "p2p"}).on(Settings(1, 1, 2), context=4),
+    Case(config={"cp_comm_type": "all_gather"}).on(Settings(2, 1, 1), context=2),
 ]
 
 
@@ -50,7 +52,7 @@ def all_grids() -> dict[str, list[Any]]:
     training.on_cpu()
     found = {}
     for grid in GRIDS:
-        case = replace(grid, config=FULL, micro_batches=2)
+        case = replace(grid, config={**grid.config, **FULL}, micro_batches=2)
         runs = [counted(case)]
         recompute.install(Ted())
         runs.append(counted(case))

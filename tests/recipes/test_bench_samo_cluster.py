@@ -10,7 +10,7 @@ import pytest
 from axonn_plugins.cli import main
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import lacking
-from axonn_plugins.optim.reducer import FLAGS_BYTES
+from axonn_plugins.optim.reducer import FLAG_BYTES
 from axonn_recipes.bench_samo_cluster import recipe
 from axonn_recipes.bench_samo_cluster.measure import ALONE, DENSE, SAMO, Side
 from axonn_recipes.bench_samo_cluster.settings import Options, resolve
@@ -27,13 +27,15 @@ def test_bytes_are_exact_and_sides_are_reported(tmp_path: Path, capfd: pytest.Ca
     assert list(sides) == [DENSE, DENSE + ALONE, SAMO, SAMO + ALONE]
     kept, whole = sides[SAMO]["kept"], sides[SAMO]["parameters"]
     assert whole - kept == round(0.9 * (32 * 32 * 12 + 32 * 256))
-    assert sides[SAMO]["reduced"] == 2 * kept + FLAGS_BYTES  # 2f phi
+    assert sides[SAMO]["reduced"] == 2 * kept + FLAG_BYTES * (
+        1 + 17
+    )  # 2f phi, and which of 17 parameters have gradients
     assert sides[DENSE]["reduced"] == 2 * whole  # 2 phi
     assert sides[DENSE + ALONE]["reduced"] == sides[SAMO + ALONE]["reduced"] == 0
     assert sides[DENSE]["wire"] > sides[SAMO]["wire"] > 2 * 3 * 2 * kept  # four ranks: 3/2 of it each, and headers
     for side in sides.values():
         assert len(side["seconds"]) == 2 and min(side["seconds"]) <= side["median"] <= max(side["seconds"])
-    assert f"2 for each of {kept:,} parameters kept of {whole:,}" in capfd.readouterr().out
+    assert f"2.01 for each of {kept:,} parameters kept of {whole:,}" in capfd.readouterr().out
 
 
 def test_bandwidth_is_found_at_which_communication_is_half(monkeypatch: pytest.MonkeyPatch) -> None:

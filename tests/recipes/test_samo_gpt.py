@@ -13,7 +13,7 @@ from torch import nn
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
-from axonn_plugins.optim.reducer import FLAGS_BYTES
+from axonn_plugins.optim.reducer import FLAG_BYTES
 from axonn_recipes.models.gpt import GPTConfig
 from axonn_recipes.pruned.plan import Plan
 from axonn_recipes.pruned.report import described
@@ -61,8 +61,10 @@ def test_both_sides_train_and_are_reported(
     assert pruned["pruned_at"] == 3 and not pruned["ticket"]
     assert len(pruned["distances"]) == 3 and len(pruned["distances"][-1]) == 2
     assert dense["reduced_bytes"] == [size * whole] * 2
-    assert pruned["reduced_bytes"] == [size * whole + FLAGS_BYTES, size * kept + FLAGS_BYTES]
-    counters = 4 * 17  # Adam counts the steps of each parameter
+    tensors = 17
+    flags = FLAG_BYTES * (1 + tensors)
+    assert pruned["reduced_bytes"] == [size * whole + flags, size * kept + flags]
+    counters = 4 * tensors  # Adam counts the steps of each parameter
     assert dense["state_bytes"] == (16 if dtype == "fp32" else 20) * whole + counters
     assert 0 < pruned["state_bytes"] < 0.6 * dense["state_bytes"]
     # The same until weights are pruned, and not after.

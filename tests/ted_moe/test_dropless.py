@@ -10,7 +10,7 @@ import ted_moe
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, Single, groups_of
 from ted_moe import Topology
-from ted_moe.dropless import plan_receiving, plan_sending, share_out
+from ted_moe.dropless import place_rows, plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate
 from tests.distributed import BACKEND, run_ranks
 from tests.matrix import thorough
@@ -125,6 +125,17 @@ def test_plans_send_each_row_once():
     assert alone.order is None and alone.counts == [int(arriving[0, 0, 0])] == [alone.length]
     everyone = Gate(k=1, dropless=True)(logits, True)
     assert plan_sending(everyone, share_out(everyone.exp_counts, 3), 0, 4).full
+
+
+def test_placing_rows_is_index_copy_and_keeps_none_for_backward():
+    rows, order = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 6, 2, 1])
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        placed = place_rows(rows, order, 8)
+    assert torch.equal(placed, torch.zeros(8, 3, dtype=torch.float64).index_copy(0, order, rows))
+    assert [saved.is_floating_point() for saved in kept] == [False]
+    assert torch.autograd.gradcheck(place_rows, (rows, order, 8))
+    assert torch.autograd.gradgradcheck(place_rows, (rows, order, 8))
 
 
 @pytest.mark.parametrize("all_switches", [False, thorough(True)])

@@ -131,6 +131,12 @@ def _pruner(value: Any, either: Any) -> Any:
         and set(given) <= set(Pruner.model_fields)
     ):
         return Pruner.model_validate(value)
+    if value == "grasp" or (isinstance(value, Mapping) and "grasp" in value):
+        raise PydanticCustomError(
+            "pruner",
+            "a pruner of the block, which has the gradients that a host's backward leaves, and GraSP differentiates the loss twice: find masks of the "
+            'whole model by samo.grasp, write them by samo.write_masks, and give {"mask": "FILE"}',
+        )
     raise PydanticCustomError(
         "pruner",
         '"magnitude", "early_bird", "random", "snip", "nonzero", {"early_bird": {...}}, {"random": {"seed": 1}}, {"snip": {"batches": 4}}, '

@@ -16,8 +16,8 @@ from axonn_tp.comm.collectives import wait
 from axonn_tp.comm.gloo_reduce_scatter import fewer_in_parts, start_parts, sum_parts
 
 _Order = list[tuple[Store, Bucket]]
-FLAGS_BYTES = 8
-"""Of the two flags of a round and group: whether a rank begins another round, and whether it had a gradient."""
+FLAG_BYTES = 4
+"""Of a flag: each round and group has one for whether a rank begins another round, and one for whether it had a gradient of each parameter."""
 _AHEAD = 2  # buckets of stage 2 whose gradients may be on their way at a time
 
 
@@ -53,7 +53,8 @@ class Reducer:
     Buckets are reduced in rounds, in one order on all ranks, whatever the order in which gradients come. A round ends with
     the last bucket; when a second backward pass brings a gradient that the round has had, what the first did not bring is
     reduced, as zeros, and the next round begins. `finish` reduces what is left: a gradient that only some ranks have counts
-    on all, and a rank takes part in the rounds that others had, with zeros, where its own passes brought it less or nothing.
+    on all, one that none has stays away, and a rank takes part in the rounds that others had, with zeros, where its own
+    passes brought it less or nothing.
 
     Args:
         stores: all of them.
@@ -72,7 +73,9 @@ class Reducer:
             if (bucket.ranks > 1 or bucket.divisor != 1) and bucket.end > bucket.begin
         ]
         self._bucket_of = {entry: bucket for store in stores for bucket in store.buckets for entry in bucket.entries}
-        self._reduced = {entry: bucket.process_group for _, bucket in self._order for entry in bucket.entries}
+        self._reduced: dict[dist.ProcessGroup | None, list[Entry]] = {}
+        for _, bucket in self._order:
+            self._reduced.setdefault(bucket.process_group, []).extend(bucket.entries)
         self._under_way: list[_Work] = []
         self._finished = False
         self._begin_round()
@@ -110,9 +113,10 @@ class Reducer:
         if not self.active:
             return
         self._seen.add(entry)
-        if entry not in self._reduced:
+        bucket = self._bucket_of[entry]
+        if bucket not in self._missing:
             return
-        self._missing[self._bucket_of[entry]] -= 1
+        self._missing[bucket] -= 1
         while self._next < len(self._order) and not self._missing[self._order[self._next][1]]:
             self._launch(*self._order[self._next])
             self._next += 1
@@ -146,17 +150,20 @@ class Reducer:
         """Reduce what is left on any rank, and wait for all of it; every rank calls it. What has come on no rank stays away."""
         if self._finished:
             return
-        came: set[dist.ProcessGroup | None] = set()
+        came: set[Entry] = set()
         left = self._order
         while left:
-            said = {group: values.tolist() for group, values in self._end_round(left, more=False).items()}
-            came |= {group for group, (_, arrived) in said.items() if arrived}
-            left = [(store, bucket) for store, bucket in left if said[bucket.process_group][0]]
+            more = set()
+            for group, values in self._end_round(left, more=False).items():
+                another, *arrived = values.tolist()
+                more |= {group} if another else set()
+                came.update(entry for entry, here in zip(self._reduced[group], arrived, strict=True) if here)
+            left = [(store, bucket) for store, bucket in left if bucket.process_group in more]
             if left:
                 self._reopen(left)
         self._finished = True
-        for entry, group in self._reduced.items():
-            entry.arrived = entry.arrived or group in came
+        for entry in came:
+            entry.arrived = True
 
     def end_pass(self) -> None:
         """The same behind every backward pass of a step, for hosts that reduce behind each: also where it brought nothing."""
@@ -183,14 +190,14 @@ class Reducer:
             more: whether this rank begins another round.
 
         Returns:
-            By group, how many of its ranks begin another, and how many have had a gradient.
+            By group, how many of its ranks begin another, and how many have had a gradient of each of its parameters.
         """
         for store, bucket in order[self._next :]:
             self._launch(store, bucket)
         self._next = len(self._order)
-        flags = float(more), float(any(entry.arrived for entry in self._bucket_of))
         said = {}
         for group, bucket in {bucket.process_group: bucket for _, bucket in order}.items():
+            flags = [float(more), *(float(entry.arrived) for entry in self._reduced[group])]
             said[group] = values = torch.tensor(flags, device=bucket.entries[0].parameter.device)
             if bucket.ranks > 1:
                 handle = dist.all_reduce(values, group=group, async_op=True)

@@ -34,6 +34,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
+from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
@@ -222,7 +223,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
     def _broadcast_model(self) -> None:
         """Nothing to do where `parallelize` split rank 0's weights."""
         if not self._splits:
-            super()._broadcast_model()
+            with as_vectors(self.module):
+                super()._broadcast_model()
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """Sum gradients by their layouts, where the optimizer does not."""

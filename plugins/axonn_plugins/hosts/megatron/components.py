@@ -260,12 +260,6 @@ def _check_ted(args: Any, block: Any) -> None:
             f"{flag('ted')} does not go with --fp8-format {args.fp8}: Megatron recomputes by Transformer Engine's checkpoint then, which keeps "
             "nothing; leave one of the two out"
         )
-    ranks = getattr(args, "context_parallel_size", 1)
-    if ranks > 1:
-        raise ConfigError(
-            f"{flag('ted')} does not go with --context-parallel-size {ranks}: what attention exchanges goes through an autograd function of its "
-            "own, which a stash does not replay; leave one of the two out"
-        )
     mixtures = of_experts and "moe" in (getattr(args, "recompute_modules", None) or ())
     if args.recompute_granularity != "full" and not mixtures and not changes_experts:
         raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")

@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
@@ -167,17 +168,23 @@ def _window(config: Any, layer_number: int) -> int | None:
     return before + 1
 
 
+_seen: Any = WeakIdKeyDictionary()
+"""By a mask's memory and its view of it: what `_documents` has found."""
+
+
 def _documents(mask: Tensor | None, whole: Shared) -> Tensor | None:
     """By token of the whole sequences, the first one that it sees; None where that is the first of all for everyone.
 
-    All ranks of a sequence call it. It looks at a mask once.
+    All ranks of a sequence call it. It looks at a mask once, also where a recomputation gives another tensor of the same memory.
 
     Raises:
         ValueError: the mask is of another form.
     """
     if mask is None:
         return None
-    if not hasattr(mask, "axonn_documents"):
+    known = _seen.setdefault(mask.untyped_storage(), {})
+    view = mask.storage_offset(), mask.shape, mask.stride()
+    if view not in known:
         share, tokens = whole.chunks.share, whole.chunks.tokens
         if mask.shape[-2:] != (share, tokens):
             raise ValueError(
@@ -195,8 +202,8 @@ def _documents(mask: Tensor | None, whole: Shared) -> Tensor | None:
                 "attention_mask hides more than later tokens and other documents, which sequences that are shared do not know; leave "
                 "it out, or set context_parallel_size to 1"
             )
-        mask.axonn_documents = everyone if everyone.any() else None  # type: ignore[attr-defined]
-    return mask.axonn_documents  # type: ignore[attr-defined]
+        known[view] = everyone if everyone.any() else None
+    return known[view]
 
 
 def in_order(share: Tensor, whole: Shared) -> Tensor:

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.megatron import moe, process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
+from axonn_tp.context.shared import AXIS
 from ted_moe import Stashing
 from ted_moe.adapters import Choices
 from ted_moe.stash import Place
@@ -36,8 +37,9 @@ def _stashing(original: Callable[..., Any], place: Place) -> Any:
     @wraps(original)
     def forward(ctx: Any, run_function: Callable[..., Any], *rest: Any) -> Any:
         mesh = process_groups.mesh()
-        # Weights are gathered over z ahead of their layers, and kept as --axonn-gather-cache says.
-        weights = (mesh.group("z").group_name,) if mesh.size("z") > 1 else ()
-        return original(ctx, Stashing(run_function, place, weights), *rest)
+        # Weights are gathered over z ahead of their layers, and kept as --axonn-gather-cache says; over ranks that share sequences a mask is,
+        # when it is first looked at.
+        leave = tuple(mesh.group(axis).group_name for axis in ("z", AXIS) if mesh.size(axis) > 1)
+        return original(ctx, Stashing(run_function, place, leave), *rest)
 
     return staticmethod(forward)

@@ -36,6 +36,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
 )
 from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
+from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states_config import take_over, take_over_whole
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts, without_experts
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
@@ -176,7 +177,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
     def _broadcast_model(self) -> None:
         """Nothing to do where `parallelize` split the weights of each stage's first rank."""
         if self._split is None:
-            super()._broadcast_model()
+            with as_vectors(self.module):
+                super()._broadcast_model()
 
     def _reduce_gradients(self) -> None:
         if self._owns:
