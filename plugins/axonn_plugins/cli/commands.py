@@ -48,6 +48,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
     ),
+    "timeline": Command(
+        "where each millisecond of a watched step went, on every rank", "axonn_plugins.cli.timeline", "RUN"
+    ),
     "report": Command(
         "a run as one HTML page: loss, throughput, memory, communication", "axonn_plugins.cli.report", "RUN"
     ),

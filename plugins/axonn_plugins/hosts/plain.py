@@ -29,6 +29,7 @@ from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
+from axonn_plugins.observe.timeline.steps import step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
 
@@ -82,6 +83,7 @@ class Run:
         self.optimizer.step()
         self.steps += 1
         self._composition.stepped()
+        step_ended(self.mesh.axis_names())
 
 
 def compose(
