@@ -73,6 +73,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "test": {
         "gpu": Command("run every system on the GPUs here, beside its stock peer", "axonn_recipes.gpu_test.cli"),
         "ted": Command("compare with stock DeepSpeed-MoE, also on a cluster", "axonn_plugins.ted.regression_cli"),
+        "soak": Command(
+            "train while ranks, nodes and links fail, on an emulated cluster", "axonn_recipes.soak_test.cli"
+        ),
     },
 }
 NAMED = {
