@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--keep", type=int, default=2, help="checkpoints that are kept")
     parser.add_argument("--output", type=Path, default=Path("runs/elastic"), help="folder that all nodes see")
     parser.add_argument("--double", action="store_true", help="train in float64")
+    parser.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
