@@ -53,9 +53,9 @@ class Options:
     seed: int = 0
     nodes: int = 3
     ranks_per_node: int = 1
-    steps: int = 100
+    steps: int = 200
     save_every: int = 5
-    every: float = 20.0
+    every: float = 10.0
     patience: float = 300.0
     latency: str = "100us"
     bandwidth: str = "500Mbit"
@@ -120,10 +120,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _words(options: Options, folder: Path, job: int = 0) -> list[str]:
-    """The script and its arguments; every other job has a fixed gx, so that a rank may be spare."""
+    """The script and its arguments: of three jobs one has a fixed gx, so that a rank may be spare, and one its collectives by PCCL."""
     config = json.loads(files("axonn_recipes.examples.elastic").joinpath("ds_config.json").read_text())
-    if job % 2:
+    if job % 3 == 1:
         config["axonn"]["tensor_parallel"]["gx"] = 2
+    elif job % 3 == 2:
+        config["axonn"]["pccl"] = {}
     put(folder / "ds_config.json", json.dumps(config))
     numbers = ["--steps", str(options.steps), "--save-every", str(options.save_every), "--keep", "2"]
     return [SCRIPT, "--double", "--config", str(folder / "ds_config.json"), "--output", str(folder), *numbers]
@@ -152,7 +154,7 @@ def _job(options: Options, folder: Path, number: int, wanted: dict[int, float], 
         disturber = Thread(target=_disturb, args=(agents, faults, job, over, began, peace))
         disturber.start()
         try:
-            _watch(options, agents, folder, job, samples, peace)
+            _watch(options, agents, folder, job, samples, peace, over)
         finally:
             over.set()
             disturber.join()
@@ -178,7 +180,7 @@ def _disturb(agents: Agents, faults: Any, job: Job, over: Event, began: float, p
 
 
 def _watch(
-    options: Options, agents: Agents, folder: Path, job: Job, samples: verdict.Samples, peace: list[float]
+    options: Options, agents: Agents, folder: Path, job: Job, samples: verdict.Samples, peace: list[float], over: Event
 ) -> None:
     """Look at the job until it is done or hangs; an agent that fails is started again, as a scheduler would."""
     seen, moved = 0, time.monotonic()
@@ -188,8 +190,10 @@ def _watch(
         if len(found) > seen:
             seen, moved = len(found), time.monotonic()
         ended = {node: agent.poll() for node, agent in list(agents.running.items())}
-        if found and found[-1]["step"] >= options.steps and 0 in ended.values():
-            return
+        if found and found[-1]["step"] >= options.steps:
+            over.set()  # agents wait minutes at their exit for a node that is lost then
+            if 0 in ended.values():
+                return
         for node, code in ended.items():
             if code not in (None, 0):
                 agents.start(node)

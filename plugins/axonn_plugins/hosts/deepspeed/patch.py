@@ -44,7 +44,9 @@ def _watch_steps() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     steps.step_asked()  # a mistake in it is said before any group is made
+    steps.before(DeepSpeedEngine, "forward")
     steps.after(DeepSpeedEngine, "step")
+    steps.before(PipelineEngine, "train_batch")
     steps.after(PipelineEngine, "train_batch")
 
 

@@ -71,6 +71,7 @@ def _watch_steps(module: ModuleType) -> None:
 
     @functools.wraps(train_step)
     def watched(*args: Any, **named: Any) -> Any:
+        steps.step_begins()
         result = train_step(*args, **named)
         steps.step_ended()
         return result

@@ -93,6 +93,7 @@ class _Division:
         """All of the step."""
         at, worked = self._watch.began
         for span in self._watch.spans:
+            span.began = max(at, span.began)
             yield from self._gap(at, span.began, span.worked[0] - worked)
             yield from self._span(span)
             at, worked = span.ended, span.worked[1]

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
@@ -102,27 +103,42 @@ class Recorder(TorchDispatchMode):
         self._parts: set[int] = set()
         self._last: Call | None = None
         self._thread = 0
+        self._entered = False
+        self._inside = False  # of an operator or wait, whose time all is that it calls
+        self._below: list[Any] = []
         self._originals: list[tuple[Any, str, Any]] = []
 
     def begin(self) -> None:
         """Watch from now on."""
+        self.start_clock()
+        self.enter()
+
+    def start_clock(self) -> None:
+        """Time counts from now on; what is done is seen from `enter` on."""
         self._thread = threading.get_ident()
         self._replace(dist.Work, "wait", self._watched_wait)
         for name in _STARTERS:
             self._replace(dist.ProcessGroup, name, self._remembered)
-        self.__enter__()
         self.began = _now()
 
+    def enter(self) -> None:
+        """See operators; harmless when called again."""
+        if not self._entered:
+            self._entered = True
+            self._below = _get_current_dispatch_mode_stack()[-1:]
+            self.__enter__()
+
     def end(self) -> None:
-        """Stop, whichever modes have come since and stay."""
+        """Stop, whichever modes have come since and stay, or have left."""
         self.ended = _now()
-        later = []
-        while (top := _pop_mode()) is not self:
-            later.append(top)
-        _push_mode(self)
-        self.__exit__(None, None, None)
-        for mode in reversed(later):
-            _push_mode(mode)
+        stack = _get_current_dispatch_mode_stack()
+        if self in stack:
+            later = [_pop_mode() for _ in stack[stack.index(self) + 1 :]]
+            self.__exit__(None, None, None)
+            for mode in reversed(later):
+                _push_mode(mode)
+        elif self._below and stack[-1:] == self._below:
+            _pop_mode()  # it was there before, and as it left took the watch, which lay above it
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
@@ -135,7 +151,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         space, _, name = function._schema.name.partition("::")
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self._inside:
             return function(*args, **kwargs)
         call, kind = None, "compute"
         if space in ("_c10d_functional", "axonn", "c10d"):
@@ -146,7 +162,11 @@ class Recorder(TorchDispatchMode):
         began, ran = _now()
         if call is not None and kind == "call":
             call.began = began
-        result = function(*args, **kwargs)
+        self._inside = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._inside = False
         ended, stopped = _now()
         self.spans.append(Span(kind, began, ended, (ran, stopped), call))
         if call is not None and kind == "call" and isinstance(result, Tensor):
@@ -211,11 +231,15 @@ class Recorder(TorchDispatchMode):
     def _watched_wait(self, wait: Any) -> Any:
         @wraps(wait)
         def waited(work: Any, *args: Any, **named: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread or self._inside:
                 return wait(work, *args, **named)
             _, call = self._works.pop(id(work), (None, None))
             began, ran = _now()
-            result = wait(work, *args, **named)
+            self._inside = True
+            try:
+                result = wait(work, *args, **named)
+            finally:
+                self._inside = False
             ended, stopped = _now()
             self.spans.append(Span("wait", began, ended, (ran, stopped), call))
             return result

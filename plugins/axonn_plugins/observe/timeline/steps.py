@@ -92,7 +92,28 @@ def step_ended(axes: Mapping[str, str] | None = None) -> None:
         from axonn_plugins.observe.timeline.record import Recorder
 
         _state.watch = Recorder(dict(axes or {}))
-        _state.watch.begin()
+        _state.watch.start_clock()
+
+
+def step_begins() -> None:
+    """Say that a step calls its model, if no other call has said so: modes that come and go between two steps may do so."""
+    if _state.watch is not None:
+        _state.watch.enter()
+
+
+def before(owner: Any, name: str) -> None:
+    """Have a method of a host's engine say so when a step begins; harmless when called again."""
+    original = getattr(owner, name)
+    if getattr(original, "begins", False):
+        return
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        step_begins()
+        return original(self, *args, **named)
+
+    method.begins = True  # type: ignore[attr-defined]
+    setattr(owner, name, method)
 
 
 def after(owner: Any, name: str) -> None:
