@@ -31,7 +31,8 @@ class Agents:
     """
 
     def __init__(self, cluster: Cluster, ranks_per_node: int, words: Sequence[str], folder: Path) -> None:
-        self.cluster, self.nodes, self.starts = cluster, cluster.nodes - 1, 0
+        self.cluster, self.nodes = cluster, cluster.nodes - 1
+        self.starts, self.submissions = 0, 1
         self._ranks, self._words, self._folder = ranks_per_node, list(words), folder
         self.running: dict[int, subprocess.Popen] = {}
         self._port = _PORT
@@ -41,13 +42,34 @@ class Agents:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Start the agent of a node."""
+        """Start the agent of a node, unless one runs there."""
+        if node in self.running and self.running[node].poll() is None:
+            return
         endpoint = f"{address(self.nodes)}:{self._port}"
         torchrun = f"-m torch.distributed.run --nnodes 1:{self.nodes} --nproc-per-node {self._ranks} --max-restarts 10000 --rdzv-backend c10d"
-        words = [*torchrun.split(), "--rdzv-endpoint", endpoint, "--rdzv-id", "soak", "--rdzv-conf", _CONF]
+        words = [
+            *torchrun.split(),
+            "--rdzv-endpoint",
+            endpoint,
+            "--rdzv-id",
+            f"soak{self.submissions}",
+            "--rdzv-conf",
+            _CONF,
+        ]
         words += ["--local-addr", address(node), "-m", *self._words]
         self.running[node] = self._start(node, [sys.executable, *words], f"node{node}")
         self.starts += 1
+
+    def closed(self, node: int) -> bool:
+        """True if an agent found that another had closed their meeting for good, as one does that fails itself."""
+        return b"RendezvousClosedError" in (self._folder / f"node{node}.log").read_bytes()[-2000:]
+
+    def submit_again(self) -> None:
+        """Start the agents anew that there are, with another meeting: those of the last one can meet no more."""
+        self.submissions += 1
+        for node in list(self.running):
+            self.lose(node)
+            self.start(node)
 
     def _start(self, node: int, words: list[str], log: str) -> subprocess.Popen:
         variables = {

@@ -74,6 +74,7 @@ class Job:
         again: steps that were taken more than once.
         grids: on which steps were taken, and how many.
         agents: starts of agents.
+        submissions: of the job; one more where an agent failed itself and closed the meeting of all.
         seconds: it took.
     """
 
@@ -83,6 +84,7 @@ class Job:
     again: int = 0
     grids: dict[str, int] = field(default_factory=dict)
     agents: int = 0
+    submissions: int = 1
     seconds: float = 0.0
 
 
@@ -158,7 +160,7 @@ def _job(options: Options, folder: Path, number: int, wanted: dict[int, float], 
         finally:
             over.set()
             disturber.join()
-            job.agents = agents.starts
+            job.agents, job.submissions = agents.starts, agents.submissions
             agents.end()
     job.seconds = time.monotonic() - began
     found = verdict.rows(folder / "losses.jsonl")
@@ -194,9 +196,11 @@ def _watch(
             over.set()  # agents wait minutes at their exit for a node that is lost then
             if 0 in ended.values():
                 return
-        for node, code in ended.items():
-            if code not in (None, 0):
-                agents.start(node)
+        failed = [node for node, code in ended.items() if code not in (None, 0)]
+        if any(agents.closed(node) for node in failed):
+            agents.submit_again()
+        for node in failed:
+            agents.start(node)
         for node in list(agents.running):
             pids = agents.processes(node)
             samples.take(pids, pids[0] if pids else None, seen)
@@ -215,7 +219,7 @@ def report(options: Options, jobs: list[Job]) -> str:
     for number, job in enumerate(jobs, 1):
         lines.append(
             f"job {number}: {options.steps} steps in {job.seconds:.0f} s, {len(job.faults)} faults, {job.starts} starts, "
-            f"{job.again} steps taken again, on grids {job.grids}"
+            f"{job.again} steps taken again, submitted {job.submissions} times, on grids {job.grids}"
         )
         lines += [f"  {problem}" for problem in job.problems]
     kinds = Counter(kind for job in jobs for _, kind, _, _ in job.faults)

@@ -142,7 +142,8 @@ class Recorder(TorchDispatchMode):
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
-        self._under_way.clear(), self._works.clear()
+        self._under_way.clear()
+        self._works.clear()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run, and note when."""
