@@ -103,7 +103,6 @@ def by_others(folder: Path) -> dict[str, Any]:
         dist.recv(torch.ones(4), 0)
     ddp(torch.ones(2, 16)).sum().backward()
     torch.ops.axonn.waits_within(torch.ones(4))
-    dist.all_gather([torch.ones(4) for _ in range(4)], torch.ones(4))  # gloo's wait copies, by operators
     outer.__enter__()  # stays when the watch leaves
     watch.end()
     assert _get_current_dispatch_mode_stack() == [outer]
@@ -172,6 +171,16 @@ def test_a_step_is_divided_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert found.by_axis == {"x": {"waiting": 105, "wire": 170, "adding up": 30}}
     assert thinned(found.pieces, 10**6)[0].ended == 1000
+
+
+def test_what_a_wait_does_is_its_own() -> None:
+    watch = Recorder()
+    watch.begin()
+    watch._watched_wait(lambda work: torch.ones(2).add_(1))(object())
+    torch.ones(2)
+    watch.end()
+    assert [span.kind for span in watch.spans] == ["wait", "compute"]
+    assert sum(account(watch, {}, {}, 0.0).parts.values()) == watch.ended[0] - watch.began[0]
 
 
 def test_megatrons_step_is_the_one_of_its_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
