@@ -55,7 +55,7 @@ class Options:
     ranks_per_node: int = 1
     steps: int = 200
     save_every: int = 5
-    every: float = 10.0
+    every: float = 20.0
     patience: float = 300.0
     latency: str = "100us"
     bandwidth: str = "500Mbit"
