@@ -80,6 +80,7 @@ class Agents:
             "DEEPSPEED_TIMEOUT": "1",
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "AXONN_PCCL_TUNE": "0",  # a minute at every start, in which most faults would fall
         }
         own = os.getpid()
 
