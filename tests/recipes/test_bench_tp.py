@@ -48,7 +48,7 @@ def test_a_unet_beside_zero_3(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    words = [*TINY, "--model", "unet", "--hidden", "16", "--grids", "1,1,2", "--peers", "ddp,zero3"]
+    words = [*TINY, "--model", "unet", "--hidden", "16", "--grids", "1,1,2", "--peers", "ddp,zero3", "--timeline"]
     assert main(["bench", "tp", *words, "--runs", str(tmp_path)]) == 0
     text = capfd.readouterr().out
     assert "U-Net: 16 channels x (1, 2, 2), 1 blocks a level, 4 heads, 4 images of 8 x 8 a step" in text
@@ -60,6 +60,11 @@ def test_a_unet_beside_zero_3(
         assert side["losses"][2] < side["losses"][0]
         assert side["images_per_s"] == pytest.approx(4 / side["median"])
     assert [pair["peer"] for pair in numbers["comparisons"]] == ["ddp", "zero3"]
+    kept = {file.stem for file in (tmp_path / "bench_tp").glob("timeline-*.json")}
+    assert len(kept) == len(sides) and {"timeline-zero3", "timeline-x1-y1-z2-d1-reshard"} < kept
+    for name in kept:
+        for row in json.loads((tmp_path / "bench_tp" / f"{name}.json").read_text())["ranks"]:
+            assert sum(row["parts_ms"].values()) == pytest.approx(row["step_ms"], rel=1e-9)
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

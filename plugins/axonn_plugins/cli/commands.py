@@ -48,6 +48,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "ledger": Command(
         "the collectives of a run's last watched step: table and timeline", "axonn_plugins.cli.ledger", "RUN"
     ),
+    "timeline": Command(
+        "where each millisecond of a watched step went, on every rank", "axonn_plugins.cli.timeline", "RUN"
+    ),
     "report": Command(
         "a run as one HTML page: loss, throughput, memory, communication", "axonn_plugins.cli.report", "RUN"
     ),
@@ -70,6 +73,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "test": {
         "gpu": Command("run every system on the GPUs here, beside its stock peer", "axonn_recipes.gpu_test.cli"),
         "ted": Command("compare with stock DeepSpeed-MoE, also on a cluster", "axonn_plugins.ted.regression_cli"),
+        "soak": Command(
+            "train while ranks, nodes and links fail, on an emulated cluster", "axonn_recipes.soak_test.cli"
+        ),
     },
 }
 NAMED = {

@@ -29,6 +29,7 @@ from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
+from axonn_plugins.observe.timeline.steps import asked, step_begins, step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.grid.device import device_of_rank
@@ -83,6 +84,7 @@ class Run:
         self.optimizer.step()
         self.steps += 1
         self._composition.stepped()
+        step_ended(self.mesh.axis_names())
 
 
 def compose(
@@ -126,6 +128,8 @@ def compose(
         world.take(found.pccl.options(), device_of_rank().type)
     mesh = _split(model, found)
     run = Run(model, mesh)
+    if asked():
+        model.register_forward_pre_hook(lambda *given: step_begins())
     if mask is not None:
         _mask_labels(model, mask, mesh)
     run._composition = Composition(found, stage, run)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonn_tp import Collective
 
-_FUNCTIONAL = {
+FUNCTIONAL = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_out": "all_gather",
@@ -31,7 +31,7 @@ _FUNCTIONAL = {
     "all_to_all_single": "all_to_all",
     "reduce_scatter_parts": "reduce_scatter",
 }
-_INPLACE = {
+INPLACE = {
     "allreduce_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
@@ -137,11 +137,11 @@ class Ledger(TorchDispatchMode):
                 entry.exposed = None if args[0].is_cuda else (entry.exposed or 0.0) + entry.ended - now
             return result
         before = len(self.entries)
-        if name in _FUNCTIONAL:
+        if name in FUNCTIONAL:
             group = _resolve_process_group(args[-1])
             # What a rank keeps of an uneven exchange is not in its tensor.
             uneven = name == "all_to_all_single" and len(set(args[2])) > 1 and not args[2][group.rank()]
-            self._record("exchange" if uneven else _FUNCTIONAL[name], args[-1], group.size(), args[0])
+            self._record("exchange" if uneven else FUNCTIONAL[name], args[-1], group.size(), args[0])
         elif name != "_wrap_tensor_autograd":  # which communicates nothing
             self.unknown.add(name)
         with self._named(before):
@@ -152,15 +152,15 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _in_place(self, name: str, args: tuple) -> None:
-        if name not in _INPLACE:
+        if name not in INPLACE:
             if name not in ("barrier",):
                 self.unknown.add(name)
             return
-        op, position = _INPLACE[name]
+        op, position = INPLACE[name]
         boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         group = dist.ProcessGroup.unbox(boxed)
         payload = args[position]
-        for tensor in _flat(payload):
+        for tensor in flat(payload):
             self._record(op, group.group_name, group.size(), tensor)
 
     def _record(self, op: str, group: str, size: int, tensor: Tensor) -> None:
@@ -190,7 +190,8 @@ class Ledger(TorchDispatchMode):
         return dict(totals)
 
 
-def _flat(payload: Any) -> list[Tensor]:
+def flat(payload: Any) -> list[Tensor]:
+    """The tensors of an argument of c10d's, which may be lists of lists."""
     if isinstance(payload, Tensor):
         return [payload]
-    return [tensor for part in payload for tensor in _flat(part)]
+    return [tensor for part in payload for tensor in flat(part)]

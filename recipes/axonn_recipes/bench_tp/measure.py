@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from axonn_plugins.observe.progress import say
+from axonn_plugins.observe.timeline.gather import bring_together
+from axonn_plugins.observe.timeline.record import Recorder
 from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, seconds, slowest
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.memory import PeakMemory
@@ -39,6 +42,7 @@ class Side:
         inside: bytes a step between ranks of one node, all nodes together; None where the device hides them.
         between: bytes a step between nodes, likewise.
         compute: seconds a step takes when collectives take none.
+        timeline: of one more step, where it was asked for.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Side:
     inside: float | None = None
     between: float | None = None
     compute: float | None = None
+    timeline: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def median(self) -> float:
@@ -79,6 +84,13 @@ def measure(settings: Settings) -> list[Side]:
         steps[side.name] = first_steps(side)
     check_losses(chosen, TOLERANCE, advice="leave one out")
     take_turns(chosen, steps, settings.rounds)
+    for side in chosen if settings.timeline else ():
+        watch = Recorder()
+        dist.barrier()
+        watch.begin()
+        steps[side.name]()
+        watch.end()
+        side.timeline = bring_together(watch, _CHECKED_STEPS + settings.rounds + 1, side.median)
     return chosen
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
+from axonn_plugins.config import ConfigError
+from axonn_plugins.observe.timeline import report as timeline
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_tp import report, sides
 from axonn_recipes.bench_tp.measure import Side, compute_only, measure
@@ -27,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: a mistake of the user's, or sides that do not compute the same.
     """
     options = read(Options, arguments, "axonn bench tp")
-    settings = resolve(options, options.grids, options.peers, options.model)
+    settings = replace(resolve(options, options.grids, options.peers, options.model), timeline=options.timeline)
+    if settings.timeline and torch.cuda.is_available():
+        raise ConfigError("--timeline watches steps on CPUs; leave it out where there are GPUs")
     folder = new_folder(options.runs, options.name, "bench_tp")
     first = os.environ.get("RANK", "0") == "0"
     if first:
@@ -39,7 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     if first:
         numbers = report.results(settings, measured, left_out)
         publish(folder, numbers, report.text(numbers), report.pictures(numbers))
+        for side in measured:
+            if side.timeline is not None:
+                _show(side, folder)
     return 0
+
+
+def _show(side: Side, folder: Path) -> None:
+    """Print a side's timeline, and keep it in the run's folder."""
+    assert side.timeline is not None
+    file = folder / f"timeline-{re.sub('[^a-z0-9A-Z]+', '-', side.name)}.json"
+    timeline.write(side.timeline, file)
+    pictures = timeline.picture(side.timeline).save(file.with_suffix(".png"))
+    print(f"\n{side.name}: {timeline.table(side.timeline, explained=False)}", file, *pictures, sep="\n")
 
 
 def _under_torchrun(settings: Settings) -> list[Side]:

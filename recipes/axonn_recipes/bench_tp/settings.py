@@ -54,6 +54,7 @@ class Settings(ClusterRun):
     screen: bool
     network: str = "gpt"
     dtype: str = "float32"
+    timeline: bool = False
 
     @property
     def trained(self) -> Network:
@@ -88,11 +89,13 @@ class Options(Where, Run):
         model: of a unet, --hidden are channels, --layers blocks of each of three levels, --context pixels of an image's side.
         grids: gx,gy,gz separated by spaces, as in "2,1,4 1,1,8"; or best, which tries all briefly.
         peers: some of these, separated by commas; by itself all, of a unet those without tensor parallelism.
+        timeline: of every side watch one more step, and say where each of its milliseconds went, on CPUs.
     """
 
     model: Literal["gpt", "unet"] = "gpt"
     grids: str = "best"
     peers: str | None = None
+    timeline: bool = False
 
 
 def under_torchrun() -> bool:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from axonn_plugins.hosts.deepspeed import roll
+from axonn_plugins.observe.timeline import steps
 
 
 def patch(module: ModuleType) -> None:
@@ -21,6 +22,8 @@ def patch(module: ModuleType) -> None:
         parsed = read(config)
         block = isinstance(parsed, dict) and parsed.get("axonn") is not None
         roll.note(block)
+        if steps.asked():
+            _watch_steps()
         if not block:
             hook = sys.modules.get("axonn_plugins.hosts.deepspeed.config_hook")
             if hook is not None:
@@ -34,6 +37,17 @@ def patch(module: ModuleType) -> None:
 
     __init__.axonn = True  # type: ignore[attr-defined]
     config_class.__init__ = __init__
+
+
+def _watch_steps() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    steps.step_asked()  # a mistake in it is said before any group is made
+    steps.before(DeepSpeedEngine, "forward")
+    steps.after(DeepSpeedEngine, "step")
+    steps.before(PipelineEngine, "train_batch")
+    steps.after(PipelineEngine, "train_batch")
 
 
 def read(config: Any) -> Any:

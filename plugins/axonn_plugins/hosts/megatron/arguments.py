@@ -15,9 +15,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+from axonn_plugins.autoload import on_import
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron import components
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS
+from axonn_plugins.observe.timeline import steps
 
 IMPLS = ("megatron", "axonn3d")
 _IMPL = "--tensor-model-parallel-impl"
@@ -40,6 +42,9 @@ def add_flags(module: ModuleType) -> None:
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         try:
+            if steps.asked():
+                steps.step_asked()
+                on_import("megatron.training.training", _watch_steps)
             blocks = components.read(args)
             result = _with_grid(validate, args, *rest, **named)
         except ConfigError as error:
@@ -56,6 +61,23 @@ def add_flags(module: ModuleType) -> None:
     importer = sys.modules.get("megatron.training.initialize")
     if getattr(importer, "validate_args", None) is validate:
         importer.validate_args = validate_args  # type: ignore[union-attr]
+
+
+def _watch_steps(module: ModuleType) -> None:
+    """Have a step of Megatron's training say when it has ended."""
+    train_step = module.train_step
+    if getattr(train_step, "watched", False):
+        return
+
+    @functools.wraps(train_step)
+    def watched(*args: Any, **named: Any) -> Any:
+        steps.step_begins()
+        result = train_step(*args, **named)
+        steps.step_ended()
+        return result
+
+    watched.watched = True  # type: ignore[attr-defined]
+    module.train_step = watched  # type: ignore[attr-defined]
 
 
 def _with_grid(validate: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:

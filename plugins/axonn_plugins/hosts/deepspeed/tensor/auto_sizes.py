@@ -68,8 +68,8 @@ def choose_sizes(
     with stand_ins(model, boundary=True):
         if block.plan == "auto":
             plan, _ = auto_plan(model, _REFERENCE, options=options)
-        candidates = list(_candidates(model, block, raw, world, plan, options, tokens, refused, _dealt(model, experts)))
-    if not candidates:
+        found = list(candidates(model, block, raw, world, plan, options, tokens, refused, _dealt(model, experts)))
+    if not found:
         fixed = "".join(f", {axis} = {size}" for axis, size in block.given.items())
         first = f", for one because {refused[0].partition(';')[0]}" if refused else ""
         raise ConfigError(
@@ -77,7 +77,7 @@ def choose_sizes(
             f"model{first}; use another number of ranks or samples"
         )
     on = this_machine(block.machine)
-    choices = choose.choose(on, candidates)
+    choices = choose.choose(on, found)
     sizes = {"gx": choices[0].gx, "gy": choices[0].gy, "gz": choices[0].gz}
     pinned = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items())
     return Chosen(
@@ -103,7 +103,7 @@ def this_machine(name: str | None) -> machine.Machine:
     return here.this_machine(name, "axonn.tensor_parallel.machine", cpu, memory)
 
 
-def _candidates(
+def candidates(
     model: nn.Module,
     block: TensorParallel,
     raw: Mapping[str, Any],
@@ -112,7 +112,7 @@ def _candidates(
     options: Options,
     tokens: int,
     refused: list[str],
-    ep_size: int,
+    ep_size: int = 1,
 ) -> Iterator[choose.Candidate]:
     """Grids that divide the model and the batch; `refused` gets why others do not."""
     for sizes in factorizations(world, 4):

@@ -163,7 +163,8 @@ def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
         ),
         (
             enabled(raw, "elasticity"),
-            "elasticity changes the number of ranks, which axonn.tensor_parallel fixes; remove it",
+            'elasticity chooses batch sizes by its own list; remove it, give train_batch_size, and leave gx, gy and gz "auto": '
+            "axonn_plugins.hosts.deepspeed.elastic goes on with the ranks that are left",
         ),
         *of_optimizer(str(optimizer or "")),
     ]

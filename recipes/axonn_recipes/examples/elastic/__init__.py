@@ -1,0 +1,1 @@
+"""A run that goes on with the ranks that are left."""
