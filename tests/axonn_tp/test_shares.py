@@ -48,7 +48,7 @@ def sums() -> list[tuple[str, float, bool]]:
 
 
 def test_shares_are_exact_to_one_rounding_and_counted_as_what_they_are() -> None:
-    for found in run_ranks(sums, 8):
+    for found in run_ranks(sums, 8, backend="gloo"):
         for name, roundings, counted in found:
             assert roundings <= 1 and counted, (name, roundings)
 
@@ -76,7 +76,7 @@ def bundled() -> list[tuple[str, bool, list[Collective]]]:
 
 
 def test_tensors_that_share_a_call_get_what_each_gets_alone() -> None:
-    for found in run_ranks(bundled, 4):
+    for found in run_ranks(bundled, 4, backend="gloo"):
         for name, same, calls in found:
             assert same, name
             assert calls == [Collective("all_gather", "z", 4, 1028), Collective("reduce_scatter", "z", 4, 1028)], name
@@ -120,7 +120,7 @@ def gradients(layers: int) -> float:
 
 def test_more_reduce_scatters_than_may_be_under_way() -> None:
     layers = _WHOLE_AT_ONCE  # of four weights each
-    assert max(run_ranks(gradients, 2, layers)) == 0
+    assert max(run_ranks(gradients, 2, layers, backend="gloo")) == 0
 
 
 BYTES = 4 << 20

@@ -77,7 +77,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]
     """Groups that every rank has of each grid."""
     config = tmp_path_factory.mktemp("nccl") / "nccl.yaml"
     config.write_text("tp: {max_ctas: 8}\ndp: {net_name: IB}\n")
-    return run_ranks(_all, 8, str(config))
+    return run_ranks(_all, 8, str(config), backend="gloo")
 
 
 @pytest.mark.parametrize("number", range(len(GRIDS)))

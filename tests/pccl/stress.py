@@ -62,7 +62,7 @@ def reduced(parts: list[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
     made = parts[0].clone()
     for part in parts[1:]:
         made = made * part if op == PRODUCT else made + part
-    return made / len(parts) if op == AVG else made
+    return made.div(len(parts), rounding_mode=None if made.is_floating_point() else "trunc") if op == AVG else made
 
 
 def one(draw: random.Random, group: dist.ProcessGroup, seed: int) -> Pending:
@@ -102,7 +102,7 @@ def drawn(draw: random.Random) -> tuple[torch.dtype, int, dist.ReduceOp.RedOpTyp
     dtype = draw.choice(DTYPES)
     elements = draw.choice(SIZES) if draw.random() < 0.98 else draw.choice(HUGE)
     op = draw.choice((SUM, MIN, MAX, PRODUCT, AVG))
-    if op == AVG and not dtype.is_floating_point or dtype is torch.bool and op == PRODUCT:
+    if dtype is torch.bool and op in (AVG, PRODUCT):
         op = SUM
     if op == PRODUCT and dtype.itemsize < 4:
         op = MAX  # 3 to the 16th is no half-precision number

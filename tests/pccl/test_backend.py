@@ -200,8 +200,12 @@ def _everything_else() -> Any:
     dist.gather(torch.tensor([float(rank)]), gathered)
     future = dist.all_reduce(torch.ones(2), async_op=True).get_future()  # type: ignore[union-attr]
     assert future.then(lambda done: done.value()[0] * 2).wait().tolist() == [2.0 * size] * 2
-    with pytest.raises(ValueError, match="all_reduce of Long by AVG is not possible"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)
+    with torch.inference_mode():  # which the backend's own threads are not in
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), float(rank)))
+    assert torch.stack(parts).tolist() == [[float(other)] * 2 for other in range(size)]
+    with pytest.raises(ValueError, match="all_reduce of Bool by AVG is not possible"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
     with pytest.raises(ValueError, match=r"all_gather into 3 Float, expected 3 times 2"):
         dist.all_gather_into_tensor(torch.empty(3), torch.empty(2))
     dist.destroy_process_group()

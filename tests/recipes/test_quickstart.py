@@ -87,9 +87,9 @@ def planned_and_counted(settings: Settings, folder: Path) -> Planned:
     block = report.block_of(settings)
     plan = report.plan(settings, grid_for(block, settings.ranks), layer_plans(block))
     held = sum(p.numel() for p in side.engine.module.parameters())
-    # But for norms, which are a number for each parameter.
+    # But for norms, a number for each parameter, and flags for which of them have gradients, with one more.
     parameters = len(list(side.engine.module.parameters()))
-    counted = [c for c in ledger.collectives if c.op != "all_reduce" or c.elements > parameters]
+    counted = [c for c in ledger.collectives if c.op != "all_reduce" or c.elements > parameters + 1]
     sums = Counter((c.op, c.size, c.elements) for c in plan.optimizer)
     seen = [next(c for c in counted if (c.op, c.size, c.elements) == each) for each in sums.elements()]
     passes = Counter(map(str, joined_over_z(plan.model)))

@@ -1,4 +1,4 @@
-"""What is wrong with DeepSpeed's sections on the optimizer and its schedule, whoever reads them."""
+"""Mistakes in DeepSpeed's sections on the optimizer and its schedule, whoever reads them."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _part(self: Any) -> float:
 
 
 def _left_out(self: Any, counted: bool, readers: int) -> float:
-    """What a trainer of TRL's leaves out: GKD's counts no processes, and SFT's does so also where a script's loss is a mean."""
+    """The factor that a trainer of TRL's leaves out: GKD's counts no processes, and SFT's does so also where a script's loss is a mean."""
     if not counted:
         return float(readers)
     return share() / readers if callable(self.compute_loss_func) else 1.0

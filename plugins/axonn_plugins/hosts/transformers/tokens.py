@@ -77,7 +77,7 @@ class _OfAll(TorchFunctionMode):
         return found
 
     def _remember(self, name: str, args: tuple, kwargs: dict[str, Any], found: Any) -> None:
-        """What a mask has chosen, and numbers of tokens."""
+        """Keep what a mask has chosen, and numbers of tokens."""
         if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             self._chosen.append(found)
         elif name == "sum" and len(args) == 1 and not kwargs and not args[0].is_floating_point() and args[0].dim() > 1:

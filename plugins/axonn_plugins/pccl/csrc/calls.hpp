@@ -59,9 +59,12 @@ class Call : public c10d::Work {
     if (!self->error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + self->error_));
     if (!failed) {
       try {
-        c10::InferenceMode guard(false);
         at::NoGradGuard no_grad;
-        for (auto& [to, from] : self->copies_) to.copy_(from);
+        for (auto& [to, from] : self->copies_) {
+          // What was made in inference mode is written in it alone, and other tensors stay fit for autograd.
+          c10::InferenceMode guard(to.is_inference());
+          to.copy_(from);
+        }
       } catch (...) {
         failed = std::current_exception();
       }

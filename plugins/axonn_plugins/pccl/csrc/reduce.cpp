@@ -154,7 +154,9 @@ void scaled(void* data, size_t elements, int divisor) {
   char* at = static_cast<char*>(data);
   using A = Arithmetic<T>;
   for (size_t i = 0; i < elements * sizeof(T); i += sizeof(T)) {
-    T value = A::narrow(static_cast<typename A::Wide>(load<T>(at + i)) / divisor);
+    T value = load<T>(at + i);
+    if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) value = static_cast<T>(value / int64_t{divisor});
+    else value = A::narrow(static_cast<typename A::Wide>(value) / divisor);
     std::memcpy(at + i, &value, sizeof value);
   }
 }
@@ -186,6 +188,14 @@ void divide(Type type, void* data, size_t elements, int divisor) {
     case Type::kF32: return scaled<float>(data, elements, divisor);
     case Type::kBF16: return scaled<BF16>(data, elements, divisor);
     case Type::kF16: return scaled<F16>(data, elements, divisor);
+    case Type::kI64: return scaled<int64_t>(data, elements, divisor);
+    case Type::kI32: return scaled<int32_t>(data, elements, divisor);
+    case Type::kI16: return scaled<int16_t>(data, elements, divisor);
+    case Type::kI8: return scaled<int8_t>(data, elements, divisor);
+    case Type::kU8: return scaled<uint8_t>(data, elements, divisor);
+    case Type::kU16: return scaled<uint16_t>(data, elements, divisor);
+    case Type::kU32: return scaled<uint32_t>(data, elements, divisor);
+    case Type::kU64: return scaled<uint64_t>(data, elements, divisor);
     default: return;
   }
 }
@@ -193,7 +203,7 @@ void divide(Type type, void* data, size_t elements, int divisor) {
 bool can_reduce(Type type, Reduction reduction) {
   if (reduction == Reduction::kNone || type > Type::kU64) return false;
   bool floating = type <= Type::kF16, bits = reduction == Reduction::kAnd || reduction == Reduction::kOr || reduction == Reduction::kXor;
-  return reduction == Reduction::kAverage ? floating : !(bits && floating);
+  return reduction == Reduction::kAverage ? type != Type::kBool : !(bits && floating);
 }
 
 }  // namespace pccl
