@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -333,3 +334,15 @@ def test_what_shared_sequences_do_not_know_is_refused() -> None:
         for name, start in words.items():
             assert said[name].startswith(start), (name, said[name])
             assert ";" in said[name]
+
+
+def test_a_mask_is_looked_at_once_and_again_where_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(context, "in_order", lambda share, whole: looked.append(1) or share)
+    whole: Any = SimpleNamespace(chunks=SimpleNamespace(share=6, tokens=6), places=lambda device: torch.arange(6))
+    mask = torch.ones(1, 1, 6, 6).triu(1).bool()
+    assert context._documents(mask, whole) is None and context._documents(mask.detach(), whole) is None
+    assert len(looked) == 1
+    mask[:, :, 4:, :4] = True  # a document ends
+    found = context._documents(mask.detach(), whole)
+    assert found is not None and found.tolist() == [[0, 0, 0, 0, 4, 4]] and len(looked) == 2

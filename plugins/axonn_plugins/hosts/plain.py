@@ -29,7 +29,7 @@ from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
-from axonn_plugins.observe.timeline.steps import asked, step_begins, step_ended
+from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins, step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.grid.device import device_of_rank
@@ -117,6 +117,8 @@ def compose(
         found = config.parse(block)
         pairs.check(found)
         _refuse(found)
+        if asked():
+            step_asked()
         mask = None if found.goldfish is None else LabelMask(found.goldfish, model)
     except ConfigError as error:
         problem = str(error)

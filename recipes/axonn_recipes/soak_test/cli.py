@@ -139,9 +139,9 @@ def _undisturbed(options: Options, folder: Path) -> dict[int, float]:
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
         words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone", "--max-restarts", "0", "-m"]
-        subprocess.run(
-            [sys.executable, *words, *_words(options, folder)], stdout=log, stderr=log, env=variables, check=True
-        )
+        done = subprocess.run([sys.executable, *words, *_words(options, folder)], stdout=log, stderr=log, env=variables)
+    if done.returncode:
+        raise ConfigError(f"the run that nobody disturbs ended with exit code {done.returncode}; see {folder / 'log'}")
     return {row["step"]: row["loss"] for row in verdict.rows(folder / "losses.jsonl")}
 
 
@@ -177,8 +177,13 @@ def _disturb(agents: Agents, faults: Any, job: Job, over: Event, began: float, p
         if over.wait(fault.after):
             return
         job.faults.append((round(time.monotonic() - began, 1), fault.kind, fault.node, round(fault.seconds, 1)))
-        KINDS[fault.kind](agents, fault)
-        peace[0] = time.monotonic()
+        try:
+            KINDS[fault.kind](agents, fault)
+        except Exception as error:  # in a thread, where nobody else would hear of it
+            job.problems.append(f"{fault.kind} on node {fault.node} failed itself: {error!r}")
+            return
+        finally:
+            peace[0] = time.monotonic()
 
 
 def _watch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Samples:
             if steps - self._seen.setdefault(pid, steps) < WARM and pid != agent:
                 continue
             try:
-                resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+                resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
                 self.of[pid].append((resident, len(list(Path(f"/proc/{pid}/fd").iterdir()))))
             except OSError:
                 continue

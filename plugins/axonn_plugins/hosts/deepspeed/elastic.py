@@ -82,7 +82,7 @@ def usable(raw: Mapping[str, Any], model: nn.Module, world: int) -> tuple[int, s
     """The most ranks, of those that are there, of which a grid divides the batch and the model; and why not more.
 
     Raises:
-        ConfigError: none.
+        ConfigError: no number of ranks can train.
     """
     settings = parse(raw["axonn"]).tensor_parallel
     assert settings is not None

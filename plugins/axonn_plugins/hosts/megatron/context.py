@@ -169,13 +169,14 @@ def _window(config: Any, layer_number: int) -> int | None:
 
 
 _seen: Any = WeakIdKeyDictionary()
-"""By a mask's memory and its view of it: what `_documents` has found."""
+"""By a mask's memory and its view of it: the version of what was there, and what `_documents` has found."""
 
 
 def _documents(mask: Tensor | None, whole: Shared) -> Tensor | None:
     """By token of the whole sequences, the first one that it sees; None where that is the first of all for everyone.
 
-    All ranks of a sequence call it. It looks at a mask once, also where a recomputation gives another tensor of the same memory.
+    All ranks of a sequence call it. It looks at a mask once, also where a recomputation gives another tensor of the same memory, and again
+    where that was written meanwhile.
 
     Raises:
         ValueError: the mask is of another form.
@@ -184,7 +185,8 @@ def _documents(mask: Tensor | None, whole: Shared) -> Tensor | None:
         return None
     known = _seen.setdefault(mask.untyped_storage(), {})
     view = mask.storage_offset(), mask.shape, mask.stride()
-    if view not in known:
+    version = None if mask.is_inference() else mask._version  # which inference tensors do not have
+    if view not in known or known[view][0] != version:
         share, tokens = whole.chunks.share, whole.chunks.tokens
         if mask.shape[-2:] != (share, tokens):
             raise ValueError(
@@ -202,8 +204,8 @@ def _documents(mask: Tensor | None, whole: Shared) -> Tensor | None:
                 "attention_mask hides more than later tokens and other documents, which sequences that are shared do not know; leave "
                 "it out, or set context_parallel_size to 1"
             )
-        known[view] = everyone if everyone.any() else None
-    return known[view]
+        known[view] = version, everyone if everyone.any() else None
+    return known[view][1]
 
 
 def in_order(share: Tensor, whole: Shared) -> Tensor:

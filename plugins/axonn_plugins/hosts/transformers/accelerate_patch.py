@@ -306,7 +306,7 @@ def _refuse_second(accelerator: Any, model: nn.Module, given: tuple) -> None:
 def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_data_loader(self: Any, *given: Any, **keywords: Any) -> Any:
-        from axonn_plugins.hosts.transformers.unfilled import end_together, end_with_samples, keep_whole, redraw
+        from axonn_plugins.hosts.transformers.unfilled import end_with_samples, keep_whole, redraw
 
         if self.deepspeed_plugin is not None and open_sizes(self.deepspeed_plugin.deepspeed_config):
             raise ConfigError(
@@ -322,7 +322,7 @@ def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         found = original(self, *given, **keywords)
         # TRL's trainers of generated text number the rows of all readers, which have to be equally many.
         lists = getattr(loader.collate_fn, "__name__", "") == "identity"
-        return (end_together if lists else end_with_samples)(found) if trains else found
+        return end_with_samples(found, together=lists) if trains else found
 
     return prepare_data_loader
 

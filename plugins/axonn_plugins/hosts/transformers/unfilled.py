@@ -173,23 +173,18 @@ def redraw(loader: DataLoader, device: torch.device) -> None:
         sampler.__class__, sampler.generator, sampler.device = _Redrawn, torch.Generator(), device
 
 
-def end_with_samples(loader: Any) -> Any:
-    """Let a loader of Accelerate end with its samples."""
+def end_with_samples(loader: Any, together: bool = False) -> Any:
+    """Let a loader of Accelerate end with its samples.
+
+    Args:
+        loader: what Accelerate made of one.
+        together: every reader reads the last batch where it is not full; a stream has to end with full ones.
+    """
     shard = _shard(loader)
     if type(shard) is BatchSamplerShard:
-        shard.__class__, shard.even_batches = Unfilled, True
+        shard.__class__, shard.even_batches = Together if together else Unfilled, True
     if type(stream := getattr(loader, "dataset", None)) is IterableDatasetShard:
-        stream.__class__ = Stream
-    return loader
-
-
-def end_together(loader: Any) -> Any:
-    """Let a loader of Accelerate end with a batch that every reader reads; a stream has to end with full ones."""
-    shard = _shard(loader)
-    if type(shard) is BatchSamplerShard:
-        shard.__class__, shard.even_batches = Together, True
-    if type(stream := getattr(loader, "dataset", None)) is IterableDatasetShard:
-        stream.__class__ = Divided
+        stream.__class__ = Divided if together else Stream
     return loader
 
 

@@ -27,8 +27,14 @@ def step_asked() -> int:
     """The step that is watched, counted from 1: the fifth, unless ``AXONN_TIMELINE_STEP`` names another.
 
     Raises:
-        ConfigError: it names none, or the first, of which nobody has seen the beginning.
+        ConfigError: it names none, or the first, of which nobody has seen the beginning; or there is a GPU.
     """
+    import torch
+
+    if torch.cuda.is_available():
+        raise ConfigError(
+            f"{SWITCH} watches steps on CPUs; on GPUs use axonn.tensor_parallel.trace_steps, whose Chrome trace has them"
+        )
     said = os.environ.get(STEP, str(_FIFTH))
     if not said.isdecimal() or int(said) < 2:
         raise ConfigError(
@@ -62,18 +68,13 @@ def step_ended(axes: Mapping[str, str] | None = None) -> None:
         axes: axis by torch's name of its group, from `Mesh.axis_names`.
 
     Raises:
-        ConfigError: the environment names no step that can be watched, or tensors lie on a GPU.
+        ConfigError: the environment names no step that can be watched, or there is a GPU.
     """
     if not asked():
         return
-    import torch
     import torch.distributed as dist
 
     number, rank = step_asked(), dist.get_rank() if dist.is_initialized() else 0
-    if torch.cuda.is_available():
-        raise ConfigError(
-            f"{SWITCH} watches steps on CPUs; on GPUs use axonn.tensor_parallel.trace_steps, whose Chrome trace has them"
-        )
     _state.taken += 1
     if _state.taken == number and _state.watch is not None:
         from axonn_plugins.observe.timeline.gather import bring_together
