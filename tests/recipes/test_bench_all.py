@@ -41,7 +41,7 @@ def test_sides_run_and_are_reported(
 
 def test_the_fastest_of_each_host_is_compared() -> None:
     settings = resolve(
-        read(Options, ["--deepspeed", "1,8,1 2,4,4", "--megatron", "", "--ours", "2,2,4,2,1,1 4,1,8,2,1,1"])
+        read(Options, ["--deepspeed", "1,8,1 2,4,4", "--megatron", "", "--ours", "2,2,4,2,1,1 2,1,4,2,1,2"])
     )
     sides = [
         Side(str(way), "peer", unbuilt, [1.0], 1, [seconds, 2 * seconds])
@@ -74,7 +74,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
             ["--deepspeed", "3,1,1"],
             "DeepSpeed: 3 stages, experts over 1, 1 microbatches: 3 does not divide the 8 ranks",
         ),
-        (["--deepspeed", "8,1,1"], "--layers 4 do not divide by its stages"),
+        (["--deepspeed", "8,1,1"], "--layers 2 do not divide by its stages"),
         (["--ours", "1,1,1,1,8,1", "--hidden", "12", "--heads", "4"], "gy = 8 does not divide --hidden 12"),
         (["--ours", "2,4,4,2,1,1"], "4 ranks divide not both the 2 of a stage"),
         (["--batch", "12"], "--batch 12 does not divide by 8 readers and 1 microbatches"),

@@ -77,14 +77,14 @@ class Options(Mixture, Place, Run):
     ranks_per_node: int = 2
     latency: str = "100us"
     bandwidth: str | None = "150Mbit"
-    layers: int = 4
+    layers: int = 2
     hidden: int = 128
     context: int = 128
     batch: int = 32
     rounds: int = 5
-    deepspeed: str = "1,8,1 1,2,1 2,4,4 4,2,8"
-    megatron: str = "1,8,1 1,2,1 2,4,4 4,2,8"
-    ours: str = "2,2,4,2,1,1 2,1,4,2,1,2 4,1,8,2,1,1"
+    deepspeed: str = "1,8,1 2,4,2 2,4,4 2,2,2"
+    megatron: str = "1,8,1 2,4,2 2,2,2"
+    ours: str = "2,2,2,1,1,1 2,2,2,1,1,2 2,2,2,2,1,2"
 
 
 @dataclass(frozen=True, kw_only=True)
