@@ -28,13 +28,15 @@ def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_costs_are_of_the_same_round() -> None:
     sides = [Side(NONE, [1.0, 2.0], [2.0, 4.0], [0.0, 0.0]), Side(ASYNCHRONOUS, [1.01, 2.02], [2.2, 4.4], [0.1, 0.1])]
-    sides += [Side(SYNCHRONOUS, [1.5, 3.0], [3.0, 6.0], [0.4, 0.4]), Side(ALONE, [0.1, 0.2], [0.2, 0.4], [0.1, 0.1])]
+    sides += [Side(SYNCHRONOUS, [1.5, 3.0], [3.0, 6.0], [0.4, 0.4]), Side(ALONE, [0.1, 0.2], [0.03, 0.06], [0.1, 0.1])]
     numbers = results(Settings(rounds=2), sides, 2**20)
     costs = numbers["costs"]
     assert costs["seconds"][ASYNCHRONOUS]["median"] == pytest.approx(0.01)
     assert costs["processor"][SYNCHRONOUS]["median"] == pytest.approx(0.5)
-    assert costs["processor"][ALONE]["median"] == pytest.approx(0.1)
-    assert "under 2% of the time: met" in text(numbers)
+    assert costs["processor"][ALONE]["median"] == pytest.approx(0.015)
+    assert text(numbers).endswith(": met")
+    sides[3].processor = [0.2, 0.4]
+    assert text(results(Settings(rounds=2), sides, 2**20)).endswith(": not met")
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,9 @@ def text(numbers: dict[str, Any]) -> str:
         },
         numbers["sides"],
     )
-    found = numbers["costs"]["seconds"][ASYNCHRONOUS]
-    verdict = "met" if found["median"] < _BAR else "not met"
+    costs = numbers["costs"]
+    most = max(costs["seconds"][ASYNCHRONOUS]["median"], costs["processor"][ALONE]["median"])
+    verdict = "met" if most < _BAR else "not met"
     lines = [shown, f"a checkpoint has {numbers['bytes'] / MIB:.1f} MiB of tensors"]
     for which, costs in numbers["costs"].items():
         lines += [
