@@ -49,7 +49,12 @@ def test_the_fastest_of_each_host_is_compared() -> None:
     ]
     numbers = results(settings, sides)
     (pair,) = numbers["best"]
-    assert (pair["peer"], pair["ours"], pair["median"]) == (sides[1].name, sides[3].name, 1.5)
+    assert (pair["host"], pair["peer"], pair["ours"], pair["median"]) == (
+        "DeepSpeed",
+        sides[1].name,
+        sides[3].name,
+        1.5,
+    )
     assert f"{sides[1].name} / {sides[3].name}: 1.50" in text(numbers)
 
 

@@ -19,7 +19,10 @@ def results(settings: Settings, sides: Sequence[Side]) -> dict[str, Any]:
         if way.host not in best or side.median < best[way.host].median:
             best[way.host] = side
     ours = best.pop(OURS)
-    pairs = [{"peer": peer.name, "ours": ours.name, **ratio(peer.seconds, ours.seconds)} for peer in best.values()]
+    pairs = [
+        {"host": host, "peer": peer.name, "ours": ours.name, **ratio(peer.seconds, ours.seconds)}
+        for host, peer in best.items()
+    ]
     return {**brief(settings, list(sides)), "best": pairs}
 
 
