@@ -169,6 +169,20 @@ def test_the_fastest_is_found_at_every_size() -> None:
         assert (rounds > 1) == (choice in close and len(close) > 1), (collective, size, choice)
 
 
+def test_what_is_fast_once_and_slow_at_other_times_is_not_taken() -> None:
+    steady, fickle, size = Choice("hierarchical_ring_direct", 2), Choice("ring", 2), SIZES[-1]
+    turns = Counter[str]()
+
+    def cost(trial: Trial) -> float:
+        if trial.choice != fickle:
+            return 1e-3 if trial.choice == steady else 2e-3
+        turns[f"{trial.collective} {trial.size}"] += 1
+        return 0.9e-3 if turns[f"{trial.collective} {trial.size}"] == 2 else 1.2e-3
+
+    measured, _, _ = played(cost, budget=8)
+    assert turns[f"all_reduce {size}"] > 3 and measured.choose("all_reduce", size) == steady
+
+
 def test_what_has_no_chance_is_left_out_of_the_next_size() -> None:
     log = Choice("led_log")
     _, trials, _ = played(linear({log: 100}, {log: 1}), budget=8)

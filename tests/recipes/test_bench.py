@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.figures import Picture
-from axonn_recipes.bench import numbers, output, rounds
+from axonn_recipes.bench import claims, numbers, output, rounds
 
 
 @dataclass
@@ -66,3 +68,25 @@ def test_a_run_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(files[0].read_text()) == {"a": 1} and files[1].read_text() == "the table\n"
     out = capsys.readouterr().out
     assert out.startswith("the table\n\n") and all(str(file) in out for file in files)
+
+
+def test_a_run_is_told_where_it_is_beside_the_readme(tmp_path: Path) -> None:
+    file = tmp_path / claims.NAME
+    file.write_text(json.dumps({"": {"a": [1, 2]}, "--fast": {"a": [2, 3], "b": [1, 1.5], "c": [1, 2], "d": [1, 2]}}))
+    found = {"a": 1.99, "b": 1.51, "c": 1.5}
+    assert claims.beside(file, lambda words: words == ["--fast"], found) == [
+        "a: 1.99, below the README's range, 2.00 to 3.00",
+        "b: 1.51, above the README's range, 1.00 to 1.50",
+        "c: 1.50, inside the README's range, 1.00 to 2.00",
+    ]
+    assert claims.beside(file, lambda words: words == ["--slow"], found) == []
+
+
+@pytest.mark.parametrize("name", ["bench_all", "bench_samo"])
+def test_commands_of_claims_are_commands(name: str) -> None:
+    settings = importlib.import_module(f"axonn_recipes.{name}.settings")
+    assert settings.__file__
+    made = json.loads(Path(settings.__file__).with_name(claims.NAME).read_text())
+    for words, ranges in made.items():
+        settings.resolve(read(settings.Options, words.split()))
+        assert all(low <= high for low, high in ranges.values())

@@ -5,8 +5,10 @@ Decisions rest on nothing but the nodes and on times that all ranks have agreed 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.choice import Choice, Measured, Times
@@ -16,7 +18,7 @@ SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
 BUDGET = 8.0
 """Seconds, shared over all collectives and sizes; one call may go beyond it."""
 _TINY, _CHUNKED, _LARGE = 2**14, 2**18, 2**20  # bytes; blocks are cut above the second
-_ROUNDS = 3  # two where calls are not quick
+_ROUNDS = 7  # two where calls are not quick
 _CLOSE, _CLOSER = 1.5, 1.2  # times the best so far: worth another round; where calls are not quick
 _FAR = 4.0  # times the best: not tried at the next size, as places seldom change from far off
 _QUICK = 0.01  # seconds of the first call
@@ -97,8 +99,11 @@ def _weight(size: int) -> float:
 def _rounds(
     collective: str, size: int, choices: Sequence[Choice], now: float, until: float, found: Times
 ) -> Generator[Trial, Clock, float]:
-    """Put into `found` the least seconds of each choice that was timed; returns what the clock then shows."""
-    quick = True
+    """Put into `found` the seconds of each choice that was timed; returns what the clock then shows.
+
+    They are the median of its rounds, the lower one of two: the least would favour what is fast once and slow at other times.
+    """
+    quick, rounds = True, defaultdict[Choice, list[float]](list)
     for round_ in range(_ROUNDS):
         if round_:
             best = min(found.values())
@@ -111,5 +116,6 @@ def _rounds(
             calls = 1 if not quick else 3 if round_ else 2  # the first one makes memory and connections warm
             seconds, now = yield Trial(collective, size, choice, calls)
             quick = quick and (len(found) > 0 or seconds < _QUICK)
-            found[choice] = min(seconds, found.get(choice, seconds))
+            rounds[choice].append(seconds)
+            found[choice] = median_low(rounds[choice])
     return now

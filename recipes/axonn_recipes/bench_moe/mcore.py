@@ -29,7 +29,7 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
     from axonn_recipes.megatron_gpt.model import build as build_model
     from axonn_recipes.megatron_gpt.model import transformer
 
-    _let_dispatch_on_cpu()
+    let_dispatch_on_cpu()
     side, over = _training(settings, way), {"expert_model_parallel_size": way.experts}
     if not way.ours:
         over["expert_tensor_parallel_size"] = 1
@@ -50,7 +50,7 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
     return lambda: torch.tensor(steps.take(0)[0])
 
 
-def _let_dispatch_on_cpu() -> None:
+def let_dispatch_on_cpu() -> None:
     """Let Megatron's dispatcher do without a stream beside, and have gloo told how many rows go by numbers, not by tensors."""
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from axonn_plugins.cli.options import read
+from axonn_recipes.bench.claims import NAME, beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_samo import report
 from axonn_recipes.bench_samo.measure import passes, steps
@@ -26,5 +29,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     sides, copying = steps(settings)
     numbers = report.results(settings, sides, copying, passes(settings) if settings.passes else [])
-    publish(folder, numbers, report.text(numbers))
+    said = beside(
+        Path(__file__).with_name(NAME),
+        lambda words: replace(resolve(read(Options, words)), rounds=settings.rounds) == settings,
+        {f"{pair['side']} / {pair['over']}": pair["median"] for pair in numbers["ratios"]},
+    )
+    publish(folder, numbers, "\n".join([report.text(numbers), *said]))
     return 0

@@ -1,0 +1,1 @@
+"""The cost of checkpoints to a training run."""
