@@ -1,6 +1,7 @@
 """DeepSpeed trains on the tests' device, under several keys of the block at once, beside a plain loop on the CPU.
 
-Its groups are those that it makes for NCCL: they move no tensor of the CPU.
+Its groups are those that it makes for NCCL: they move no tensor of the CPU, and are split from the world's, which is told its
+device, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def compare_all(runs: dict[str, Case]) -> None:
     os.environ["LOCAL_RANK"] = "0"  # each process has a device of its own
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     axonn_plugins.activate()
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=GPU)
     deepspeed.init_distributed(verbose=False)
     assert dist.get_backend() == "nccl" and torch.device("cpu") not in dist.group.WORLD._device_types  # type: ignore[union-attr]
     for name, run in runs.items():
@@ -131,6 +132,17 @@ def deepspeed_pccl_auto() -> None:
 @case(3, world=False)
 def deepspeed_stages_3() -> None:
     compare_all({"3 stages": Case({"samo": PRUNED, "goldfish": GOLDFISH}, 1, None, 3, True)})
+
+
+@case(6, world=False)
+def deepspeed_stages_3_of_2() -> None:
+    compare_all(
+        {
+            "a grid": Case({"tensor_parallel": grid(gx=2), "samo": PRUNED, "offload_optimizer": OFFLOAD}, 1, None, 3),
+            "experts": Case({"ted": {}, "samo": PRUNED, "goldfish": GOLDFISH}, 1, 2, 3),
+            "replicas": Case({"offload_optimizer": OFFLOAD, "goldfish": GOLDFISH}, 0, None, 3, True),
+        }
+    )
 
 
 @case(8, world=False)
