@@ -31,6 +31,7 @@ from axonn_plugins.hosts.plain import compose
 from axonn_plugins.optim.access import Access
 from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_plugins.optim.state import dense_parts
+from axonn_plugins.optim.whole.newton_schulz import Iteration, orthogonalise
 from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
 from axonn_plugins.pipeline.links import StageLost
 from axonn_plugins.pipeline.packing import Message
@@ -660,7 +661,13 @@ def composed() -> None:
         _composed(stage, block)
     grid = {"tensor_parallel": {"gx": 2, "plan": "auto"}}
     for block in ({"offload_optimizer": {}}, grid):
-        _composed(1, block, partial(torch.optim.Muon, lr=0.02), bias=False)  # which looks at whole matrices
+        _composed(1, block, partial(torch.optim.Muon, lr=0.02), bias=False)  # of whole matrices
+    panels = torch.randn(4, 12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = []
+    for device in (CPU, GPU):
+        panel, numbers = panels[dist.get_rank()].to(device), Iteration((3.4, -4.8, 2.0), 3, 1e-7, torch.float64)
+        found.append(orthogonalise(panel, (12, 12), numbers, dist.group.WORLD, device))
+    same(*found)
     _composed(1, grid | {"samo": {"pruner": {"n_of_m": [1, 2]}}})
 
 

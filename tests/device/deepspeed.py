@@ -78,11 +78,25 @@ def compare(run: Case) -> None:
     obeyed(engine, run)
     found = train(engine, run)
     readers = readers_of(run, engine)
+    if run is FLAT["dense, ZeRO-0"]:
+        _change_whole(list(engine.module.parameters()))
     engine.destroy()
     dist.barrier()
     for here, there in zip(serial_run(run, readers), found, strict=True):
         known = [(a, b) for a, b in zip(here, there, strict=dist.get_rank() == 0) if b is not None]
         assert all(abs(a - b) < 1e-10 * abs(a) for a, b in known), (here, there)
+
+
+@torch.no_grad()
+def _change_whole(parameters: list[torch.Tensor]) -> None:
+    """Read whole parameters, have one rank change them, and read them again."""
+    found = []
+    for modifier in (None, 0, None):
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier):
+            found.append([parameter.clone() for parameter in parameters])
+            if modifier == dist.get_rank():
+                torch._foreach_add_(parameters, 1)
+    assert all(torch.equal(before + 1, after) for before, after in zip(found[0], found[2], strict=True))
 
 
 def compare_all(runs: dict[str, Case]) -> None:
