@@ -355,12 +355,12 @@ def states() -> None:
                     if step == 0:
                         state = copy.deepcopy(optimizer.state_dict(CPU))
                     elif step == 1:
+                        access = Access(optimizer, model.up.weight)
+                        access.set_weights(torch.full((10, 6), 0.25))  # from the CPU
                         with torch.no_grad():
                             model.up.bias.add_(1)
                         optimizer.refresh_masters()
                     elif step == 2:
-                        access = Access(optimizer, model.up.weight)
-                        access.set_weights(torch.full((10, 6), 0.25))  # from the CPU
                         parts = dense_parts(optimizer.stores, optimizer.inner.state)
                         kept = [
                             t.double() for _, _, read in parts.values() for t in read.values() if isinstance(t, Tensor)
