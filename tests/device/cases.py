@@ -457,7 +457,7 @@ class Expert(nn.Module):
 
 def _asked_on_the_device(data: int) -> None:
     """What ranks ask each other before they send tokens, over a group that moves the device's tensors alone, as NCCL's."""
-    only = dist.new_group(backend="cuda:late")
+    only = dist.new_group(backend=cuda.BACKEND.split(",")[1])
     groups = ted_moe.topology.Groups(ted_moe.Topology(4, 2, 2), {"block": only})
     tokens = torch.randn(9, 8, generator=torch.Generator().manual_seed(data)).to(GPU)
     assert Agreement(dist.get_rank(), tokens, groups).wait() == 3
@@ -596,7 +596,8 @@ def stages_2() -> None:
 @case(3)
 def stages_3() -> None:
     _stages(3)
-    _lost()
+    if not REAL:  # NCCL's watchdog ends the process
+        _lost()
 
 
 def _lost() -> None:
@@ -667,8 +668,10 @@ def composed() -> None:
     for stage, block in zip((1, 2), BLOCKS, strict=True):
         _composed(stage, block)
     grid = {"tensor_parallel": {"gx": 2, "plan": "auto"}}
-    for block in ({"offload_optimizer": {}}, grid):
-        _composed(1, block, partial(torch.optim.Muon, lr=0.02), bias=False)  # of whole matrices
+    for block in (
+        () if REAL else ({"offload_optimizer": {}}, grid)
+    ):  # of whole matrices, which torch's iterates in bfloat16
+        _composed(1, block, partial(torch.optim.Muon, lr=0.02), bias=False)
     panels = torch.randn(4, 12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = []
     for device in (CPU, GPU):
