@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -45,3 +47,18 @@ def _gpu() -> int:
         )
     torch.cuda.set_device(index)
     return index
+
+
+@contextmanager
+def made_where_not_split() -> Iterator[None]:
+    """Inside, torch makes a mesh's groups where the world was told its device and its backend, such as pccl, has none split from it."""
+    world = dist.group.WORLD
+    bound = world.bound_device_id if world is not None else None
+    if world is None or bound is None or world._get_backend(bound).supports_splitting:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

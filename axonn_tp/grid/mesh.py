@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from axonn_tp.grid.device import device_of_rank
+from axonn_tp.grid.device import device_of_rank, made_where_not_split
 from axonn_tp.grid.sizes import ABOUT_SAMPLES, AXES, SEVERAL, Grid, factorisations
 
 __all__ = ["AXES", "SEVERAL", "Axes", "Grid", "Mesh", "factorisations"]
@@ -79,9 +79,10 @@ class Mesh:
     def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
         """Groups by axis, and by the names of those that span several; a host that has them already gives its own."""
         shape = (stages, *(self.grid.size(axis) for axis in reversed(AXES)))
-        device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("stage", *reversed(AXES)))
-        object.__setattr__(self, "device_mesh", device_mesh)
-        return _groups(self.grid, device_mesh, stages)
+        with made_where_not_split():
+            device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("stage", *reversed(AXES)))
+            object.__setattr__(self, "device_mesh", device_mesh)
+            return _groups(self.grid, device_mesh, stages)
 
     def _about_samples(self, stages: int) -> dict[str, dist.ProcessGroup]:
         if self.grid.sequence == 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_tp.grid.device import device_of_rank
+from axonn_tp.grid.device import device_of_rank, made_where_not_split
 
 
 @dataclass
@@ -80,3 +80,16 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ValueError, match="LOCAL_RANK = 3 has no GPU of its own, as this node has 2; start 2 ranks a node"
     ):
         device_of_rank("cuda")
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_world_that_was_told_its_device(splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one whose backend splits no groups torch is to make them."""
+    bound = torch.device("cuda", 1)
+    world = SimpleNamespace(
+        bound_device_id=bound, _get_backend=lambda device: SimpleNamespace(supports_splitting=splits)
+    )
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    with made_where_not_split():
+        assert world.bound_device_id == (bound if splits else None)
+    assert world.bound_device_id == bound

@@ -31,7 +31,9 @@ from axonn_plugins.hosts.plain import compose
 from axonn_plugins.optim.access import Access
 from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_plugins.optim.state import dense_parts
+from axonn_plugins.optim.whole.newton_schulz import Iteration, orthogonalise
 from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
+from axonn_plugins.pipeline.links import StageLost
 from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.wires import TorchWire
@@ -39,6 +41,7 @@ from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
 from axonn_tp.context.attention import attend
 from axonn_tp.context.chunks import HOW, Chunks, Sight
 from axonn_tp.context.shared import Shared
+from ted_moe.agreement import Agreement, watch_outputs
 from tests.device import cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -66,9 +69,9 @@ def same(here: Any, there: Any, exact: bool = False, single: bool = False) -> No
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.up, self.down, self.alone = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 5)
+        self.up, self.down, self.alone = (nn.Linear(*sizes, bias=bias) for sizes in ((6, 10), (10, 6), (6, 5)))
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.alone(self.down(self.up(rows).tanh()))
@@ -77,9 +80,9 @@ class Model(nn.Module):
 PLAN = {"up": LayerPlan("normal"), "down": LayerPlan("transposed")}
 
 
-def model_of(dtype: torch.dtype = torch.float64) -> nn.Module:
+def model_of(dtype: torch.dtype = torch.float64, bias: bool = True) -> nn.Module:
     torch.manual_seed(3)
-    return Model().to(dtype)
+    return Model(bias).to(dtype)
 
 
 def rows_of(number: int, rows: int = 8) -> Tensor:
@@ -265,7 +268,8 @@ def grids() -> None:
         for device in ("cpu", "cuda"):
             mesh = Mesh(grid, device)
             assert mesh.device.type == device
-            model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, PLAN, chosen).to(mesh.device)
+            with patch("axonn_tp.parallelize.default_cache", lambda: None):  # or nothing is timed
+                model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, PLAN, chosen).to(mesh.device)
             reducer = GradientReducer(model.parameters(), mesh, bucket_bytes=200)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             for step in range(3):
@@ -355,6 +359,8 @@ def states() -> None:
                     if step == 0:
                         state = copy.deepcopy(optimizer.state_dict(CPU))
                     elif step == 1:
+                        access = Access(optimizer, model.up.weight)
+                        access.set_weights(torch.full((10, 6), 0.25))  # from the CPU
                         with torch.no_grad():
                             model.up.bias.add_(1)
                         optimizer.refresh_masters()
@@ -363,7 +369,6 @@ def states() -> None:
                         kept = [
                             t.double() for _, _, read in parts.values() for t in read.values() if isinstance(t, Tensor)
                         ]
-                        access = Access(optimizer, model.up.weight)
                         access.set_weights(access.weights() + access.state("exp_avg"))
                     else:
                         optimizer.load_state_dict(state)
@@ -450,10 +455,25 @@ class Expert(nn.Module):
         return self.fc2(torch.nn.functional.gelu(self.fc1(tokens)))
 
 
+def _asked_on_the_device(data: int) -> None:
+    """What ranks ask each other before they send tokens, over a group that moves the device's tensors alone, as NCCL's."""
+    only = dist.new_group(backend=cuda.BACKEND.split(",")[1])
+    groups = ted_moe.topology.Groups(ted_moe.Topology(4, 2, 2), {"block": only})
+    tokens = torch.randn(9, 8, generator=torch.Generator().manual_seed(data)).to(GPU)
+    assert Agreement(dist.get_rank(), tokens, groups).wait() == 3
+    expert = nn.Linear(8, 8).to(GPU)
+    dist.broadcast(expert.weight.data, 0, only)
+    dist.broadcast(expert.bias.data, 0, only)
+    watch_outputs(expert, groups)
+    for _ in range(2):
+        expert(tokens)
+
+
 @case(4)
 def experts() -> None:
     """Dispatch with and without capacities, whole and split experts, and communication-aware checkpoints in either memory."""
     groups = ted_moe.topology.Groups(ted_moe.Topology(4, 2, 2))
+    _asked_on_the_device(groups.rank("data"))
     kinds: list[dict[str, Any]] = [
         {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.9},
         {"k": 1, "use_rts": False, "drop_tokens": False, "dropless": True},
@@ -510,6 +530,9 @@ def pccl() -> None:
         with using(Choice(name), group, "cuda"):
             for _ in range(2):
                 data = torch.full((13,), rank + 1.0, device=GPU)
+                if collective == "all_gather":  # nobody waits for this one, nor keeps where it goes
+                    dist.all_gather_into_tensor(torch.empty(52, device=GPU), data, group, async_op=True)
+                    torch.ones(52, device=GPU)
                 whole = torch.arange(52.0, device=GPU) * (rank + 1)
                 # Made late, and freed before anybody waits.
                 with torch.cuda.stream(side):
@@ -573,6 +596,28 @@ def stages_2() -> None:
 @case(3)
 def stages_3() -> None:
     _stages(3)
+    if not REAL:  # NCCL's watchdog ends the process
+        _lost()
+
+
+def _lost() -> None:
+    """A message that will not come has arrived, as far as one can ask; who takes it is told."""
+    wire: Any = TorchWire([[0, 1, 2]], GPU, 60.0)
+    wire.connect()
+    transport = Transport(wire, dist.get_rank(), 3)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        transport.begin(1, 1)
+        try:
+            transport.receive(True)
+        except StageLost as error:
+            assert error.stage == 1 and "gloo" in str(error), error
+        else:
+            raise AssertionError("stage 1 is gone")
+    elif dist.get_rank() == 1:
+        groups = [wire._groups.pop(place)[0] for place in list(wire._groups)]
+        while groups:
+            dist.destroy_process_group(groups.pop())
 
 
 @case(4)
@@ -593,12 +638,12 @@ def stages_4_replicas_2() -> None:
 # All together, as a plain loop has them
 
 
-def _composed(stage: int, block: dict[str, Any]) -> None:
+def _composed(stage: int, block: dict[str, Any], factory: Any = ADAMW, bias: bool = True) -> None:
     found = []
     for device in ("cpu", "cuda"):
         with patch("axonn_tp.grid.device._default", lambda device=device: device):
-            model = model_of(torch.float32).to(device)
-            run = compose(model, ADAMW, block, stage=stage, max_norm=0.2)
+            model = model_of(torch.float32, bias).to(device)
+            run = compose(model, factory, block, stage=stage, max_norm=0.2)
         run.model.to(device)
         assert run.mesh.device.type == device
         with cuda.HostReads(late):
@@ -622,6 +667,18 @@ BLOCKS: list[dict[str, Any]] = [
 def composed() -> None:
     for stage, block in zip((1, 2), BLOCKS, strict=True):
         _composed(stage, block)
+    grid = {"tensor_parallel": {"gx": 2, "plan": "auto"}}
+    for block in (
+        () if REAL else ({"offload_optimizer": {}}, grid)
+    ):  # of whole matrices, which torch's iterates in bfloat16
+        _composed(1, block, partial(torch.optim.Muon, lr=0.02), bias=False)
+    panels = torch.randn(4, 12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = []
+    for device in (CPU, GPU):
+        panel, numbers = panels[dist.get_rank()].to(device), Iteration((3.4, -4.8, 2.0), 3, 1e-7, torch.float64)
+        found.append(orthogonalise(panel, (12, 12), numbers, dist.group.WORLD, device))
+    same(*found)
+    _composed(1, grid | {"samo": {"pruner": {"n_of_m": [1, 2]}}})
 
 
 @case(8)
@@ -633,12 +690,13 @@ def composed_8() -> None:
 def weights_of_losses() -> None:
     """Kept targets are counted while the model runs."""
     for device in (CPU, GPU):
-        kept = torch.tensor(3 + dist.get_rank(), device=device)
-        weight = Weight(lambda weights, kept=kept: kept, dist.group.WORLD, Divisor(), device)
-        with weight:
-            loss = torch.ones((), device=device)
-        got = weight.of(loss)
-        assert abs(got.item() - (3 + dist.get_rank()) * 2 / 7) < 1e-6
+        kept, divisor = torch.tensor(3 + dist.get_rank(), device=device), Divisor()
+        for _ in range(2):  # behind the first, ranks have nothing else to agree upon
+            weight = Weight(lambda weights, kept=kept: kept, dist.group.WORLD, divisor, device)
+            with weight:
+                loss = torch.ones((), device=device)
+            got = weight.of(loss)
+            assert abs(got.item() - (3 + dist.get_rank()) * 2 / 7) < 1e-6
 
 
 # The host in the loop

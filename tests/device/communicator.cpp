@@ -1,17 +1,20 @@
 // A group of ranks with NCCL's rules: one communicator with one stream, on which calls are done in the order in which they were
 // posted, whatever they are; the same calls in the same order on all ranks; contiguous tensors of the device alone; a message
 // lets neither side go on until both have come to it; a result is there for the stream that has waited for it, and no other.
-// Bytes travel by gloo.
+// Bytes travel by gloo. A group may be split from it, as torch has NCCL do where the world was told its device: that is a call of all
+// of its ranks, also of those that the new group lacks, at the same place of their order, and holds up the host until all have come.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -69,6 +72,33 @@ class Communicator : public Backend {
     }
     changed_.notify_all();
     worker_.join();
+  }
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("late"); }
+  // Of the ranks, in the order in which they are here; nothing for those that are not among them. Its name may be another on each.
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>&) override {
+    part();
+    auto found = std::find(ranks.begin(), ranks.end(), rank_);
+    if (found == ranks.end()) return {};
+    std::string place = "split" + std::to_string(parts_) + " " + std::to_string(ranks[0]);
+    c10::intrusive_ptr<c10d::Store> below = c10::make_intrusive<c10d::PrefixStore>(place, store_);
+    py::gil_scoped_acquire locked;
+    return maker()(below, found - ranks.begin(), ranks.size()).cast<c10::intrusive_ptr<Backend>>();
+  }
+  void part() {
+    auto posted = std::make_shared<Posted>();
+    posted->said = "split;";
+    posted->calls.push_back([](Backend& gloo) { return std::vector{gloo.barrier(c10d::BarrierOptions())}; });
+    push(posted);
+    finish(*posted);
+    ++parts_;
+  }
+  // Makes a communicator of a store, a rank and a size.
+  static py::object& maker() {
+    static auto* made = new py::object();
+    return *made;
   }
 
   void startCoalescing() override { group_.emplace(std::make_shared<Posted>()); }
@@ -176,11 +206,7 @@ class Communicator : public Backend {
     }
     bool isSuccess() const override { return !posted_->error; }
     bool wait(std::chrono::milliseconds) override {
-      {
-        std::unique_lock lock(owner_->mutex_);
-        owner_->changed_.wait(lock, [&] { return posted_->done; });
-      }
-      if (posted_->error) std::rethrow_exception(posted_->error);
+      owner_->finish(*posted_);
       Tracker::get().wait(line_of(current), end_);
       posted_->kept.clear();
       return true;
@@ -194,6 +220,13 @@ class Communicator : public Backend {
     Clock end_;
     bool asked_ = false;
   };
+
+  // The call is done, whatever streams know of it.
+  void finish(const Posted& posted) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return posted.done; });
+    if (posted.error) std::rethrow_exception(posted.error);
+  }
 
   static std::optional<int> divisor(c10d::ReduceOp& op) {
     if (op != c10d::ReduceOp::AVG) return std::nullopt;
@@ -341,7 +374,7 @@ class Communicator : public Backend {
   c10::intrusive_ptr<Backend> inner_;
   c10::intrusive_ptr<c10d::Store> store_;
   size_t line_;
-  uint64_t number_ = 0;
+  uint64_t number_ = 0, parts_ = 0;
   std::optional<std::shared_ptr<Posted>> group_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -353,6 +386,10 @@ class Communicator : public Backend {
 }  // namespace
 
 void define_communicator(pybind11::module_& module) {
+  py::class_<Communicator, c10::intrusive_ptr<Communicator>, Backend>(module, "Communicator")
+      .def_property_readonly("options", &Communicator::getBackendOptions)
+      .def("perform_nocolor_split", [](Communicator& parent, const py::object&) { parent.part(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("split_by", [](py::object made) { Communicator::maker() = std::move(made); });
   module.def("communicator", [](int rank, int size, const c10::intrusive_ptr<Backend>& inner,
                                 const c10::intrusive_ptr<c10d::Store>& store) -> c10::intrusive_ptr<Backend> {
     return c10::make_intrusive<Communicator>(rank, size, inner, store);

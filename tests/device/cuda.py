@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -132,8 +133,13 @@ def register(late: ModuleType) -> None:
         Options = SimpleNamespace
 
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
+            if (parent := getattr(options, "split_from", None)) is not None:
+                parent.perform_nocolor_split(None)
             return communicator(late, store, rank, size)
 
+    late.split_by(partial(communicator, late))
+    kind: Any = torch._C._distributed_c10d.Backend.Options
+    kind.__deepcopy__ = lambda options, memo: options  # torch copies what it splits by
     for module in (dist, dist.distributed_c10d):
         module.ProcessGroupNCCL, module.is_nccl_available = Nccl, lambda: True  # type: ignore[attr-defined]
 

@@ -1,6 +1,7 @@
 """DeepSpeed trains on the tests' device, under several keys of the block at once, beside a plain loop on the CPU.
 
-Its groups are those that it makes for NCCL: they move no tensor of the CPU.
+Its groups are those that it makes for NCCL: they move no tensor of the CPU, and are split from the world's, which is told its
+device, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def compare(run: Case) -> None:
     obeyed(engine, run)
     found = train(engine, run)
     readers = readers_of(run, engine)
+    if run is FLAT["dense, ZeRO-0"]:
+        _change_whole(list(engine.module.parameters()))
     engine.destroy()
     dist.barrier()
     for here, there in zip(serial_run(run, readers), found, strict=True):
@@ -85,11 +88,23 @@ def compare(run: Case) -> None:
         assert all(abs(a - b) < (1e-7 if REAL else 1e-10) * abs(a) for a, b in known), (here, there)
 
 
+@torch.no_grad()
+def _change_whole(parameters: list[torch.Tensor]) -> None:
+    """Read whole parameters, have one rank change them, and read them again."""
+    found = []
+    for modifier in (None, 0, None):
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier):
+            found.append([parameter.clone() for parameter in parameters])
+            if modifier == dist.get_rank():
+                torch._foreach_add_(parameters, 1)
+    assert all(torch.equal(before + 1, after) for before, after in zip(found[0], found[2], strict=True))
+
+
 def compare_all(runs: dict[str, Case]) -> None:
     os.environ["LOCAL_RANK"] = "0"  # each process has a device of its own
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     axonn_plugins.activate()
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=GPU)
     deepspeed.init_distributed(verbose=False)
     assert dist.get_backend() == "nccl" and torch.device("cpu") not in dist.group.WORLD._device_types  # type: ignore[union-attr]
     for name, run in runs.items():
@@ -132,6 +147,17 @@ def deepspeed_pccl_auto() -> None:
 @case(3, world=False)
 def deepspeed_stages_3() -> None:
     compare_all({"3 stages": Case({"samo": PRUNED, "goldfish": GOLDFISH}, 1, None, 3, True)})
+
+
+@case(6, world=False)
+def deepspeed_stages_3_of_2() -> None:
+    compare_all(
+        {
+            "a grid": Case({"tensor_parallel": grid(gx=2), "samo": PRUNED, "offload_optimizer": OFFLOAD}, 1, None, 3),
+            "experts": Case({"ted": {}, "samo": PRUNED, "goldfish": GOLDFISH}, 1, 2, 3),
+            "replicas": Case({"offload_optimizer": OFFLOAD, "goldfish": GOLDFISH}, 0, None, 3, True),
+        }
+    )
 
 
 @case(8, world=False)

@@ -133,7 +133,7 @@ MUTATIONS = [
     Mutation("ted_moe/dispatch.py", "return wait(", "return (", ("experts",)),
     # What waits within a call, and what asks
     *(
-        Mutation(file, old, old[:-1] + ", async_op=True)", cases)
+        Mutation(file, old, old[:-1].rstrip() + ", async_op=True)", cases)
         for file, old, cases in (
             ("samo/selection.py", "dist.all_reduce(counts, group=shards.group)", ("composed",)),
             ("axonn_tp/grid/distribute.py", 'dist.broadcast(whole, group=mesh.group("grid"), group_src=0)', ("grids",)),
@@ -143,10 +143,42 @@ MUTATIONS = [
                 "dist.all_gather_into_tensor(whole, share.contiguous(), group=bucket.process_group)",
                 ("states",),
             ),
+            ("axonn_tp/comm/reducer.py", "dist.broadcast(order, src=0)", ("grids",)),
+            ("plugins/axonn_plugins/hosts/plain.py", "dist.broadcast(tensor, src=0)", ("composed",)),
+            (
+                "plugins/axonn_plugins/optim/whole/newton_schulz.py",
+                "dist.all_reduce(found, group=group)",
+                ("composed",),
+            ),
+            (
+                "plugins/axonn_plugins/optim/whole/exchange.py",
+                "received, flat, list(map(_elements, origin)), list(map(_elements, to)), group=self._group\n            )",
+                ("composed",),
+            ),
+            (
+                "samo/patterns.py",
+                "dist.all_reduce(whole, dist.ReduceOp.MAX, group=shards.group)",
+                ("composed",),
+            ),
+            (
+                "plugins/axonn_plugins/pccl/device_tuner.py",
+                "dist.all_reduce(seconds, dist.ReduceOp.MAX, group)",
+                ("deepspeed_pccl_auto",),
+            ),
+            (
+                "plugins/axonn_plugins/hosts/deepspeed/pipeline/losses.py",
+                "dist.all_reduce(averages, group=self.grid.get_data_parallel_group())",
+                ("deepspeed_stages",),
+            ),
+            (
+                "plugins/axonn_plugins/hosts/deepspeed/whole_parameters.py",
+                'dist.broadcast(held, src=self.modifier, group=whole.mesh.group("grid"))',
+                ("deepspeed_flat",),
+            ),
             (
                 "ted_moe/agreement.py",
                 'dist.all_reduce(told, dist.ReduceOp.MAX, group=groups.group("block"))',
-                ("experts", "deepspeed_flat"),
+                ("experts",),
             ),
         )
     ),

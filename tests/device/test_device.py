@@ -50,7 +50,13 @@ EVERY_RUN += (
     "deepspeed_pccl",
 )
 MORE = ("stages_2", "stages_2_replicas_2", "stages_4_replicas_2", "composed_8")
-MORE += ("deepspeed_pccl_auto", "deepspeed_stages_3", "deepspeed_flat_8", "deepspeed_stages_8")
+MORE += (
+    "deepspeed_pccl_auto",
+    "deepspeed_stages_3",
+    "deepspeed_stages_3_of_2",
+    "deepspeed_flat_8",
+    "deepspeed_stages_8",
+)
 
 
 def ran(file: Path, *cases: str) -> dict[str, dict[str, Any]]:

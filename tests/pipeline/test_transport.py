@@ -184,6 +184,32 @@ def test_any_messages_with_delays(polls: bool) -> None:
     assert not any(mail.sent or mail.expected for mail in mails.values())
 
 
+class _Gone:
+    """A message of a neighbour that is lost: it has ended, as far as one can ask."""
+
+    def __init__(self, gone: bool) -> None:
+        self.gone = gone
+
+    def done(self) -> bool:
+        return self.gone
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed")
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_neighbour_whose_link_fails_is_named(lost: int) -> None:
+    """Also where the other's is due as well, and when it is first asked."""
+    wire = MemoryWire({}, 1, True, 0)
+    wire.receive = lambda buffer, stage, channel: _Gone(stage == lost)  # type: ignore[method-assign]
+    transport = Transport(wire, 1, 3)
+    transport.begin(1, 1)
+    for wait in (False, True):
+        with pytest.raises(StageLost, match="connection closed") as found:
+            transport.receive(wait)
+        assert found.value.stage == lost
+
+
 def over_gloo() -> int:
     generator = random.Random(9)
     messages = [draw(generator, number) for number in range(40)]

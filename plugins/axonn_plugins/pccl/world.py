@@ -25,6 +25,7 @@ class _Taken:
     names: tuple[str, str]
     theirs: Any
     ours: Any
+    bound: torch.device | None
 
 
 _taken: WeakKeyDictionary[dist.ProcessGroup, _Taken] = WeakKeyDictionary()
@@ -70,7 +71,9 @@ def take(options: Options, kind: str = "cpu") -> bool:
     ours = before.ours if before else create(_describe(world, store, theirs, kind), options)
     alone = set(devices.values()) == {devices[kind]} and kind == "cpu"
     names = ("pccl" if alone else _joined(devices | {kind: "pccl"}), name)
-    _taken[world] = _Taken(device, options, names, theirs, ours)
+    _taken[world] = _Taken(device, options, names, theirs, ours, world.bound_device_id)
+    # Of a world that was told its device torch splits groups, which ours, that are made, cannot be.
+    world.bound_device_id = None if kind != "cpu" else world.bound_device_id
     _switch(world, device, names[0], ours, dist.ProcessGroup.BackendType.CUSTOM)
     if kind != "cpu" and options.algorithm == "auto" and options.tunes() and not before and world.size() > 1:
         with elapsed("timing pccl beside the device's own library"):
@@ -86,6 +89,7 @@ def give_back() -> bool:
     taken = _taken.get(world)
     if taken is None or c10d._world.pg_map[world][0] != taken.names[0]:
         return False
+    world.bound_device_id = taken.bound
     _switch(world, taken.device, taken.names[1], taken.theirs, c10d.Backend.backend_type_map[taken.theirs.name()])
     return True
 

@@ -133,10 +133,13 @@ class Transport:
 
         def arrived() -> bool:
             for incoming in self._incoming.values():
-                if incoming.ready():
-                    found.append(incoming.take())
-                    incoming.post()
-                    return True
+                try:
+                    if incoming.ready():
+                        found.append(incoming.take())
+                        incoming.post()
+                        return True
+                except RuntimeError as error:
+                    raise incoming.lost(error) from None
             return False
 
         if not arrived() and wait:
