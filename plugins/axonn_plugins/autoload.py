@@ -93,6 +93,8 @@ _TARGETS = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": _patch_lightning,
     "lightning.fabric.strategies.deepspeed": _patch_lightning,
     "lightning.pytorch.strategies.deepspeed": _patch_lightning,
+    "lightning.pytorch.utilities.grads": _patch_lightning,
+    "lightning.pytorch.tuner.lr_finder": _patch_lightning,
     "litgpt.args": _patch_lightning,
     "litgpt.pretrain": _patch_lightning,
     "litgpt.finetune.full": _patch_lightning,

@@ -85,6 +85,16 @@ class Weighted(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class OwnOfModel(transformers.Trainer):
+    """The model's own loss, as if there were no steps to add up."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
 class Penalized(transformers.Trainer):
     """The Trainer's loss and a number that no row adds to."""
 
@@ -132,6 +142,21 @@ def batch_encoding(samples: list[dict[str, Tensor]]) -> Any:
     return transformers.BatchEncoding(padded(samples))
 
 
+def mixture() -> nn.Module:
+    """Its loss holds one of the balance between experts, which is no mean over tokens."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **experts))
+
+
+def longest(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Padded to the longest of those that are read together."""
+    length = max(len(sample["input_ids"]) for sample in samples)
+    return {key: value[:, :length] for key, value in padded(samples).items()}
+
+
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
 ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
@@ -147,6 +172,8 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "collator": (Case(gpt2, batch_encoding, EPOCH), None, None),
     "classifier": (Case(classifier, classes, ROUNDS, batch=8), None, None),
     "weighted": (Case(classifier, classes, ROUNDS, batch=8), Weighted, None),
+    "balanced": (Case(mixture, longest, ROUNDS | {"include_num_input_tokens_seen": "all"}, batch=8), None, None),
+    "balanced by rows": (Case(mixture, arguments=EPOCH), OwnOfModel, None),
 }
 
 

@@ -38,8 +38,11 @@ def samples(number: int, seed: int, kind: str = "pairs") -> Any:
         prompt, answers = text(2 + more) + " ", (text(3 + more), text(3 + (more + 1) % 3 if more else 3))
         if kind == "single":
             rows.append({"prompt": prompt, "completion": answers[0], "label": bool(more)})
+        elif kind == "chats":
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answers[0]}]
+            rows.append({"messages": turns})
         else:
-            rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+            rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1], "reference": answers[0][:8]})
     return datasets.Dataset.from_list(rows)
 
 
@@ -61,6 +64,15 @@ def other() -> Any:
     return model
 
 
+def mixture() -> Any:
+    """Its loss of the balance between experts is no mean over tokens."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    experts = {"num_local_experts": 4, "router_aux_loss_coef": 0.5}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **experts))
+
+
 def adapter() -> Any:
     torch.manual_seed(1)
     return peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -77,6 +89,8 @@ class Paired(trl.KTOTrainer):
 
 orpo: Any = import_module("trl.experimental.orpo")
 cpo: Any = import_module("trl.experimental.cpo")
+tpo: Any = import_module("trl.experimental.tpo")
+gkd: Any = import_module("trl.experimental.gkd")
 
 SYNCED = {"loss_type": ["sigmoid", "sft"], "sync_ref_model": True, "ref_model_sync_steps": 2}
 # By name: the trainer, its configuration with its arguments, samples, the model and what else it is given.
@@ -89,6 +103,15 @@ TRAINERS: dict[str, tuple[Any, Callable[..., Any], str, Callable[[], Any], Calla
         "pairs",
         llama,
         lambda: {"peft_config": adapter()},
+    ),
+    "DPO, experts": (trl.DPOTrainer, trl.DPOConfig, "pairs", mixture, lambda: {"ref_model": mixture()}),
+    "TPO": (tpo.TPOTrainer, tpo.TPOConfig, "pairs", llama, dict),
+    "GKD": (
+        gkd.GKDTrainer,
+        partial(gkd.GKDConfig, lmbda=0.0, max_length=32),
+        "chats",
+        llama,
+        lambda: {"teacher_model": other()},
     ),
     "ORPO": (orpo.ORPOTrainer, orpo.ORPOConfig, "pairs", llama, dict),
     "CPO": (cpo.CPOTrainer, cpo.CPOConfig, "pairs", llama, dict),
@@ -103,12 +126,14 @@ def tuned(name: str, folder: str, grid: dict[str, Any] | None, readers: int) -> 
     arguments = config(**preferred(folder, 8, grid, readers))
     arguments.remove_unused_columns &= name not in ("ORPO", "CPO")
     data = [datasets.load_from_disk(f"{folder}/{kind}{seed}") for seed in (1, 2)]  # from files, for what is precomputed
+    words = tokenizer("60", bos_token="59", eos_token="58")
+    words.chat_template = "{% for turn in messages %}{{ turn['content'] + ' ' }}{% endfor %}"
     used = trainer(
         model=model(),
         args=arguments,
         train_dataset=data[0],
         eval_dataset=data[1],
-        processing_class=tokenizer("60", bos_token="59", eos_token="58"),
+        processing_class=words,
         **more(),
     )
     used.train()
@@ -136,7 +161,7 @@ def every(folder: str, grid: dict[str, Any] | None, readers: int) -> dict[str, A
 
 
 def test_as_in_one_process(tmp_path: Any) -> None:
-    for kind in ("pairs", "single"):
+    for kind in ("pairs", "single", "chats"):
         for number, seed in ((SAMPLES, 1), (EVALUATED, 2)):
             samples(number, seed, kind).save_to_disk(tmp_path / f"{kind}{seed}")
     (wanted,) = run_ranks(every, 1, str(tmp_path), None, 1)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
-from axonn_tp import GradientReducer, Mesh, clip_grad_norm_
+from axonn_tp import GradientReducer, Mesh, grad_norm
 
 
 class Gradients:
@@ -98,11 +98,26 @@ def finish(every: Iterable[Gradients], mesh: Mesh) -> None:
             gradients.finish()
 
 
-def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:
-    """Scale gradients so that their norm over the mesh is at most `max_norm`; returns the norm before (`AxonnStrategy.clip`)."""
-    parameters = list(parameters)
+def mesh_of(gradients: Iterable[Any]) -> tuple[Mesh | None, list[nn.Parameter]]:
+    """The mesh of the split model of which gradients are, with their parameters in the same order; None where some are of none."""
+    owners = {
+        id(p.grad): (p, sums.mesh) for model, sums in _of.items() for p in model.parameters() if p.grad is not None
+    }
+    found = [owners.get(id(gradient)) for gradient in gradients]
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return None, []
+    return known[0][1], [parameter for parameter, _ in known]
+
+
+def whole_norm(parameters: Iterable[Any], mesh: Mesh, norm_type: float) -> Tensor:
+    """The norm of gradients over the mesh.
+
+    Raises:
+        ConfigError: it is of another type than 2 and infinity.
+    """
     if norm_type == 2:
-        return clip_grad_norm_(parameters, mesh, max_norm)
+        return grad_norm(parameters, mesh)
     if norm_type != float("inf"):
         raise ConfigError(
             f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
@@ -112,8 +127,15 @@ def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: floa
         if parameter.grad is not None and parameter.grad.numel():
             largest = torch.maximum(largest, parameter.grad.detach().abs().amax().double())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))
-    scale = (max_norm / (largest + 1e-6)).clamp(max=1.0)
+    return largest
+
+
+def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients so that their norm over the mesh is at most `max_norm`; returns the norm before (`AxonnStrategy.clip`)."""
+    parameters = list(parameters)
+    norm = whole_norm(parameters, mesh, norm_type)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.dtype))
-    return largest
+    return norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from axonn_plugins.autoload import on_import
 
 _armed = False
+_OURS = "axonn_plugins.hosts.lightning.strategy"
 
 
 def register_fabric(module: ModuleType) -> None:
@@ -80,7 +81,7 @@ def _patch(connector: Any, kind: Callable[[], type]) -> None:
 
 
 def _become(strategy: Any, kind: Callable[[], type]) -> None:
-    ours = sys.modules.get("axonn_plugins.hosts.lightning.strategy")
+    ours = sys.modules.get(_OURS)
     if ours is not None and isinstance(strategy, ours.AxonnStrategy):
         from axonn_plugins.hosts.lightning.replicas import keep_order
 
@@ -106,6 +107,43 @@ def _patch_args(module: ModuleType) -> None:
     litgpt.patch_args(module)
 
 
+def _patch_grads(module: Any) -> None:
+    original = module.grad_norm
+    if getattr(original, "axonn", False):
+        return
+
+    @wraps(original)
+    def grad_norm(*given: Any, **named: Any) -> Any:
+        """Theirs, of the serial model."""
+        if _OURS not in sys.modules:
+            return original(*given, **named)
+        from axonn_plugins.hosts.lightning.norms import grad_norms
+
+        return grad_norms(original, *given, **named)
+
+    grad_norm.axonn = True  # type: ignore[attr-defined]
+    module.grad_norm = grad_norm
+
+
+def _patch_finder(module: Any) -> None:
+    callback = module._LRCallback
+    original = callback.on_train_batch_end
+    if getattr(original, "axonn", False):
+        return
+
+    @wraps(original)
+    def on_train_batch_end(self: Any, trainer: Any, model: Any, outputs: Any, *rest: Any, **named: Any) -> None:
+        """Theirs, by the mean loss of all readers."""
+        ours = sys.modules.get(_OURS)
+        if ours is not None and isinstance(trainer.strategy, ours.AxonnStrategy) and outputs:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            outputs = {"loss": trainer.strategy.reduce(loss.detach().clone())}
+        original(self, trainer, model, outputs, *rest, **named)
+
+    on_train_batch_end.axonn = True  # type: ignore[attr-defined]
+    callback.on_train_batch_end = on_train_batch_end
+
+
 TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.fabric.strategies": register_fabric,
     "lightning.pytorch.strategies": register_trainer,
@@ -113,6 +151,8 @@ TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": patch_trainer,
     "lightning.fabric.strategies.deepspeed": _patch_deepspeed,
     "lightning.pytorch.strategies.deepspeed": _patch_deepspeed,
+    "lightning.pytorch.utilities.grads": _patch_grads,
+    "lightning.pytorch.tuner.lr_finder": _patch_finder,
     "litgpt.args": _patch_args,
     "litgpt.pretrain": _patch_script,
     "litgpt.finetune.full": _patch_script,

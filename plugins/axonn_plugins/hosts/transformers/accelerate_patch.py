@@ -152,7 +152,7 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
         from axonn_plugins.hosts.transformers.last_batch import divides
         from axonn_plugins.hosts.transformers.uneven import gathered
 
-        each = same()
+        each, tensor = same(), getattr(tensor, "axonn_whole", tensor)
 
         def of_readers(one: torch.Tensor) -> torch.Tensor:
             whole, ranks = original(one), dist.get_world_size()

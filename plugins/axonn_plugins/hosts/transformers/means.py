@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from axonn_plugins.config import ConfigError
 from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import asked
+from axonn_plugins.hosts.transformers.balance import balanced, balances, times
 from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
 from axonn_plugins.hosts.transformers.tokens import of_all_readers
@@ -100,24 +101,31 @@ def in_one_process(
     if readers == 1 or not has_block(self.accelerator) or not isinstance(inputs, Mapping):
         return original(model, inputs, return_outputs=return_outputs, **more)
     labels, by_engine = _labels(self, model, inputs, num_items_in_batch)
-    rows, before, watching = dict(inputs), asked(), _Watching(num_items_in_batch)
+    rows, watching = dict(inputs), _Watching(num_items_in_batch)
     kinds = _kinds.setdefault(self.model, {})
     key = (type(self), id(self.compute_loss_func), self.model.training, own)
     self._axonn_weighed = False
     summed = num_items_in_batch is not None and (key not in kinds or kinds[key].adds)
-    constants = _constants_once(self.model, readers if summed else 1)
-    with nullcontext() if key in kinds else watching, constants, of_all_readers(self):
+    by_trl = own and type(self).compute_loss.__module__.startswith("trl.")
+    constants, losses = _constants_once(self.model, readers if summed else 1), times()
+    expected = _part(self) if by_trl else readers if summed else share()
+    if key in kinds and not summed and balances(self.model):
+        expected = _factor(self, kinds[key], labels, readers)
+    with nullcontext() if key in kinds else watching, constants, of_all_readers(self), balanced(self, expected):
+        before = asked()
         found = original(model, inputs, return_outputs=return_outputs, **more)
-    counted = asked() != before
+        counted = asked() != before
     if self._axonn_weighed:  # the Trainer's own method was in it
         return found
     self._axonn_weighed = True
-    by_trl = own and type(self).compute_loss.__module__.startswith("trl.")
     if by_engine or own and counted or by_trl:
         left_out = by_trl and watching.divides != counted
         return _times(found, _part(self) * (_left_out(self, counted, readers) if left_out else 1))
     if key not in kinds:
-        kinds[key] = _agreed(self, watching, labels, lambda some: original(model, some, **more), rows)
+        kinds[key] = kind = _agreed(self, watching, labels, lambda some: original(model, some, **more), rows)
+        if times() != losses and not (summed and kind.adds):  # which took it for another kind
+            with balanced(self, _factor(self, kind, labels, readers)):
+                found = original(model, inputs, return_outputs=return_outputs, **more)
     factor = _factor(self, kinds[key], labels, readers)
     return _times(found, factor / readers if counted else factor)
 

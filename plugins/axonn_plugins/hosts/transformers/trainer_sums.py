@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import ModuleType
@@ -14,6 +14,7 @@ from torch import nn
 
 from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
+from axonn_plugins.hosts.transformers.balance import balanced
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
 from axonn_plugins.hosts.transformers.means import count_votes, in_one_process
 from axonn_plugins.hosts.transformers.neftune import noisy
@@ -32,8 +33,11 @@ def patch(module: ModuleType) -> None:
     trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
     trainer.store_flos = _store_flos(trainer.store_flos)
-    for name in ("floating_point_ops", "_track_num_input_tokens"):
-        setattr(trainer, name, _without_fillers(getattr(trainer, name)))
+    trainer.floating_point_ops = _of_padded(trainer.floating_point_ops, lambda self: has_block(self.accelerator))
+    trainer._track_num_input_tokens = _of_padded(
+        trainer._track_num_input_tokens,
+        lambda self: has_block(self.accelerator) and self.args.include_num_input_tokens_seen == "all",
+    )
     model.num_parameters = _num_parameters(model.num_parameters)
     module.get_model_param_count = _param_count(module.get_model_param_count)  # type: ignore[attr-defined]
 
@@ -136,10 +140,11 @@ def _predicted(self: Any, original: Callable[..., Any], model: Any, inputs: Any,
     found = last(inputs)
     if found is None:
         with as_one_reader(self.accelerator.device) if shared() else nullcontext():
-            return original(model, inputs, *rest, **kw)
+            with balanced(self, 1):
+                return original(model, inputs, *rest, **kw)
     self._axonn_counted, self._axonn_weighed, part = False, False, found.part_of(inputs)
     flat = found.cut and count_votes(self, [find_batch_size(inputs) != found.kept])[0] > 0
-    with counting(part):
+    with counting(part), balanced(self, part.share or 1):
         loss, logits, labels = original(model, part, *rest, **kw)
     if loss is not None:
         with nullcontext() if self._axonn_weighed else counting(part):  # a step may have computed it in its own way
@@ -246,12 +251,28 @@ def _store_flos(original: Callable[..., None]) -> Callable[..., None]:
     return store
 
 
-def _without_fillers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_padded(original: Callable[..., Any], counts: Callable[[Any], bool]) -> Callable[..., Any]:
     @wraps(original)
     def counted(self: Any, inputs: Any) -> Any:
-        return original(self, inputs.counted() if isinstance(inputs, Nothing) else inputs)
+        """Theirs, without what is filled in; where padding `counts`, rows are as long as one process pads them."""
+        rows = inputs.counted() if isinstance(inputs, Nothing) else inputs
+        return original(self, _as_long_as_all(self, rows) if counts(self) else rows)
 
     return counted
+
+
+def _as_long_as_all(self: Any, inputs: Any) -> Any:
+    """Inputs whose first is of no values, as long as the longest of all readers; all readers call it."""
+    name = getattr(self.model, "main_input_name", "input_ids")
+    rows = inputs.get(name) if isinstance(inputs, Mapping) else None
+    if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or self.accelerator.num_processes == 1:
+        return inputs
+    counted = len(rows) > 0
+    every = self.accelerator.gather(counted * torch.tensor([rows.shape], device=self.accelerator.device))
+    if "position_ids" in inputs and int(every[:, 0].max()) == 1:  # samples that follow each other in one row
+        return inputs
+    longest = every[:, 1:].max(0).values.tolist()
+    return {**inputs, name: rows.new_empty(()).expand(len(rows), *longest)}
 
 
 def absent(parameters: Iterable[nn.Parameter]) -> int:
