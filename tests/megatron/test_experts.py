@@ -115,9 +115,7 @@ def test_eight_ranks_have_all_axes_and_experts_over_four(stock: dict[str, Any]) 
     """Tensor ranks, z and data, where experts lie in blocks of all ranks, twice those of weights over z."""
     settings, names = Settings(2, 1, 2), ("balanced", "biased")
     wanted = {
-        name: CASES[name].on(
-            settings, experts=(4, None), micro_batches=_micro_batches(settings, 8), batch=training.FEW
-        )
+        name: CASES[name].on(settings, experts=(4, None), micro_batches=_micro_batches(settings, 8), batch=training.FEW)
         for name in names
     }
     for name, found in run_ranks(training.train_all, 8, wanted)[0].items():
