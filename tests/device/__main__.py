@@ -1,5 +1,6 @@
 """``python -m tests.device FILE [CASE ...]``: the cases, on the device that `tests.device.build.compiled` made FILE of.
 
+``python -m tests.device gpu [CASE ...]``: see `tests.device.real`.
 ``python -m tests.device FILE --mutations [WORD ...]``: see `tests.device.mutations`.
 ``python -m tests.device FILE --megatron SCRIPT CASES.json``: see `tests.device.megatron`.
 """
@@ -21,6 +22,10 @@ def preload(file: str) -> None:
 
 if __name__ == "__main__":
     file, words = Path(sys.argv[1]).absolute(), sys.argv[2:]
+    if sys.argv[1] == "gpu":
+        from tests.device import cases
+
+        sys.exit(1 if cases.main(None, words) else 0)
     preload(str(file))
     if words[:1] == ["--mutations"]:
         import torch.testing  # noqa: F401  once for all

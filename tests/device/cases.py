@@ -42,6 +42,9 @@ from axonn_tp.context.shared import Shared
 from tests.device import cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+REAL = torch.backends.cuda.is_built()
+LOW = torch.float32 if REAL else torch.bfloat16
+"""The type of weights that have masters; in bfloat16 a GPU's sums are rounded otherwise than the CPU's, whose kernels the tests' device has."""
 late: Any = None
 CASES: dict[str, tuple[int, Callable[[], None], bool]] = {}
 
@@ -56,9 +59,10 @@ def case(ranks: int, world: bool = True) -> Callable[[Callable[[], None]], Calla
     return kept
 
 
-def same(here: Any, there: Any, exact: bool = False) -> None:
-    """Values of the device are those of the CPU."""
-    torch.testing.assert_close(there.cpu(), here, rtol=0, atol=0 if exact else 1e-10)
+def same(here: Any, there: Any, exact: bool = False, single: bool = False) -> None:
+    """Values of the device are those of the CPU: exactly so where its kernels are the CPU's, else but for rounding; `single`: in float32 on the way."""
+    rounding = 1e-4 if REAL and (exact or single) else 0 if exact else 1e-10
+    torch.testing.assert_close(there.cpu(), here, rtol=0, atol=rounding)
 
 
 class Model(nn.Module):
@@ -328,7 +332,7 @@ def states() -> None:
     for stage, host in itertools.product((0, 1, 2), (True, False)):
         found = []
         for device in (CPU, GPU):
-            model = model_of(torch.bfloat16).to(device)
+            model = model_of(LOW).to(device)
             optimizer = FlatOptimizer(
                 ADAMW,
                 model,
@@ -342,7 +346,7 @@ def states() -> None:
             with cuda.HostReads(late):
                 for step in range(4):
                     for part in range(2):
-                        rows = rows_of(10 * step + part + 100 * dist.get_rank()).to(device, torch.bfloat16)
+                        rows = rows_of(10 * step + part + 100 * dist.get_rank()).to(device, LOW)
                         model(rows).square().mean().backward()
                     if stage == 0:
                         optimizer.gradient_of(model.down.bias).mul_(2)
@@ -379,8 +383,8 @@ def pruned() -> None:
     for stage, host in ((0, True), (2, False), (1, True)):
         found = []
         for device in (CPU, GPU):
-            model = model_of(torch.bfloat16).to(device)
-            masks = samo.magnitude(model_of(torch.bfloat16), 0.5)
+            model = model_of(LOW).to(device)
+            masks = samo.magnitude(model_of(LOW), 0.5)
             optimizer = samo.Optimizer(
                 ADAMW,
                 model,
@@ -392,7 +396,7 @@ def pruned() -> None:
             )
             with cuda.HostReads(late):
                 for step in range(3):
-                    model(rows_of(step + 100 * dist.get_rank()).to(device, torch.bfloat16)).square().mean().backward()
+                    model(rows_of(step + 100 * dist.get_rank()).to(device, LOW)).square().mean().backward()
                     less = samo.magnitude(copy.deepcopy(model).cpu(), 0.7)
                     optimizer.step()
                     if step == 1:  # straight behind the step, nothing of which the host has waited for
@@ -409,13 +413,13 @@ def buckets() -> None:
         found = []
         for device in (CPU, GPU):
             torch.manual_seed(5)
-            model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3))).to(device, torch.bfloat16)
+            model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3))).to(device, LOW)
             groups = [{"params": list(model.parameters())}]
             optimizer = BucketedOptimizer(ADAMW, groups, 1024, max_norm=max_norm, group=dist.group.WORLD, coarsening=1)
             with cuda.HostReads(late):
                 for step in range(4):
                     rows = torch.randn(6, 40, generator=torch.Generator().manual_seed(step + 9 * dist.get_rank()))
-                    model(rows.to(device, torch.bfloat16)).square().mean().backward()
+                    model(rows.to(device, LOW)).square().mean().backward()
                     if step == 2:
                         optimizer.reduce()
                     optimizer.step()
@@ -481,7 +485,7 @@ def experts() -> None:
                     out.square().sum().backward()
             found.append([out.detach(), tokens.grad, *(p.grad for p in layer.parameters())])
         for here, there in zip(*found, strict=True):
-            same(here, there)
+            same(here, there, single=True)  # the gate's
 
 
 # PCCL in front of the device's own library
@@ -497,9 +501,11 @@ def pccl() -> None:
     register()
     rank, side = dist.get_rank(), torch.cuda.Stream()
     group = dist.new_group(backend="pccl", pg_options=_pccl_options())
-    planner(group, "cuda").window = partial(torch.empty, dtype=torch.uint8, device=GPU)
+    if not REAL:
+        planner(group, "cuda").window = partial(torch.empty, dtype=torch.uint8, device=GPU)
     for collective, name in itertools.chain.from_iterable(
-        [(c, n) for n in (*algorithms(c, 4), WINDOW)] for c in ("all_gather", "reduce_scatter", "all_reduce")
+        [(c, n) for n in (*algorithms(c, 4), *([] if REAL else [WINDOW]))]
+        for c in ("all_gather", "reduce_scatter", "all_reduce")
     ):
         with using(Choice(name), group, "cuda"):
             for _ in range(2):
@@ -521,8 +527,9 @@ def pccl() -> None:
                         work = dist.reduce_scatter_tensor(got, whole * 1, group=group, async_op=True)
                         wanted = 10 * torch.arange(52.0)[13 * rank : 13 * (rank + 1)]
                     torch.ones(52, device=GPU)
-                    _raises("reads on", got.clone)
-                    assert not work.is_completed()
+                    if not REAL:
+                        _raises("reads on", got.clone)
+                        assert not work.is_completed()
                     work.wait()
                     doubled = got * 2
                 torch.cuda.current_stream().wait_stream(side)
@@ -728,18 +735,29 @@ def _on_rank(name: str) -> float:
     return time.process_time() - begin
 
 
-def main(file: Path, names: list[str]) -> dict[str, str]:
-    """Run cases, each on ranks of its own, and print what they took; returns what was wrong, by case."""
+def main(file: Path | None, names: list[str]) -> dict[str, str]:
+    """Run cases, each on ranks of its own, and print what they took; returns what was wrong, by case.
+
+    Args:
+        file: the tests' device; None: a GPU that is here.
+        names: of the cases.
+    """
     global late
-    late = cuda.install(file)
-    samo.fused.kernels = lambda: None  # which need a compiler for a GPU, and a GPU
+    if file is None:
+        from tests.device import real
+
+        late, place = real.install(), real.place
+        names = names or [name for name in CASES if name not in real.LEFT_OUT]
+    else:
+        late, place = cuda.install(file), None
+        samo.fused.kernels = lambda: None  # which need a compiler for a GPU, and a GPU
     failed = {}
     if any(name.startswith("deepspeed") for name in names):
         import tests.device.deepspeed  # noqa: F401  which takes seconds
     for name in names or CASES:
         begin = time.perf_counter()
         try:
-            taken = launch(_on_rank, CASES[name][0], name)
+            taken = launch(_on_rank, CASES[name][0], name, timeout=300, place=place)
             print(json.dumps({"case": name, "processor": sum(taken), "wall": time.perf_counter() - begin}), flush=True)
         except Exception as error:
             failed[name] = str(error)

@@ -20,7 +20,7 @@ import axonn_plugins  # noqa: E402
 from axonn_plugins.pccl import device_tuner  # noqa: E402
 from axonn_plugins.pccl.backend import planner  # noqa: E402
 from tests.compose.training import ACCUMULATION, Case, obeyed, readers_of, serial_run, start  # noqa: E402
-from tests.device.cases import case  # noqa: E402
+from tests.device.cases import REAL, case  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 PRUNED, OFFLOAD, GOLDFISH = {"sparsity": 0.8}, {"bucket_size": 1024}, {"k": 2, "h": 3}
@@ -81,7 +81,8 @@ def compare(run: Case) -> None:
     dist.barrier()
     for here, there in zip(serial_run(run, readers), found, strict=True):
         known = [(a, b) for a, b in zip(here, there, strict=dist.get_rank() == 0) if b is not None]
-        assert all(abs(a - b) < 1e-10 * abs(a) for a, b in known), (here, there)
+        # Experts' gates are of float32, which a GPU rounds otherwise than the CPU.
+        assert all(abs(a - b) < (1e-7 if REAL else 1e-10) * abs(a) for a, b in known), (here, there)
 
 
 def compare_all(runs: dict[str, Case]) -> None:

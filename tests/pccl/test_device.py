@@ -25,7 +25,7 @@ from axonn_plugins.pccl.device_tuner import tune
 from axonn_plugins.pccl.executor import Executor
 from axonn_plugins.pccl.nodewise import even
 from axonn_plugins.pccl.options import Options
-from axonn_plugins.pccl.vendor import nodes_of
+from axonn_plugins.pccl.vendor import nodes_of, window_of
 from tests.distributed import run_ranks
 from tests.pccl.stress import AVG, DTYPES, MAX, PRODUCT, SUM, reduced, values
 
@@ -172,6 +172,10 @@ def _choices() -> None:
     assert asked.measured is measured and set(measured.times) == {"all_gather", "reduce_scatter", "all_reduce"}
     for by_size in measured.times.values():
         assert all({Choice(NATIVE), Choice(WINDOW)} < set(times) and len(times) >= 7 for times in by_size.values())
+    if dist.get_rank() == 1:
+        asked.window = None  # whose GPU has none
+    for by_size in tune(group, sizes=(2**10,), device="cpu").times.values():
+        assert all(Choice(WINDOW) not in times for times in by_size.values())
     asked.measured = before
     one("all_reduce", group, torch.int16, 30, SUM, "plain", 5)  # which gloo knows not
     one("all_reduce", group, torch.float32, 30, SUM, "plain", 6)
@@ -299,3 +303,17 @@ def test_nodes_by_name_or_by_number() -> None:
 
 def test_training_is_as_with_gloo() -> None:
     run_ranks(_training, 4)
+
+
+def test_a_gpu_without_windows() -> None:
+    """NCCL raises where the GPU's memory cannot be shared by handles."""
+
+    class Backend:
+        def register_mem_pool(self, pool: Any, symm: bool) -> None:
+            """register_mem_pool(self, pool, symm: bool)"""
+
+        @property
+        def mem_allocator(self) -> Any:
+            raise RuntimeError("NCCL mem allocator is not supported in this NCCL version")
+
+    assert window_of(Backend()) is None

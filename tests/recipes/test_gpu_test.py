@@ -118,6 +118,7 @@ def test_without_a_gpu_it_says_so(capfd: pytest.CaptureFixture[str]) -> None:
         (["--dry", "--only", "tp"], '--only = "tp" is no system; choose from machine, kernels'),
         (["--dry", "--ranks", "0"], "--ranks = 0 is not a positive number"),
         (["--dry", "--rounds", "-1"], "--rounds = -1 is not a positive number"),
+        (["--dry", "--share"], "--share is for ranks that share GPUs, but --dry has no GPUs"),
     ],
 )
 def test_mistakes_are_one_sentence(capfd: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
@@ -177,7 +178,7 @@ def test_figures_of_a_gpu() -> None:
     assert spans_hidden(kernels) == pytest.approx((3 + 1) / 8)
     assert spans_hidden([("gemm", 0, 4)]) is None
     for ranks in (1, 2, 3, 6, 8, 16):
-        scale = scale_of(False, ranks, min(ranks, 8), None)
+        scale = scale_of("cuda", False, ranks, min(ranks, 8), None)
         for model in (scale.compared, scale.timed):
             assert model.heads % ranks == 0 and model.hidden % model.heads == 0
     assert report.shown(report.Figure("x", None, "%")) == "-"

@@ -24,7 +24,7 @@ def candidates(collective: str, nodes: Sequence[Sequence[int]], window: bool = F
     Args:
         collective: its name.
         nodes: the group's ranks by node.
-        window: whether NCCL has symmetric windows here.
+        window: whether NCCL has symmetric windows on all ranks.
     """
     found = [Choice(NATIVE), *([Choice(WINDOW)] if window else [])]
     if any(len(node) > 1 for node in nodes) and len(nodes) > 1:
@@ -57,18 +57,28 @@ def tune(group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES, d
         The medians of the slowest rank's times, which the group, and groups with as many ranks on each node, go by from now on.
     """
     executor = planner(group, device)
+    window = _everywhere(executor.window is not None, group, device)
     executor.measured.times = {
-        collective: {size: _times(collective, size, group, device, executor) for size in sizes}
+        collective: {size: _times(collective, size, group, device, executor, window) for size in sizes}
         for collective in COLLECTIVES
     }
     forget(group, device)
     return executor.measured
 
 
-def _times(collective: str, size: int, group: dist.ProcessGroup | None, device: str, executor: Executor) -> Times:
+def _everywhere(here: bool, group: dist.ProcessGroup | None, device: str) -> bool:
+    told = torch.tensor(int(here), device=device)
+    with using(Choice(NATIVE), group, device):
+        dist.all_reduce(told, dist.ReduceOp.MIN, group)
+    return bool(told)
+
+
+def _times(
+    collective: str, size: int, group: dist.ProcessGroup | None, device: str, executor: Executor, window: bool
+) -> Times:
     call = _operation(collective, size, group, device)
     found: Times = {}
-    for choice in candidates(collective, executor.nodes, executor.window is not None):
+    for choice in candidates(collective, executor.nodes, window):
         with using(choice, group, device):
             call()  # connects, and makes the plan
             seconds = torch.tensor([_timed(call, device) for _ in range(_REPEATS)], dtype=torch.float64, device=device)

@@ -27,14 +27,18 @@ def measured_on(nodes: Sequence[Sequence[int]]) -> Measured:
 
 
 def window_of(backend: Any) -> Callable[[int], Tensor] | None:
-    """A maker of memory that is registered with NCCL as a symmetric window; None where this torch's NCCL has none (before 2.27)."""
+    """A maker of memory that is registered with NCCL as a symmetric window; None where this torch's NCCL (before 2.27), GPU or driver has none."""
     register = getattr(backend, "register_mem_pool", None)
-    if register is None or "symm" not in (register.__doc__ or "") or not hasattr(backend, "mem_allocator"):
+    if register is None or "symm" not in (register.__doc__ or ""):
+        return None
+    try:
+        allocator = backend.mem_allocator
+    except (AttributeError, RuntimeError):  # NCCL says so of GPUs that cannot share memory by handles
         return None
     pools: list[Any] = []
 
     def window(size: int) -> Tensor:
-        pools.append(torch.cuda.MemPool(backend.mem_allocator))
+        pools.append(torch.cuda.MemPool(allocator))
         with torch.cuda.use_mem_pool(pools[-1]):
             room = torch.empty(size, dtype=torch.uint8, device="cuda")
         register(pools[-1], symm=True)

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -205,7 +205,7 @@ def _run(number: int, name: str, scale: Scale, patience: float) -> Found:
     return found
 
 
-def run(names: Sequence[str], scale: Scale, patience: float, say: Any) -> list[Outcome]:
+def run(names: Sequence[str], scale: Scale, patience: float, say: Callable[[Outcome], None]) -> None:
     """Run systems one after the other; every rank calls it.
 
     Args:
@@ -215,10 +215,8 @@ def run(names: Sequence[str], scale: Scale, patience: float, say: Any) -> list[O
         say: called on rank 0 with each outcome.
     """
     agent = Agent(scale, patience)
-    outcomes = []
     for number, name in enumerate(names):
         progress.say(f"running {name}, {number + 1} of {len(names)}")
-        outcomes.append(outcome := agent.run(number, name))
+        outcome = agent.run(number, name)
         if agent.rank == 0:
             say(outcome)
-    return outcomes

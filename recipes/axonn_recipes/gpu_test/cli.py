@@ -20,7 +20,7 @@ from tyro import conf
 from axonn_plugins.cli.options import check_folder, read
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.files import put
-from axonn_recipes.gpu_test.launchers import as_rank
+from axonn_recipes.gpu_test.launchers import as_rank, sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,17 @@ class Options:
 
     Attributes:
         dry: the same code on CPU ranks with gloo and tiny models, to see that it runs; no time of it means anything.
-        ranks: started on this machine; by itself one a GPU, or 4 of a dry run. Not with a launcher.
+        share: the same code on ranks that share this machine's GPUs, with NCCL and tiny models, to see that numbers are right with more ranks than
+            GPUs; no time of it means anything. Not with a launcher.
+        ranks: started on this machine; by itself one a GPU, or 4 of a run that is dry or shares. Not with a launcher.
         only: a system, such as tensor_parallel; may be repeated.
-        rounds: timed steps of each side; by itself 10, or 1 of a dry run.
+        rounds: timed steps of each side; by itself 10, or 1 of a run that is dry or shares.
         patience: seconds that a system may take.
         report: the file, of which .json and .md are written.
     """
 
     dry: bool = False
+    share: bool = False
     ranks: int | None = None
     only: conf.UseAppendAction[tuple[str, ...]] = ()
     rounds: int | None = None
@@ -74,7 +77,7 @@ def _main(arguments: Sequence[str]) -> int:
         _import_before_forks()
     from axonn_plugins.cluster.launch import launch
 
-    return launch(_forked, ranks, options, ranks, local)[0]
+    return launch(_forked, ranks, options, ranks, local, place=sharing if options.share else None)[0]
 
 
 def _check(options: Options, started: bool) -> None:
@@ -88,6 +91,9 @@ def _check(options: Options, started: bool) -> None:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name} = {value:g} is not a positive number; leave it out, or give one")
+    if options.share and (options.dry or started):
+        other = "--dry has no GPUs" if options.dry else "a launcher gives each rank its own GPU"
+        raise ConfigError(f"--share is for ranks that share GPUs, but {other}; leave one of them out")
     if options.ranks is not None and started:
         raise ConfigError(
             f"--ranks = {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave --ranks out"
@@ -106,9 +112,11 @@ def _ranks(options: Options, started: bool) -> tuple[int, int]:
         )
     if started:
         return int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    ranks = options.ranks or here or 4
-    if not options.dry and ranks > here:
-        raise ConfigError(f"--ranks = {ranks} is more than the {here} GPUs of this machine; give at most {here}")
+    ranks = options.ranks or (0 if options.share else here) or 4
+    if not options.dry and not options.share and ranks > here:
+        raise ConfigError(
+            f"--ranks = {ranks} is more than the {here} GPUs of this machine; give at most {here}, or add --share"
+        )
     return ranks, ranks
 
 
@@ -140,20 +148,29 @@ def _agent(options: Options, ranks: int, local: int) -> int:
     from axonn_recipes.gpu_test.scale import scale_of
     from axonn_recipes.gpu_test.systems import SYSTEMS
 
-    scale = scale_of(options.dry, ranks, local, options.rounds)
+    scale = scale_of("cpu" if options.dry else "cuda", options.dry or options.share, ranks, local, options.rounds)
     chosen = [name for name in SYSTEMS if name in (options.only or SYSTEMS)]
     left_out = {name: reason for name in chosen if (reason := SYSTEMS[name].unfit(ranks))}
     first = os.environ["RANK"] == "0"
     if first:
-        print(f"axonn test gpu: {len(chosen)} systems, {ranks} ranks, {'CPUs' if options.dry else 'GPUs'}", flush=True)
+        where = "CPUs" if options.dry else "shared GPUs" if options.share else "GPUs"
+        print(f"axonn test gpu: {len(chosen)} systems, {ranks} ranks, {where}", flush=True)
     names = [name for name in chosen if name not in left_out]
-    outcomes = agents.run(names, scale, options.patience, lambda outcome: print(report.line(outcome), flush=True))
+    outcomes: list[agents.Outcome] = []
+
+    def heard(outcome: agents.Outcome) -> None:
+        outcomes.append(outcome)
+        print(report.line(outcome), flush=True)
+        numbers = report.report(scale, options.share, outcomes, left_out)
+        _write(options.report, numbers, report.markdown(numbers))  # so far: whoever ends the run has it
+
+    agents.run(names, scale, options.patience, heard)
     if not first:
         return 0
     for name, reason in left_out.items():
         print(f"{name:<16} left out: {reason}")
-    numbers = report.report(scale, outcomes, left_out)
-    _write(options.report, numbers, report.markdown(numbers))
+    for path in _reports(options.report):
+        print(path)
     wrong = [outcome.name for outcome in outcomes if report.verdict(outcome) != "ok"]
     print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} systems ok{': not ' if wrong else ''}{', '.join(wrong)}")
     return 1 if wrong else 0
@@ -161,10 +178,14 @@ def _agent(options: Options, ranks: int, local: int) -> int:
 
 def _write(path: Path, numbers: dict[str, Any], text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, content in ((".json", json.dumps(_strict(numbers), indent=1, allow_nan=False)), (".md", text)):
-        file = path.with_name(path.name + suffix)
+    for file, content in zip(
+        _reports(path), (json.dumps(_strict(numbers), indent=1, allow_nan=False), text), strict=True
+    ):
         put(file, content + "\n")
-        print(file)
+
+
+def _reports(path: Path) -> list[Path]:
+    return [path.with_name(path.name + suffix) for suffix in (".json", ".md")]
 
 
 def _strict(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Who started this process: torchrun or srun, as a rank, or a user."""
+"""The environment of a rank: who started it, torchrun, srun or a user; and on a GPU that it shares with others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ def as_rank() -> bool:
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         os.environ.update(_of_slurm())
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def sharing(rank: int) -> dict[str, str]:
+    """The variables of a rank that shares a GPU of this machine: it sees that one alone.
+
+    NCCL, which refuses two ranks of a host on one GPU, takes each for a host of its own.
+    """
+    import torch
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+    network = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_MAX_NCHANNELS": "1"}
+    chosen = {name: os.environ.get(name, value) for name, value in network.items()}
+    return chosen | {"NCCL_HOSTID": f"rank {rank}", "CUDA_VISIBLE_DEVICES": devices[rank % len(devices)]}
 
 
 def _of_slurm() -> dict[str, str]:

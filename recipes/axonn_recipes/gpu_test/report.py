@@ -29,22 +29,26 @@ _PACKAGES = (
 )
 
 
-def report(scale: Scale, outcomes: Sequence[Outcome], left_out: Mapping[str, str]) -> dict[str, Any]:
+def report(scale: Scale, shared: bool, outcomes: Sequence[Outcome], left_out: Mapping[str, str]) -> dict[str, Any]:
     """All of a run, as what JSON can hold.
 
     Args:
         scale: the run's.
+        shared: True if ranks share GPUs.
         outcomes: by system.
         left_out: systems that were not run, with the reason.
     """
     dry = scale.device == "cpu"
     seen = {outcome.found.device for outcome in outcomes if outcome.found is not None and outcome.found.device}
+    if dry:
+        device = "CPU, with gloo: no time of this run says anything about a GPU"
+    else:
+        device = ", ".join(sorted(seen)) + (", shared by ranks: no time of this run says anything" if shared else "")
     return {
         "dry": dry,
+        "shared": shared,
         "machine": {
-            "device": "CPU, with gloo: no time of this run says anything about a GPU"
-            if dry
-            else ", ".join(sorted(seen)),
+            "device": device,
             "ranks": scale.ranks,
             "ranks_of_a_node": scale.local,
             "cuda": torch.version.cuda,
@@ -84,7 +88,7 @@ def markdown(numbers: Mapping[str, Any]) -> str:
     machine = numbers["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines = [
-        f"# axonn test gpu{' --dry' if numbers['dry'] else ''}",
+        f"# axonn test gpu{' --dry' if numbers['dry'] else ' --share' if numbers['shared'] else ''}",
         "",
         f"- {machine['ranks']} ranks, {machine['ranks_of_a_node']} a node: {machine['device']}",
         f"- CUDA {machine['cuda']}, HIP {machine['hip']}, NCCL {machine['nccl']}, Python {machine['python']}; {versions}",

@@ -68,11 +68,12 @@ class Scale:
         return 2 * self.ranks
 
 
-def scale_of(dry: bool, ranks: int, local: int, rounds: int | None) -> Scale:
+def scale_of(device: str, tiny: bool, ranks: int, local: int, rounds: int | None) -> Scale:
     """The run's scale.
 
     Args:
-        dry: on CPU ranks, as small as can be.
+        device: "cuda" or "cpu".
+        tiny: as small as can be, where times say nothing.
         ranks: of all nodes.
         local: of a node.
         rounds: timed steps of a side; None: what is usual.
@@ -81,13 +82,13 @@ def scale_of(dry: bool, ranks: int, local: int, rounds: int | None) -> Scale:
     # A pipeline has a stage a rank at most, and two parts beside the layers.
     layers = ranks - 2 if ranks > 4 and all(ranks % stages for stages in STAGES) else 2
     compared = GPTConfig(context=12, layers=layers, heads=heads, hidden=4 * heads)
-    if dry:
-        tiny = replace(compared, context=16)
-        return Scale("cpu", ranks, local, compared, tiny, "bfloat16", 1, rounds or 1, (2**12,), 5000, 2**16, 32, 4)
+    if tiny:
+        model = replace(compared, context=16)
+        return Scale(device, ranks, local, compared, model, "bfloat16", 1, rounds or 1, (2**12,), 5000, 2**16, 32, 4)
     heads = _multiple(ranks, 16)
     wide = GPTConfig(context=2048, layers=8, heads=heads, hidden=heads * max(2048 // heads // 8, 1) * 8)
     sizes = tuple(2**power for power in (12, 16, 20, 24, 28))
-    return Scale("cuda", ranks, local, compared, wide, "bfloat16", 4, rounds or 10, sizes, 5 * 10**8, 2**30, 8192, 100)
+    return Scale(device, ranks, local, compared, wide, "bfloat16", 4, rounds or 10, sizes, 5 * 10**8, 2**30, 8192, 100)
 
 
 def _multiple(number: int, least: int) -> int:

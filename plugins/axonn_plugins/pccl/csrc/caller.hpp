@@ -1,6 +1,8 @@
 // What all calls of a group's have in common: they are numbered, handed to the engine, and refused where they make no sense.
 #pragma once
 
+#include <torch/version.h>
+
 #include <map>
 #include <mutex>
 #include <set>
@@ -29,11 +31,13 @@ class Caller : public c10d::Backend, public Planned {
   ~Caller() override { end("destroyed its process group"); }
 
   const std::string getBackendName() const override { return "pccl"; }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   c10::intrusive_ptr<Options> getBackendOptions() override {
     auto milliseconds = std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
     return c10::make_intrusive<Options>("pccl", milliseconds);
   }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = static_cast<double>(timeout.count()) / 1000; }
+#endif
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void shutdown() override { end("shut its process group down"); }

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <optional>
@@ -96,14 +97,16 @@ class Delegate : public c10d::Backend {
   const BackendPointer& inner() const { return inner_; }
 
   const std::string getBackendName() const override { return "pccl"; }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
-  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
   void setGroupUid(const std::string& name) override {
     Backend::setGroupUid(name);
     inner_->setGroupUid(name);
   }
+#endif
+  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
   bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
   void startCoalescing() override { inner_->startCoalescing(); }
   WorkPointer endCoalescing() override { return inner_->endCoalescing(); }

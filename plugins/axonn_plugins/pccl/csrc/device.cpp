@@ -115,7 +115,7 @@ class Device : public Delegate, public Planned {
     if (outputs.size() != inputs.size() || !ours(Collective::kReduceScatter, outputs, size_, &options.reduceOp))
       return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
     for (size_t i = 0; i < inputs.size(); ++i) check("reduce_scatter", "output", outputs[i], "input", inputs[i]);
-    return run(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, Collective::kReduceScatter, outputs, outputs, inputs, options.reduceOp);
+    return run(c10d::OpType::COALESCED, Collective::kReduceScatter, outputs, outputs, inputs, options.reduceOp);
   }
   WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
     if (outputs.size() != 1 || inputs.size() != 1 || !alike(inputs[0], outputs[0]) ||

@@ -1,8 +1,16 @@
 // The torch.distributed backend "pccl" for the CPU's tensors: collectives by schedules.
+#include <torch/version.h>
+
 #include "exchanges.hpp"
 
 namespace pccl {
 namespace {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using Factor = c10d::NCCLPreMulSumSupplement;
+#else
+using Factor = c10d::PreMulSumSupplement;
+#endif
 
 class Shim : public Exchanges {
  public:
@@ -213,7 +221,7 @@ class Shim : public Exchanges {
   // Times the factor of a sum that has one.
   static at::Tensor weighted(const at::Tensor& tensor, const c10d::ReduceOp& op) {
     if (!is(op, c10d::ReduceOp::PREMUL_SUM)) return tensor;
-    const auto& by = static_cast<const c10d::PreMulSumSupplement&>(*op.supplement_);
+    const auto& by = static_cast<const Factor&>(*op.supplement_);
     at::NoGradGuard no_grad;
     return by.tensor_factor.defined() ? at::mul(tensor, by.tensor_factor.to(tensor.scalar_type())) : at::mul(tensor, by.double_factor);
   }
