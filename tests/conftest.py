@@ -9,7 +9,8 @@ from the rank that is about to ask (a quarter of the suite's processor time).
 Each test worker keeps to its own cores: ranks wait for each other a thousand times a second, and do so on one core
 without waking another (a fifth of the processor time).
 
-Garbage is collected seldom: what a rank leaves behind lives no longer than its test (a tenth of the processor time).
+Garbage is collected seldom: what a rank leaves behind lives no longer than its test (a tenth of the processor time). What all tests
+import is set apart from it: a search for a plan collects garbage, which took longer than the search.
 
 pccl is not tuned by itself; faults of our own in the search for a plan come out; DeepSpeed's kernels are compiled into a folder of this run:
 
@@ -78,6 +79,11 @@ def _keep_to_own_cores(number, workers):
 def pytest_collection_modifyitems(items):
     places = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_timeout_set_timer(item, settings):

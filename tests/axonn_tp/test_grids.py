@@ -189,10 +189,18 @@ def test_gpt(ranks: int, turns: int, tied: bool) -> None:
             assert max(errors.values()) < TOLERANCE, (grid, errors)
 
 
+THREE_AXES, ALL_AXES = [Grid(2, 2, 2), Grid(1, 2, 4), Grid(2, 1, 2, 2)], [Grid(2, 2, 2, 2)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "grids"), [(8, [Grid(2, 2, 2), Grid(1, 2, 4), Grid(2, 1, 2, 2)]), (16, [Grid(2, 2, 2, 2)])]
+    ("ranks", "grids", "checkpointed"),
+    [
+        (8, THREE_AXES, False),
+        thorough(8, THREE_AXES, True),
+        thorough(16, ALL_AXES, False),
+        (16, ALL_AXES, True),
+    ],
 )
-@pytest.mark.parametrize("checkpointed", [False, True])
 def test_gpt_with_everything_on(ranks: int, grids: list[Grid], checkpointed: bool) -> None:
     config = GPTConfig(vocabulary=61, context=7, layers=3, heads=8, hidden=32, tied=True)
     for found in gpt_errors(ranks, config, grids, EVERYTHING, checkpointed):

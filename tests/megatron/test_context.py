@@ -79,12 +79,13 @@ def _on(case: Case, place: tuple[Settings, int, tuple[int, int | None]], ranks: 
     settings, shared, experts = place
     readers = ranks // settings.tensor // shared
     mixed = experts if "num_moe_experts" in case.config else (1, None)
-    return case.on(settings, context=shared, experts=mixed, micro_batches=training.BATCH // readers)
+    few = training.FEW
+    return case.on(settings, context=shared, experts=mixed, micro_batches=few // readers, batch=few)
 
 
 @pytest.fixture(scope="module")
 def stock() -> dict[str, Any]:
-    cases = {name: replace(case, micro_batches=training.BATCH) for name, case in CASES.items()}
+    cases = {name: replace(case, micro_batches=training.FEW, batch=training.FEW) for name, case in CASES.items()}
     return run_ranks(training.train_all, 1, cases)[0]
 
 
@@ -120,8 +121,8 @@ def test_eight_ranks_have_all_axes(stock: dict[str, Any], names: list[str]) -> N
 
 def test_stages_hand_on_shares() -> None:
     cases = {
-        "pipeline": Case(pipeline=2, micro_batches=8, model=TIED, masked=True),
-        "predicting": Case(pipeline=2, micro_batches=8, config={"mtp_num_layers": 1}, model=TIED, masked=True),
+        "pipeline": Case(pipeline=2, micro_batches=4, model=TIED, masked=True),
+        "predicting": Case(pipeline=2, micro_batches=4, config={"mtp_num_layers": 1}, model=TIED, masked=True),
     }
     found = run_ranks(training.train_all, 4, {f"{n} on": c.on(Settings(), context=2) for n, c in cases.items()})
     _compare(found, run_ranks(training.train_all, 2, cases)[0])

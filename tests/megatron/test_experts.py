@@ -76,12 +76,12 @@ SOME = {
 
 def _micro_batches(settings: Settings, ranks: int = 4) -> int:
     """Of one sample, as on one rank: balance is one of a microbatch."""
-    return training.BATCH * settings.tensor // ranks
+    return training.FEW * settings.tensor // ranks
 
 
 @pytest.fixture(scope="module")
 def stock() -> dict[str, Any]:
-    cases = {name: replace(case, micro_batches=training.BATCH) for name, case in CASES.items()}
+    cases = {name: replace(case, micro_batches=training.FEW, batch=training.FEW) for name, case in CASES.items()}
     return run_ranks(training.train_all, 1, cases)[0]
 
 
@@ -92,7 +92,7 @@ def ours() -> list[dict[str, Any]]:
         for settings, experts in SOME.get(name, PLACES[1:2]):
             mixed = experts if "num_moe_experts" in case.config else (1, None)
             wanted[f"{name} on {settings}, {mixed}"] = case.on(
-                settings, experts=mixed, micro_batches=_micro_batches(settings)
+                settings, experts=mixed, micro_batches=_micro_batches(settings), batch=training.FEW
             )
     return run_ranks(training.train_all, 4, wanted)
 
@@ -115,7 +115,8 @@ def test_eight_ranks_have_all_axes_and_experts_over_four(stock: dict[str, Any]) 
     """Tensor ranks, z and data, where experts lie in blocks of all ranks, twice those of weights over z."""
     settings, names = Settings(2, 1, 2), ("balanced", "biased")
     wanted = {
-        name: CASES[name].on(settings, experts=(4, None), micro_batches=_micro_batches(settings, 8)) for name in names
+        name: CASES[name].on(settings, experts=(4, None), micro_batches=_micro_batches(settings, 8), batch=training.FEW)
+        for name in names
     }
     for name, found in run_ranks(training.train_all, 8, wanted)[0].items():
         assert _apart(found["losses"], stock[name]["losses"]) < 1e-6, name

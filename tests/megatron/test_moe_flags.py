@@ -112,19 +112,19 @@ def test_refusals_say_what_to_do(feature: Any) -> None:
 
 
 def _case(name: str, micro_batches: int, **more: Any) -> Case:
-    return Case(config={**ROUTED, **CASES[name]}, micro_batches=micro_batches, **more)
+    return Case(config={**ROUTED, **CASES[name]}, micro_batches=micro_batches, batch=training.FEW, **more)
 
 
 def test_what_is_obeyed_is_one_rank_s() -> None:
     # One rank has no grouped kernel of Megatron's, and its experts with biases end in an error of autograd.
-    plain = {name: _case(name, training.BATCH) for name in CASES}
+    plain = {name: _case(name, training.FEW) for name in CASES}
     plain = {name: replace(case, config={**case.config, "moe_grouped_gemm": False}) for name, case in plain.items()}
     plain["grouped biases"] = plain["grouped biases"].on(Settings())
     wanted = {}
     for name in CASES:
         for settings, experts in ALONE.get(name, PLACES):
             readers = 4 // settings.tensor
-            wanted[f"{name} on {settings}"] = _case(name, training.BATCH // readers, settings=settings, experts=experts)
+            wanted[f"{name} on {settings}"] = _case(name, training.FEW // readers, settings=settings, experts=experts)
     one, ranks = run_ranks(training.train_all, 1, plain)[0], run_ranks(training.train_all, 4, wanted)
     for run, found in ranks[0].items():
         expected = one[run.partition(" on ")[0]]

@@ -32,7 +32,8 @@ from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import layout_of
 from tests import groups
 
-VOCABULARY, SEQUENCE, BATCH = 64, 16, 8
+VOCABULARY, SEQUENCE, BATCH, FEW = 64, 16, 8, 4
+"""Sequences of a step: `FEW` where each is a microbatch, whose calls are what takes time."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Case:
         engine: build the layers as for Transformer Engine, whose attention and norms are Megatron's own here.
         experts: ranks with different experts, and how many split one; as many as split other layers where None.
         context: ranks that share a sequence.
+        batch: sequences that all ranks read in a step.
         masked: leave targets out of the loss, more in some places than in others.
     """
 
@@ -71,6 +73,7 @@ class Case:
     engine: bool = False
     experts: tuple[int, int | None] = (1, None)
     context: int = 1
+    batch: int = BATCH
     masked: bool = False
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
@@ -262,13 +265,13 @@ def _optimizer(case: Case, model: DistributedDataParallel) -> Any:
 
 def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
     ranks = parallel_state.get_data_parallel_world_size()
-    size = BATCH // ranks // case.micro_batches
+    size = case.batch // ranks // case.micro_batches
     first = parallel_state.get_data_parallel_rank() * size * case.micro_batches
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-    weights = torch.ones(BATCH, SEQUENCE)
+    tokens = torch.randint(VOCABULARY, (case.batch, SEQUENCE + 1), generator=generator)
+    weights = torch.ones(case.batch, SEQUENCE)
     if case.masked:
-        weights = (torch.rand(BATCH, SEQUENCE, generator=generator) < torch.linspace(0.2, 1, SEQUENCE)).float()
+        weights = (torch.rand(case.batch, SEQUENCE, generator=generator) < torch.linspace(0.2, 1, SEQUENCE)).float()
     here = slice(first, first + size * case.micro_batches)
     mine = iter(zip(tokens[here].split(size), weights[here].split(size), strict=True))
     results = get_forward_backward_func()(

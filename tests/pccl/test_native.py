@@ -26,7 +26,7 @@ def _run(*command: object) -> str:
 
 @pytest.fixture(scope="module", params=["address,undefined", "thread"])
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the programs, compiled with a sanitizer."""
+    """The programs in one, compiled with a sanitizer, in a folder of its name."""
     folder = tmp_path_factory.mktemp(request.param.split(",")[0])
     flags = ["-std=c++20", "-O0", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
     torchs = {"shim", "device", "router", "schedule", "module", "module_doors"}
@@ -41,32 +41,31 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        engine, rest, *mains = pool.map(build, [alone, together, *NATIVE.glob("*.cpp")])
-        for made in mains:
-            _run(compiler(), *flags, made, engine, rest, "-lpthread", "-o", folder / made.stem)
-    return folder
+        objects = pool.map(build, [NATIVE / "programs.cpp", alone, together])
+        _run(compiler(), *flags, *objects, "-lpthread", "-o", folder / "programs")
+    return folder / "programs"
 
 
 @pytest.fixture
 def rounds(programs: Path) -> int:
     """The thread sanitizer is slow."""
-    return 60 if programs.name.startswith("thread") else 200
+    return 60 if programs.parent.name.startswith("thread") else 100
 
 
 def test_collectives_among_engines_make_the_right_values(programs: Path, rounds: int) -> None:
-    assert f"{rounds} rounds" in _run(programs / "collectives", rounds, 1)
+    assert f"{rounds} rounds" in _run(programs, "collectives", rounds, 1)
 
 
 def test_messages_that_go_straight_arrive_whole(programs: Path, rounds: int) -> None:
-    assert f"{rounds} rounds" in _run(programs / "exchanges", rounds, 1)
+    assert f"{rounds} rounds" in _run(programs, "exchanges", rounds, 1)
 
 
 def test_places_on_the_board_are_free_again_after_failures(programs: Path) -> None:
-    assert "given back" in _run(programs / "places")
+    assert "given back" in _run(programs, "places")
 
 
 def test_a_rank_lost_among_many_is_named_to_all_after_few_questions(programs: Path) -> None:
-    told = _run(programs / "inquiry", 48, 3)
+    told = _run(programs, "inquiry", 48, 3)
     for of in ("an all-to-all", "a ring"):
         # 15 times in the call's time, 8 who are likely and 8 others of those that it waits for.
         assert int(told.split(f" questions of {of}")[0].split()[-1]) <= 15 * 16, told
@@ -74,14 +73,14 @@ def test_a_rank_lost_among_many_is_named_to_all_after_few_questions(programs: Pa
 
 
 def test_no_frame_crashes_the_engine(programs: Path) -> None:
-    frames = 20_000 if programs.name.startswith("thread") else 50_000
-    told = _run(programs / "fuzz", frames, 1)
+    frames = 20_000 if programs.parent.name.startswith("thread") else 50_000
+    told = _run(programs, "fuzz", frames, 1)
     done, given_up = int(told.split(" calls done")[0].split()[-1]), int(told.split(" given up")[0].split()[-1])
     assert min(done, given_up) > frames // 100, told
 
 
 def test_digests_are_those_of_the_standard(programs: Path) -> None:
-    lines = _run(programs / "secrets", 200).splitlines()
+    lines = _run(programs, "secrets", 200).splitlines()
     text, wanted = b"", []
     for length in range(201):
         wanted += [
@@ -102,7 +101,7 @@ def test_what_two_processes_have_in_common_is_the_nearest_that_started_both(prog
     try:
 
         def common(*pair: int) -> int:
-            return int(_run(programs / "secrets", *pair))
+            return int(_run(programs, "secrets", *pair))
 
         assert common(*grandchildren) == common(children[0].pid, grandchildren[1]) == os.getpid()
         assert common(grandchildren[0], children[0].pid) == common(children[0].pid, grandchildren[0]) == children[0].pid

@@ -30,6 +30,7 @@ from axonn_recipes.quickstart.settings import Settings, asked, find_run, resolve
 from axonn_recipes.quickstart.sides import Parallel, Serial
 from tests.axonn_tp.counting import joined_over_z
 from tests.forked import Forked
+from tests.matrix import thorough
 
 SMALL = {"layers": 2, "heads": 4, "hidden": 48, "context": 16, "batch": 8}
 COMMAND = [
@@ -146,14 +147,16 @@ def wait_for_steps(process: Any, count: int) -> None:
     assert not count, "".join(printed)
 
 
-def test_killed_stopped_and_resumed_runs_go_on_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [[(0.0, 4)], thorough([(0.0, 4), (0.15, 7)])], ids=len)
+def test_killed_stopped_and_resumed_runs_go_on_exactly(kills: list[tuple[float, int]], tmp_path: Path) -> None:
+    """Killed so many seconds after so many steps."""
     whole = start("whole", tmp_path, "--steps", "14", fresh=True)
     text = whole.communicate()[0]
     assert whole.returncode == 0, text
     assert "validation loss" in text
     for what in ("metrics.jsonl", "tensorboard", "loss.png", "checkpoints"):
         assert (tmp_path / "whole" / what).exists()
-    for seconds, after in ((0.0, 4), (0.15, 7)):
+    for seconds, after in kills:
         name = f"killed-{after}"
         killed = start(name, tmp_path, "--steps", "14")
         wait_for_steps(killed, after)

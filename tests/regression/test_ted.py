@@ -12,35 +12,29 @@ import pytest
 import ted_moe.dropless
 import ted_moe.moe
 from axonn_plugins import cli
+from axonn_plugins.cluster.launch import launch
 from axonn_plugins.ted import regression
 from axonn_plugins.ted.regression_cli import main
 
 FEW = "tensor 2, expert 2, data 1"
 
 
-def run(*arguments: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, "-m", "axonn_plugins.cli", "test", "ted", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def lines_of(found: subprocess.CompletedProcess[str]) -> list[str]:
-    return found.stdout.splitlines()
-
-
 def test_four_ranks_of_this_machine():
-    found = run("--ranks", "4", "--filter", FEW)
-    head, *lines, summary = lines_of(found)
+    """In a process of its own, where nothing else is printed."""
+    command = [sys.executable, "-m", "axonn_plugins.cli", "test", "ted", "--ranks", "4", "--filter", FEW]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert found.returncode == 0, found.stdout + found.stderr
+    head, *lines, summary = found.stdout.splitlines()
     assert len(lines) == 18 and all(line.endswith("ok") for line in lines), found.stdout
     assert sum("training" in line for line in lines) == 1
     assert re.match("axonn test ted: all 18 cases equal stock DeepSpeed-MoE on 4 ranks", summary)
 
 
-def test_ranks_of_a_launcher():
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    found = run("--filter", "tensor 2, expert 1, data 1  top-1,", launcher=torchrun)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert lines_of(found)[-1].startswith("axonn test ted: all 7 cases equal stock DeepSpeed-MoE on 2 ranks")
+def test_ranks_of_a_launcher(capfd):
+    """Ranks with torchrun's variables."""
+    assert launch(cli.main, 2, ["test", "ted", "--filter", "tensor 2, expert 1, data 1  top-1,"]) == [0, 0]
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last.startswith("axonn test ted: all 7 cases equal stock DeepSpeed-MoE on 2 ranks")
 
 
 def test_a_difference_is_found(monkeypatch, capfd):

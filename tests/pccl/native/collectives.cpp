@@ -105,7 +105,7 @@ void alike(std::mt19937_64& draw) {
 
 }  // namespace
 
-int main(int, char** arguments) {
+void run(int, char** arguments) {
   std::mt19937_64 draw(std::strtoull(arguments[2], nullptr, 10));
   int rounds = std::atoi(arguments[1]);
   for (int i = 0; i < rounds; ++i) round(draw);

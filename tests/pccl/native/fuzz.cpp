@@ -322,7 +322,7 @@ void parse(int frames) {
 
 }  // namespace
 
-int main(int, char** arguments) {
+void run(int, char** arguments) {
   int frames = std::atoi(arguments[1]), episodes = 0;
   draw.seed(std::strtoull(arguments[2], nullptr, 10));
   parse(frames);

@@ -122,7 +122,7 @@ void ring_without_one(int size, double timeout) {
 
 }  // namespace
 
-int main(int, char** arguments) {
+void run(int, char** arguments) {
   int size = std::atoi(arguments[1]);
   double seconds = std::atof(arguments[2]);
   std::thread ring([&] { ring_without_one(size, seconds); });

@@ -61,7 +61,7 @@ Frame given_up(Engine& engine, uint64_t group) {
 
 }  // namespace
 
-int main() {
+void run(int, char**) {
   Engine engine;
   engine.set_board(memory_of_link(kElements / 3 * 4 - 4096 - 8192 + 4096));
   for (int peer : {1, 2}) {

@@ -6,10 +6,10 @@
 #include "digest.hpp"
 #include "reading.hpp"
 
-int main(int count, char** arguments) {
+void run(int count, char** arguments) {
   if (count == 3) {
     std::printf("%d\n", pccl::common_ancestor(std::atoi(arguments[1]), std::atoi(arguments[2])));
-    return 0;
+    return;
   }
   std::string text;
   for (int length = 0; length <= std::atoi(arguments[1]); ++length) {
