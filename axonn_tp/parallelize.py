@@ -192,7 +192,7 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Option
     else:
         kinds.CrossEntropyLoss.convert(module, mesh, placement.loss_axes, placement.classes)  # type: ignore[arg-type]
     if isinstance(module, SplitWeight):
-        module.gathers = gathers
+        module.gathers, module.axonn_name = gathers, placement.name
         gathers.register(module)
     # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
     module.register_forward_pre_hook(hooks.keep_slow_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce
+from axonn_tp.comm.overlap import in_backward
+from axonn_tp.comm.stalls import ADVICE, BACKWARD, calls_of
 from ted_moe.topology import Groups, Topology
 
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -23,7 +25,7 @@ _UNLIKE = (
 _ROUGH, _WATCHED = 0.01, 3
 
 
-def question(capacity: int, alike: Sequence[int], place: int, places: int) -> list[int]:
+def question(capacity: int, alike: Sequence[int], place: int, places: int, mixture: int = 0) -> list[int]:
     """Make the row of integers that a rank puts into the maximum over its block.
 
     Args:
@@ -31,13 +33,14 @@ def question(capacity: int, alike: Sequence[int], place: int, places: int) -> li
         alike: numbers that must be the same in its tensor group.
         place: of its tensor group in the block.
         places: tensor groups there.
+        mixture: the number of the layer that asks.
 
     Returns:
-        The capacity, then each tensor group's numbers and their negatives; of other groups the least that there is.
+        The capacity, the mixture's number and its negative, then each tensor group's numbers and their negatives; of other groups the least that there is.
     """
     own = [*alike, *(-number for number in alike)]
     before, behind = place * len(own), (places - place - 1) * len(own)
-    return [capacity, *[_LEAST] * before, *own, *[_LEAST] * behind]
+    return [capacity, mixture, -mixture, *[_LEAST] * before, *own, *[_LEAST] * behind]
 
 
 def answer(maxima: Sequence[int], places: int, rough: int = 0) -> tuple[int, tuple[int, int, int, int] | None]:
@@ -50,9 +53,11 @@ def answer(maxima: Sequence[int], places: int, rough: int = 0) -> tuple[int, tup
 
     Returns:
         The largest capacity, and None; or in its place which tensor group is not alike, in which of the numbers, and the least
-        and the largest of these.
+        and the largest of these. Where ranks ask for several mixtures the group is -1, and the two are these.
     """
-    capacity, values = maxima[0], maxima[1:]
+    (capacity, last, first), values = maxima[:3], maxima[3:]
+    if last != -first:
+        return capacity, (-1, 0, -first, last)
     count = len(values) // (2 * places)
     for place in range(places):
         numbers = values[2 * count * place : 2 * count * (place + 1)]
@@ -109,34 +114,96 @@ class Agreement:
         tokens: that it was given, S × M.
         groups: a `Groups`, or axes of size 1.
         exact: a number that must be the same in a tensor group, of where tokens go, or of what that is drawn from.
+        mixture: the number of the layer (`Groups.enrol`).
     """
 
-    def __init__(self, capacity: int, tokens: Tensor, groups: Any, exact: int = 0) -> None:
+    def __init__(self, capacity: int, tokens: Tensor, groups: Any, exact: int = 0, mixture: int = 0) -> None:
         self._capacity, self._groups = capacity, groups
         self._pending: Pending | None = None
         if groups.size("block") == 1:
             return
+        note(groups, "block", mixture)
         tensor = groups.size("tensor")
         alike = (len(tokens), exact, *projections(tokens)) if tensor > 1 else ()
-        values = question(capacity, alike, groups.rank("block") // tensor, groups.size("block") // tensor)
+        values = question(capacity, alike, groups.rank("block") // tensor, groups.size("block") // tensor, mixture)
         self._pending = start_all_reduce(_told(values, groups, tokens.device), groups, "block", "max")
 
     def wait(self) -> int:
         """The largest capacity.
 
         Raises:
-            ValueError: tensor ranks were not given the same tokens; on every rank of the block.
+            ValueError: tensor ranks were not given the same tokens, or ranks call several mixtures; on every rank of the block.
         """
         if self._pending is None:
             return self._capacity
         capacity, unlike = _answered(self._pending.wait(), self._groups)
         if unlike is not None:
             place, number, low, high = unlike
+            if place < 0:
+                raise ValueError(several((low, high), groups=self._groups))
             raise ValueError(
                 f"{_tensor_group(self._groups, place)} and {_UNLIKE[min(number, 2)].format(low=low, high=high)}; give the "
                 "ranks of a tensor group the same tokens"
             )
         return capacity
+
+
+def several(numbers: Sequence[int], groups: Any, ranks: Sequence[int] = ()) -> str:
+    """The sentence about ranks that exchange tokens for two mixtures at once.
+
+    Args:
+        numbers: of the mixtures, two or one of each rank.
+        groups: a `Groups`.
+        ranks: whose numbers they are; where it is not known, none.
+    """
+    found = {number: place for place, number in reversed(list(enumerate(numbers)))}
+    named = [groups.mixtures.get(number, "another layer") for number in found]
+    on = [f" on rank {ranks[place]}" if ranks else "" for place in found.values()]
+    said = " and ".join(f"{name}{where}" for name, where in zip(named, on, strict=True))
+    return f"ranks that exchange tokens called several mixtures in one place: {said}; {ADVICE}"
+
+
+def note(groups: Any, axis: str, mixture: int) -> None:
+    """Say which mixture the next collective of an axis is for (`axonn_tp.comm.stalls`)."""
+    calls_of(groups.group(axis)).note(f"mixture {groups.mixtures.get(mixture, mixture)}")
+
+
+def check_callers(told: Tensor, mixture: int, groups: Any) -> None:
+    """See that all ranks of the expert group exchange for one mixture.
+
+    Args:
+        told: each rank's number, P.
+        mixture: this rank's.
+        groups: a `Groups`.
+
+    Raises:
+        ValueError: some do for another; on all of them.
+    """
+    if (others := told.tolist()) != [mixture] * len(others):
+        raise ValueError(several(others, groups, groups.ranks("expert")))
+
+
+def begin_forward(groups: Any, meet: Callable[[int], None]) -> None:
+    """A mixture has asked the others; where backward comes next, it asks them once more, so that no rank takes gradients for tokens.
+
+    Args:
+        groups: a `Groups`, or axes of size 1.
+        meet: asks, with a number in the place of the mixture's.
+    """
+    if groups.size("expert") > 1 and not in_backward():
+        groups.meet = meet
+
+
+def begin_backward(groups: Any) -> None:
+    """Before gradients of tokens are exchanged: ask, where the last exchange was of a forward, if all come back.
+
+    Raises:
+        ValueError: a rank is in another mixture's forward; on all ranks that exchange tokens.
+    """
+    meet, groups.meet = groups.meet, None
+    if meet is not None:
+        meet(groups.enrol(BACKWARD))
+    calls_of(groups.group("expert")).note(BACKWARD)
 
 
 def _told(values: list[int], groups: Any, device: torch.device) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from axonn_tp.comm.collectives import gather_from, wait
+from axonn_tp.comm.stalls import explained
 from axonn_tp.grid.mesh import Axes
+from ted_moe.agreement import begin_backward
 from ted_moe.gating import Routes
 
 _ops = torch.ops._c10d_functional
@@ -21,10 +23,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, groups: Axes, sent: list[int], received: list[int]) -> Tensor:
         ctx.arguments = (groups, received, sent)
-        return wait(_ops.all_to_all_single(tensor.contiguous(), received, sent, groups.group("expert").group_name))
+        group = groups.group("expert")
+        with explained(group):
+            return wait(_ops.all_to_all_single(tensor.contiguous(), received, sent, group.group_name))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        begin_backward(ctx.arguments[0])
         return exchange(grad, *ctx.arguments), None, None, None
 
 

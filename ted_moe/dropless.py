@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.grid.mesh import Axes
-from ted_moe.agreement import Agreement
+from ted_moe.agreement import Agreement, begin_forward, check_callers, note
 from ted_moe.dispatch import combine, dispatch, exchange
 from ted_moe.gating import Routes
 
@@ -112,28 +113,34 @@ def plan_receiving(table: Tensor, share: int, device: torch.device) -> Receiving
     return Receiving(order, length, table[:, share].sum(1).tolist(), table.sum((0, 1)).tolist())
 
 
-def exchange_counts(table: Tensor, groups: Axes) -> Tensor:
-    """Tell the expert ranks how many rows come to each of their experts.
+def exchange_counts(table: Tensor, groups: Any, mixture: int = 0) -> tuple[Tensor, Tensor]:
+    """Tell the expert ranks how many rows come to each of their experts, and of which layer these are.
 
     Args:
         table: rows by share and expert, T × E.
         groups: the axes.
+        mixture: the layer's number (`Groups.enrol`).
 
     Returns:
-        What comes to this rank's L experts, by the rank that sends it: P × T × L.
+        What comes to this rank's L experts, by the rank that sends it: P × T × L. The layers' numbers by rank, P. Both are on the CPU.
     """
-    ranks = groups.size("expert")
-    return exchange(table.view(table.shape[0], ranks, -1).transpose(0, 1).contiguous(), groups)
+    ranks, shares = groups.size("expert"), table.shape[0]
+    if ranks > 1:
+        note(groups, "expert", mixture)
+    counts = table.view(shares, ranks, -1).transpose(0, 1).flatten(1)
+    there = exchange(torch.cat([counts, counts.new_full((ranks, 1), mixture)], 1), groups).cpu()
+    return there[:, :-1].unflatten(1, (shares, -1)), there[:, -1]
 
 
 def through_experts(
     tokens: Tensor,
     routes: Routes,
     experts: Callable[[Tensor, list[int]], Tensor],
-    groups: Axes,
+    groups: Any,
     drop: bool,
     gathered: bool,
     fused: bool,
+    mixture: int = 0,
 ) -> Tensor:
     """Send the tokens to their experts, run these and bring the outputs back.
 
@@ -145,21 +152,26 @@ def through_experts(
         drop: each tensor rank sends a share of the rows.
         gathered: the experts are split over the tensor ranks, so each of these needs what all of them received.
         fused: the experts leave their sums over the tensor ranks to this function.
+        mixture: the layer's number (`Groups.enrol`), of all layers that exchange tokens between these ranks.
 
     Returns:
         S × M, weighted and summed over a token's experts.
 
     Raises:
-        ValueError: tensor ranks do not route the same tokens; on all ranks that they would exchange them with.
+        ValueError: tensor ranks do not route the same tokens, or others exchange those of another layer; on all ranks that they would
+            exchange them with.
     """
-    same = Agreement(0, tokens, groups, _number(routes.exp_counts)) if groups.size("tensor") > 1 else None
+    several_ranks = groups.size("tensor") > 1
+    same = Agreement(0, tokens, groups, _number(routes.exp_counts), mixture) if several_ranks else None
     shares, share = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
     table = share_out(routes.exp_counts, shares)
-    arriving = exchange_counts(table if gathered else table[share : share + 1], groups)
+    arriving, callers = exchange_counts(table if gathered else table[share : share + 1], groups, mixture)
     if same is not None:
         same.wait()
+    check_callers(callers, mixture, groups)
+    begin_forward(groups, partial(_meet, groups, torch.zeros_like(table if gathered else table[:1]), tokens.shape[1]))
     sending = plan_sending(routes, table.cpu(), share, groups.size("expert"))
-    receiving = plan_receiving(arriving.cpu(), share if gathered else 0, tokens.device)
+    receiving = plan_receiving(arriving, share if gathered else 0, tokens.device)
 
     # Of several shares some may be padded.
     rows = dispatch(tokens, sending.slots, shares * sending.length, groups, drop, shares == 1)[: sum(sending.splits)]
@@ -178,6 +190,16 @@ def through_experts(
     if drop:
         rows = gather_from(_pad(rows, sending.length), groups, "tensor", 0)
     return combine(rows, sending.slots, routes.weights, sending.full)
+
+
+def _meet(groups: Any, table: Tensor, features: int, number: int) -> None:
+    """The questions of a mixture without tokens."""
+    nothing = table.new_zeros(0, features, dtype=torch.float32)
+    same = Agreement(0, nothing, groups, 0, number) if groups.size("tensor") > 1 else None
+    _, callers = exchange_counts(table, groups, number)
+    if same is not None:
+        same.wait()
+    check_callers(callers, number, groups)
 
 
 class _Place(torch.autograd.Function):

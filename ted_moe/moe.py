@@ -17,7 +17,7 @@ from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, spli
 from axonn_tp.context.sums import Tokens, current, of_all, sharing
 from axonn_tp.grid.mesh import Axes, Mesh
 from axonn_tp.layers.boundary import share_again, whole_activation
-from ted_moe.agreement import Agreement, same_seed, watch_outputs
+from ted_moe.agreement import Agreement, begin_forward, same_seed, watch_outputs
 from ted_moe.dispatch import combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
@@ -58,6 +58,8 @@ class MoE(nn.Module):
         ValueError: sizes that do not fit.
     """
 
+    number = 0
+    """In exchanges of tokens, by which ranks that call another layer see it (`Groups.enrol`)."""
     mesh: Mesh | None = None
     """That of the layers around this one, where they leave activations split over the tensor ranks (`axonn_tp`)."""
 
@@ -129,6 +131,7 @@ class MoE(nn.Module):
         self.already_split = already_split
         self._seed = None if groups is None else same_seed(groups)
         if groups is not None:
+            self.number = groups.enrol(f"number {len(groups.mixtures) + 1}")
             self._agree(groups)
         axes = self.groups if self.experts_split and not already_split else Alone()
         plan = plan_expert(self.local[0], self.gate.in_features, axes, fused and duplicate_token_dropping)
@@ -215,7 +218,7 @@ class MoE(nn.Module):
     def _start_agreeing(self, tokens: Tensor, drawn: int) -> Agreement | None:
         """Begin to ask the block's ranks, which may have other numbers of tokens, for the largest capacity, where it is known."""
         capacity = self.routing.capacity(len(tokens), self.num_experts, self.training)
-        return None if capacity is None else Agreement(capacity, tokens, self.groups, drawn)
+        return None if capacity is None else Agreement(capacity, tokens, self.groups, drawn, self.number)
 
     def _through_experts(self, tokens: Tensor, routes: Routes, room: Agreement | None) -> Tensor:
         """Run the experts on the tokens, S × M, wherever these experts are; S × M again."""
@@ -225,7 +228,10 @@ class MoE(nn.Module):
         drop = ranks > 1 and (self.duplicate_token_dropping or not self.experts_split)
         gathered = drop and self.experts_split
         if self.routing.dropless:
-            return through_experts(tokens, routes, partial(run, experts), groups, drop, gathered, self.fused)
+            return through_experts(
+                tokens, routes, partial(run, experts), groups, drop, gathered, self.fused, self.number
+            )
+        begin_forward(groups, partial(_meet, groups, tokens.new_zeros(0, tokens.shape[1])))
         # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
         capacity = routes.capacity if room is None else room.wait()
         capacity = -(-capacity // ranks) * ranks if drop else capacity
@@ -245,7 +251,7 @@ class MoE(nn.Module):
         return combine(gather_from(back, groups, "tensor", 0) if drop else back, slots, routes.weights)
 
     def _largest(self, tokens: Tensor, drawn: int, count: Tensor) -> int:
-        return Agreement(int(count), tokens, self.groups, drawn).wait()
+        return Agreement(int(count), tokens, self.groups, drawn, self.number).wait()
 
     def _agree(self, groups: Groups) -> None:
         """Give replicas the weights of the first of them."""
@@ -261,6 +267,11 @@ class MoE(nn.Module):
                     whole = parameter.data.to(groups.sender(axis, parameter.device)).contiguous()
                     dist.broadcast(whole, group=groups.group(axis), group_src=0)
                     parameter.data.copy_(whole)
+
+
+def _meet(groups: Any, nothing: Tensor, number: int) -> None:
+    """The question of a mixture without tokens."""
+    Agreement(0, nothing, groups, 0, number).wait()
 
 
 class Alone:

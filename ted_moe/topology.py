@@ -11,11 +11,14 @@ G_expert · G_data^exp = G.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from axonn_tp.comm.stalls import BACKWARD
 
 AXES = ("tensor", "data", "expert", "expert_data", "block")
 
@@ -131,6 +134,10 @@ class Groups:
         known: groups that are there already, by axis; the others are made.
         stages: so many such topologies, one after the other, each a pipeline stage; the groups are those of this rank's stage.
 
+    Attributes:
+        mixtures: the layers that exchange tokens here, by the number that they give in each exchange (`enrol`).
+        meet: asks the others, as the last mixture did before it sent tokens, until backward begins.
+
     Raises:
         ValueError: as many ranks run as the topology does not have.
     """
@@ -146,6 +153,9 @@ class Groups:
         self.topology = topology
         self._place = dist.get_rank() % topology.world
         self._groups: dict[str, dist.ProcessGroup] = dict(known or {})
+        self.mixtures: dict[int, str] = {}
+        self.enrol(BACKWARD)
+        self.meet: Callable[[int], None] | None = None
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if dist.group.WORLD is not None:
             made[tuple(range(topology.world * stages))] = dist.group.WORLD
@@ -168,6 +178,16 @@ class Groups:
     def __deepcopy__(self, memo: dict) -> Groups:
         """Copies of a model share the groups: these cannot be copied."""
         return self
+
+    def enrol(self, name: str) -> int:
+        """The number of a mixture in exchanges, by which ranks that call another see it.
+
+        Args:
+            name: of the layer, the same on every rank.
+        """
+        number = zlib.crc32(name.encode())
+        self.mixtures[number] = name
+        return number
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group along an axis of more than one rank."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import all_reduce, start_all_reduce_
+from axonn_tp.comm.stalls import step_ends
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Axes, Mesh
 
@@ -43,6 +44,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], over: Callable[[nn.Paramet
         over: which a parameter's gradient is summed over.
         divisor: what all are divided by.
     """
+    step_ends()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     pending = []
     for (axes, axis), members in buckets(trained, _BUCKET_BYTES, over):

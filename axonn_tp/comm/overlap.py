@@ -9,18 +9,17 @@ All ranks run the same passes, so all start the same collectives of the same ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from axonn_tp.comm.bundle import Bundle, fits, start_all_gathers
-from axonn_tp.comm.collectives import scatter_from, start_sum_of_shares
+from axonn_tp.comm.collectives import all_reduce, scatter_from, start_sum_of_shares
+from axonn_tp.comm.recorded import apart_from_checkpoints
+from axonn_tp.comm.stalls import ADVICE, BACKWARD, calls_of, explained
 from axonn_tp.comm.sums_of_shares import Sums
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.options import Options
@@ -57,28 +56,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@contextmanager
-def apart_from_checkpoints() -> Iterator[None]:
-    """Inside, selective checkpointing records nothing: which weights are gathered in a pass depends on what is there already."""
-    modes = _get_current_dispatch_mode_stack()
-    others = [mode for mode in modes if not isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))]
-    if len(others) == len(modes):
-        yield
-        return
-    _exchange(modes, others)
-    try:
-        yield
-    finally:
-        _exchange(others, modes)
-
-
-def _exchange(before: list[Any], after: list[Any]) -> None:
-    for _ in before:
-        _pop_mode()
-    for mode in after:
-        _push_mode(mode)
-
-
 class _Deferred(torch.autograd.Function):
     """Stands for a shard in the graph, without its values; backward waits for the shard's gradient.
 
@@ -92,7 +69,8 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        share = ctx.sums.share(ctx)
+        with explained(ctx.layer.mesh.group("z")):
+            share = ctx.sums.share(ctx)
         return grad if share is None else ctx.layer.receive(share), None, None, None
 
 
@@ -114,6 +92,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         mesh, gathers = ctx.layer.mesh, ctx.layer.gathers
         gathers.release(ctx.layer)
+        gathers.begin_backward()
+        gathers.note(ctx.layer, "the gradient of ")
         grad = ctx.layer.send(grad)
         if torch.is_grad_enabled():
             return scatter_from(grad, mesh, "z", 0), None, None, None, None
@@ -172,7 +152,7 @@ class Gathers:
         self._numbers: dict[GatheredLayer, int] = {}
         self.forwards = 0
         self.sums = Sums(mesh, options.bucket_bytes)
-        self.order = 0
+        self.order, self._forward_since = 0, False
 
     def __deepcopy__(self, memo: dict) -> Gathers:
         """A copied model learns its own order."""
@@ -235,9 +215,12 @@ class Gathers:
     def take(self, layer: GatheredLayer, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """The flat block: kept, under way or gathered now; the next layer's gather is started."""
         phase, key = _phase(), _key(shard, dtype)
+        self.note(layer)
         self._sources[layer] = shard, dtype
         self.order = (self.order * 1_000_003 + self._numbers.get(layer, 0)) % 2**62
-        if phase == "backward":
+        if phase == "forward":
+            self._forward_since = True
+        else:
             kept = self._kept.pop(layer, None)
             if kept is not None and kept[0] == key:
                 return kept[1]
@@ -248,10 +231,36 @@ class Gathers:
             self._successor[phase, self._last.get(phase)] = layer
             self._last[phase] = layer
             self._start_successors(phase, layer)
-        flat = gather.bundle.take(gather.number)
+        with explained(self.mesh.group("z")):
+            flat = gather.bundle.take(gather.number)
         if phase == "forward" and layer.training:
             self._keep(layer, key, flat)
         return flat
+
+    def begin_backward(self) -> None:
+        """The first gradient of a pass is there: ranks of z that called other layers say so before they sum what does not belong together.
+
+        Only on the CPU: elsewhere it would wait for the accelerator.
+
+        Raises:
+            ValueError: they did; on all of them.
+        """
+        if not self._forward_since:
+            return
+        self._forward_since, group = False, self.mesh.group("z")
+        calls_of(group).note(BACKWARD)
+        if self.mesh.device.type == "cpu":
+            with explained(group):
+                orders = all_reduce(torch.tensor([self.order, -self.order]), self.mesh, "z", "max")
+                if orders[0] != -orders[1]:
+                    raise RuntimeError(
+                        f"ranks {calls_of(group).ranks} called different layers whose weights they gather together; {ADVICE}"
+                    )
+
+    def note(self, layer: GatheredLayer, part: str = "") -> None:
+        """Say of which layer the next collective over z is (`axonn_tp.comm.stalls`)."""
+        name = getattr(layer, "axonn_name", type(layer).__name__)
+        calls_of(self.mesh.group("z")).note(f"{part}layer {name}")
 
     def _gather(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[_Gather]:
         """Begin to gather shards, each in a type, all in one."""

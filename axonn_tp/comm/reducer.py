@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
 from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, summed_over
+from axonn_tp.comm.stalls import step_ends
 from axonn_tp.grid.mesh import Mesh
 
 # Fewer bytes a call waste time on latency; more delay the first call.
@@ -101,6 +102,7 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait until all sums are there; every rank calls it after the last backward pass of a step."""
+        step_ends()
         for bucket in self._buckets:
             if not bucket.started:
                 self._start(bucket)

@@ -68,6 +68,8 @@ class SplitWeight(Split):
     """A layer with a weight over x, y and z: holds the shard, gathers the block, answers for `weight`."""
 
     gathers: Gathers
+    axonn_name: str
+    """In the model."""
 
     def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         super()._split(mesh, layouts)

@@ -48,6 +48,7 @@ class Dealt:
         choices: what is on.
         shapes: of this rank's part of each parameter.
         code: the module's own, for this rank's experts.
+        number: of the module in exchanges.
         passed_by: tokens skip the experts, as while other layers are compared with the serial model's.
     """
 
@@ -57,6 +58,7 @@ class Dealt:
     choices: Choices
     shapes: dict[str, tuple[int, ...]]
     code: Local
+    number: int
     passed_by: bool = False
 
     @property
@@ -83,7 +85,7 @@ class Dealt:
         drop = self.groups.size("tensor") > 1 and (self.choices.duplicate_token_dropping or self.whole)
         fused = drop and self.choices.fused and self.split
         run = partial(self._run, module, fused)
-        return through_experts(tokens, routes, run, self.groups, drop, drop and not self.whole, fused)
+        return through_experts(tokens, routes, run, self.groups, drop, drop and not self.whole, fused, self.number)
 
     def _run(self, module: nn.Module, fused: bool, rows: Tensor, counts: list[int]) -> Tensor:
         """This rank's experts, or its shares of them, on rows sorted by expert."""
@@ -207,7 +209,7 @@ def adopt(found: Experts, cuts: Mapping[str, Cut], groups: Groups, mesh: Mesh, c
         holder.__class__ = type(kind.__name__, (mixin, kind), {})
         holder._split(mesh, layouts)
     assert isinstance(module, SpreadExperts)
-    module.axonn_dealt = Dealt(found, cuts, groups, choices, shapes, code)
+    module.axonn_dealt = Dealt(found, cuts, groups, choices, shapes, code, groups.enrol(found.name))
 
 
 def _holders(module: nn.Module) -> dict[str, Any]:

@@ -62,7 +62,11 @@ def test_maxima_of_questions():
     assert answer(maxima(), 3) == (9, None)
     assert answer(maxima(question(10, (19, 5), 1, 3)), 3) == (10, (1, 0, 19, 20))
     assert answer(maxima(question(10, (1, 4), 2, 3)), 3) == (10, (2, 1, 2, 4))
-    assert answer([6], 3) == (6, None)
+    assert answer([6, 0, 0], 3) == (6, None)
+    assert answer([max(pair) for pair in zip(question(1, (), 0, 1, 5), question(2, (), 0, 1, 7), strict=True)], 1) == (
+        2,
+        (-1, 0, 5, 7),
+    )
 
 
 def test_projections_are_ordered_and_found_apart_but_for_rounding():

@@ -14,6 +14,7 @@ from torch import Tensor
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 from axonn_tp.comm.collectives import wait
 from axonn_tp.comm.gloo_reduce_scatter import fewer_in_parts, start_parts, sum_parts
+from axonn_tp.comm.stalls import step_ends
 
 _Order = list[tuple[Store, Bucket]]
 FLAG_BYTES = 4
@@ -150,6 +151,7 @@ class Reducer:
         """Reduce what is left on any rank, and wait for all of it; every rank calls it. What has come on no rank stays away."""
         if self._finished:
             return
+        step_ends()
         came: set[Entry] = set()
         left = self._order
         while left:

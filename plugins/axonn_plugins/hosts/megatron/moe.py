@@ -92,6 +92,7 @@ def _with_groups(original: Callable[..., None]) -> Callable[..., None]:
         groups.expt_tp = _group("tensor") if mesh.experts.topology.expert_tensor > 1 else alone
         groups.expt_dp = _group("expert_data")
         original(self, *args, pg_collection=groups, **named)
+        self.axonn_number = mesh.experts.enrol(f"of layer {self.layer_number}")
         # What is saved of them is counted by tensor rank.
         self.tp_group = self.router.tp_group = mesh.group("model")
         for parameter in self.router.parameters():
@@ -229,4 +230,4 @@ def _through(layer: Any, tokens: Tensor, routes: Routes) -> Tensor:
         output, _ = layer.experts(rows, torch.tensor(counts), rows.new_ones(len(rows)))
         return reduce_from(output, groups, "tensor") if split and not fused else output
 
-    return through_experts(tokens, routes, run, groups, drop, drop and split, fused)
+    return through_experts(tokens, routes, run, groups, drop, drop and split, fused, layer.axonn_number)

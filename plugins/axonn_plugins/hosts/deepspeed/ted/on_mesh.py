@@ -136,9 +136,10 @@ def apply_split(
         groups = _groups(mesh, topology)
         if topology == split.topology:
             mine = groups
-    for layer in layers.values():
+    for name, layer in layers.items():
         assert mine is not None
         adopt(layer, mine, block, within=Within(mesh, experts_grid(mine.topology)))
+        layer.number = mine.enrol(name)  # type: ignore[assignment]
         layer.shared_out = mine.topology.tensor > 1 or mine.topology.expert > 1  # type: ignore[assignment]
     agree_on_unread(model, mesh)
     _spread(model, mesh, block, split, mine)

@@ -63,8 +63,9 @@ class TedUnitEngine(CheckedCheckpoints, MaskedLabels):
         self._groups = Groups(topology, known)
         self._tables = Tables(f"ep_size_{expert}", _of_experts(self._groups), topology.expert_tensor)
         self._tables.enter()
-        for layer in layers.values():
+        for name, layer in layers.items():
             adopt(layer, self._groups, block, own)
+            layer.number = self._groups.enrol(name)
             for parameter in layer.local.parameters():  # type: ignore[union-attr]
                 if topology.expert_tensor_parallel and not own:
                     # DeepSpeed's norm counts what is not marked on the first tensor rank only.
