@@ -100,6 +100,8 @@ class Delegate : public c10d::Backend {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
+#endif
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 10
   void setGroupUid(const std::string& name) override {
     Backend::setGroupUid(name);
     inner_->setGroupUid(name);
