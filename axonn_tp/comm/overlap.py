@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from axonn_tp.comm.bundle import Bundle, fits, start_all_gathers
-from axonn_tp.comm.collectives import all_reduce, scatter_from, start_sum_of_shares
+from axonn_tp.comm.collectives import scatter_from, start_sum_of_shares
 from axonn_tp.comm.recorded import apart_from_checkpoints
-from axonn_tp.comm.stalls import ADVICE, BACKWARD, calls_of, explained
+from axonn_tp.comm.stalls import BACKWARD, calls_of, explained
 from axonn_tp.comm.sums_of_shares import Sums
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.options import Options
@@ -238,24 +238,10 @@ class Gathers:
         return flat
 
     def begin_backward(self) -> None:
-        """The first gradient of a pass is there: ranks of z that called other layers say so before they sum what does not belong together.
-
-        Only on the CPU: elsewhere it would wait for the accelerator.
-
-        Raises:
-            ValueError: they did; on all of them.
-        """
-        if not self._forward_since:
-            return
-        self._forward_since, group = False, self.mesh.group("z")
-        calls_of(group).note(BACKWARD)
-        if self.mesh.device.type == "cpu":
-            with explained(group):
-                orders = all_reduce(torch.tensor([self.order, -self.order]), self.mesh, "z", "max")
-                if orders[0] != -orders[1]:
-                    raise RuntimeError(
-                        f"ranks {calls_of(group).ranks} called different layers whose weights they gather together; {ADVICE}"
-                    )
+        """Note that the first gradient of a pass is there."""
+        if self._forward_since:
+            self._forward_since = False
+            calls_of(self.mesh.group("z")).note(BACKWARD)
 
     def note(self, layer: GatheredLayer, part: str = "") -> None:
         """Say of which layer the next collective over z is (`axonn_tp.comm.stalls`)."""
