@@ -35,7 +35,7 @@ ADVICE = (
 
 
 class Calls:
-    """What this rank called for that other ranks call for, too.
+    """This rank's calls that other ranks make, too.
 
     Args:
         ranks: that call together.

@@ -606,7 +606,7 @@ def _lost() -> None:
     wire.connect()
     transport = Transport(wire, dist.get_rank(), 3)
     dist.barrier()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 2:
         transport.begin(1, 1)
         try:
             transport.receive(True)

@@ -64,6 +64,12 @@ class World:
         assert self.groups[number].ranks == sorted(ranks), "every rank makes the same groups in the same order"
         return self.groups[number]
 
+    def settle(self) -> None:
+        """Wait for all that this rank has posted, as whatever has the whole device wait does."""
+        rank = self.get_rank()
+        mine = [(group, group.ranks.index(rank)) for group in self.groups if rank in group.ranks]
+        self.wait_for(lambda: not any(group.streams[own] for group, own in mine), self.timeout)
+
     def wait_for(self, so: Callable[[], bool], timeout: float) -> None:
         with self.changed:
             if not self.changed.wait_for(so, timeout):

@@ -15,7 +15,7 @@ from axonn_plugins.pipeline.links import Arrival, StageLost
 from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.schedule import POLICIES, Policy, Stage, automatic_limit
 from axonn_plugins.pipeline.transport import Transport
-from axonn_plugins.pipeline.wires import CHANNELS, TorchWire
+from axonn_plugins.pipeline.wires import AHEAD, CHANNELS, TorchWire
 from tests.pipeline.ordered import World
 
 CPU = torch.device("cpu")
@@ -24,7 +24,15 @@ LONG, SHORT = 60.0, 1.5
 MICROBATCHES, BATCHES = 9, 2
 
 
-class GroupAChannel(TorchWire):
+class Ahead(TorchWire):
+    """Receives are posted before a stage has nothing else to do, as where they do not occupy the device."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.ahead = AHEAD
+
+
+class GroupAChannel(Ahead):
     """One group a channel for all stages, in which a stage's sends wait for its receives."""
 
     def _divided(self, ranks: Any) -> dict[tuple[int, int], list[int]]:
@@ -41,11 +49,16 @@ def content(batch: int, microbatch: int, sender: int) -> torch.Tensor:
     return torch.rand(random.Random(microbatch).choice([1, 7, 300, 900]), generator=generator)
 
 
+def loading(kind: str) -> None:
+    """A pass begins."""
+
+
 def train(wire: TorchWire, stage: int, stages: int, policy: Policy, limit: int, backward: bool) -> int:
     """Passes of a stage in `BATCHES` batches, of which the messages are checked; returns how many there were."""
     transport, draw, passes = Transport(wire, stage, stages), random.Random(stage), 0
     for batch in range(BATCHES):
-        machine = Stage(policy, stage, stages, MICROBATCHES, limit, backward=backward)
+        most = transport.limit(limit) if backward else limit
+        machine = Stage(policy, stage, stages, MICROBATCHES, most, backward=backward)
 
         def take(arrival: Arrival | None, batch: int = batch, machine: Stage = machine) -> bool:
             if arrival is None:
@@ -64,6 +77,7 @@ def train(wire: TorchWire, stage: int, stages: int, policy: Policy, limit: int, 
             if action is None:
                 take(transport.receive(True))
                 continue
+            loading(action.kind)
             time.sleep(draw.choice([0, 0, 0.001]))
             passes += 1
             message = Message(action.microbatch, (content(batch, action.microbatch, stage),), True, (True,))
@@ -136,5 +150,34 @@ def test_one_group_for_all_stages_deadlocks(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_first_messages_deadlock_unless_links_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, World(True, True, SHORT), 2, "message_driven", connect=False)
+    found = run(monkeypatch, World(True, True, SHORT), 2, "message_driven", kind=Ahead, connect=False)
     assert all(isinstance(said, StageLost) and "timed out" in str(said) for said in found), found
+
+
+def _loaded(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    """The first pass of each kind waits for all that a stage has posted: CUDA may, where it loads a kernel for the first time."""
+    seen: set[tuple[int, str]] = set()
+
+    def load(kind: str) -> None:
+        if (place := (world.get_rank(), kind)) not in seen:
+            seen.add(place)
+            world.settle()
+
+    monkeypatch.setattr("tests.pipeline.test_ordered.loading", load)
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_kernels_that_are_loaded_wait_for_no_receive(
+    monkeypatch: pytest.MonkeyPatch, stages: int, buffered: bool
+) -> None:
+    for policy, limit in product(POLICIES, (None, 1, stages)):
+        _loaded(monkeypatch, world := World(buffered, True, LONG))
+        found = run(monkeypatch, world, stages, policy, limit=limit)
+        assert found == [2 * BATCHES * MICROBATCHES] * stages, (policy, limit, found)
+
+
+def test_they_would_for_receives_that_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    _loaded(monkeypatch, world := World(True, True, SHORT))
+    found = run(monkeypatch, world, 2, "message_driven", kind=Ahead)
+    assert any("timed out" in str(said) for said in found), found

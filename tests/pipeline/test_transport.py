@@ -18,11 +18,11 @@ from torch import Tensor
 
 from axonn_plugins.pipeline import watch as watch_module
 from axonn_plugins.pipeline.clock import Clock
-from axonn_plugins.pipeline.links import AHEAD, StageLost
+from axonn_plugins.pipeline.links import StageLost
 from axonn_plugins.pipeline.packing import DTYPES, UNKNOWN, Message, pack, sizes, unpack, words_of
 from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.watch import Watch
-from axonn_plugins.pipeline.wires import TorchWire, mpi_found
+from axonn_plugins.pipeline.wires import AHEAD, TorchWire, mpi_found
 from tests.distributed import run_ranks
 from tests.pipeline.losing import stop_or_kill, survivors
 
@@ -109,8 +109,8 @@ class MemoryWire:
 
     device, timeout = CPU, 20.0
 
-    def __init__(self, mails: dict[tuple, _Mail], stage: int, polls: bool, seed: int) -> None:
-        self.mails, self.stage, self.polls, self.random = mails, stage, polls, random.Random(seed)
+    def __init__(self, mails: dict[tuple, _Mail], stage: int, polls: bool, ahead: int) -> None:
+        self.mails, self.stage, self.polls, self.ahead, self.random = mails, stage, polls, ahead, random.Random(stage)
 
     def send(self, buffer: Tensor, stage: int, channel: int) -> Any:
         mail, pending = self.mails[self.stage, stage, channel], _Slow(0)
@@ -163,15 +163,15 @@ def test_when_a_message_was_sent_by_clocks_that_differ(monkeypatch: pytest.Monke
     assert found * 1e9 == pytest.approx(answered)
 
 
-@pytest.mark.parametrize("polls", [False, True])
-def test_any_messages_with_delays(polls: bool) -> None:
+@pytest.mark.parametrize(("polls", "ahead"), [(False, AHEAD), (True, AHEAD), (True, 0)])
+def test_any_messages_with_delays(polls: bool, ahead: int) -> None:
     generator = random.Random(5)
     messages = [draw(generator, number) for number in range(60)]
     mails = {(a, b, c): _Mail() for a, b in ((0, 1), (1, 0)) for c in range(4)}
     found: dict[int, list[Message]] = {}
 
     def run(stage: int) -> None:
-        found[stage] = echo(MemoryWire(mails, stage, polls, stage), stage, messages, 1)
+        found[stage] = echo(MemoryWire(mails, stage, polls, ahead), stage, messages, 1)
 
     threads = [threading.Thread(target=run, args=(stage,)) for stage in (0, 1)]
     for thread in threads:
@@ -200,7 +200,7 @@ class _Gone:
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_neighbour_whose_link_fails_is_named(lost: int) -> None:
     """Also where the other's is due as well, and when it is first asked."""
-    wire = MemoryWire({}, 1, True, 0)
+    wire = MemoryWire({}, 1, True, AHEAD)
     wire.receive = lambda buffer, stage, channel: _Gone(stage == lost)  # type: ignore[method-assign]
     transport = Transport(wire, 1, 3)
     transport.begin(1, 1)

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from axonn_plugins.pipeline.clock import Clock
 from axonn_plugins.pipeline.packing import FIRST_ROOM, Message, Packed, pack, sizes, times, unpack, words_of
-from axonn_plugins.pipeline.wires import Pending, Wire
+from axonn_plugins.pipeline.wires import AHEAD, Pending, Wire
 
-AHEAD = 2
-"""Receives that are posted at a time from one neighbour, beside the message that is worked on."""
 IDLE_SECONDS = 1.0
 """Seconds that a stage waits before it asks whether another rank was lost."""
 _REMEMBERED = 8
@@ -72,10 +70,18 @@ class Incoming:
 
     def post(self) -> None:
         """Post the receives that may be posted ahead."""
-        while self.unposted and len(self.posted) < AHEAD:
-            buffer = torch.empty(self.rooms.popleft(), dtype=torch.uint8, device=self.wire.device)
-            self.posted.append((self.wire.receive(buffer, self.peer, self.channel), buffer))
-            self.unposted -= 1
+        while self.unposted and len(self.posted) < self.wire.ahead:
+            self._post()
+
+    def expect(self) -> None:
+        """Post the next receive, unless one is posted: the stage has nothing else to do."""
+        if self.unposted and not self.posted:
+            self._post()
+
+    def _post(self) -> None:
+        buffer = torch.empty(self.rooms.popleft(), dtype=torch.uint8, device=self.wire.device)
+        self.posted.append((self.wire.receive(buffer, self.peer, self.channel), buffer))
+        self.unposted -= 1
 
     @property
     def due(self) -> bool:

@@ -3,6 +3,10 @@
 The receiver has made room for a message before it knows what it is: as much as the sender asked for in an earlier one. What
 does not fit follows by itself. So a message whose shape is an earlier one's needs no word in advance, and a receive can be
 posted while the stage before still computes, which on a link that hands over only to a receiver that waits saves a round trip.
+
+Where a receive occupies the accelerator (NCCL) none is posted ahead: a kernel that is loaded for the first time, or memory that is
+given back, waits for all that runs there. A stage that has nothing else to do posts those whose senders wait for nothing from it.
+Sends occupy it until they are taken in, so in the first batch that trains, where kernels are loaded, one microbatch is under way at a time.
 """
 
 from __future__ import annotations
@@ -45,6 +49,12 @@ class Transport:
         self._inbox: SimpleQueue[Arrival | StageLost] = SimpleQueue()
         self._listeners = {} if wire.polls else {k: Listener(v, self._inbox) for k, v in self._incoming.items()}
         self._polls, self._timeout = wire.polls, wire.timeout
+        self._window, self._backward, self._sent = 0, True, {True: 0, False: 0}
+        self._cold = wire.ahead == 0
+
+    def limit(self, chosen: int) -> int:
+        """How many microbatches may be under way in the next batch that trains, where so many are `chosen`; the same on all stages."""
+        return 1 if self._cold else chosen
 
     def begin(self, microbatches: int, window: int, *, backward: bool = True) -> None:
         """A batch begins: post the first receives.
@@ -57,6 +67,7 @@ class Transport:
         Raises:
             StageLost: a stage is gone.
         """
+        self._window, self._backward, self._sent = window, backward, {True: 0, False: 0}
         for outgoing in self._outgoing.values():
             outgoing.window = window
         for is_input, incoming in self._incoming.items():
@@ -74,6 +85,7 @@ class Transport:
         Raises:
             StageLost: that stage is gone.
         """
+        self._sent[True] += 1
         self._outgoing[True].send(message)
 
     def send_gradient(self, message: Message) -> None:
@@ -82,6 +94,7 @@ class Transport:
         Raises:
             StageLost: that stage is gone.
         """
+        self._sent[False] += 1
         self._outgoing[False].send(message)
 
     def receive(self, wait: bool) -> Arrival | None:
@@ -103,6 +116,7 @@ class Transport:
         """
         for outgoing in self._outgoing.values():
             outgoing.flush()
+        self._cold = self._cold and not self._backward
 
     def close(self) -> None:
         """End the threads that wait at links."""
@@ -144,9 +158,18 @@ class Transport:
 
         if not arrived() and wait:
             try:
+                for incoming in self._incoming.values():
+                    if self._may_come(incoming):
+                        incoming.expect()
                 wait_for(arrived, self._timeout, self._idle)
             except StageLost:
                 raise
             except RuntimeError as error:
                 raise next(link for link in self._incoming.values() if link.due).lost(error) from None
         return found[0] if found else None
+
+    def _may_come(self, incoming: Incoming) -> bool:
+        """True if the next message of a link waits for nothing that this stage has yet to send."""
+        if incoming.is_input:
+            return not self._backward or incoming.taken < self._window + self._sent[False]
+        return incoming.taken < self._sent[True]

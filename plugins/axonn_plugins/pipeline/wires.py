@@ -14,6 +14,8 @@ from torch import Tensor
 
 CHANNELS = 4
 """Inputs and gradients, each with what its first message had no room for."""
+AHEAD = 2
+"""Receives that are posted at a time from one neighbour, beside the message that is worked on."""
 _FIRST_TAG = 7300
 _EAGER_QUESTIONS, _LONGEST_PAUSE = 200, 2e-4
 
@@ -37,11 +39,14 @@ class Wire(Protocol):
 
     Attributes:
         polls: whether `Pending.done` is known without waiting; else a thread waits at each link.
+        ahead: receives from a neighbour that may be posted before the stage has nothing else to do. None where a receive occupies the
+            accelerator: whatever waits for all that runs there, as loading a kernel may, would wait for the neighbour, too.
         device: where buffers are.
         timeout: seconds that a message may take.
     """
 
     polls: bool
+    ahead: int
     device: torch.device
     timeout: float
 
@@ -85,6 +90,7 @@ class TorchWire:
         self.device, self.timeout = device, world_timeout(device) if timeout is None else timeout
         self._allowed = timedelta(seconds=self.timeout)
         self.polls = device.type != "cpu"
+        self.ahead = 0 if self.polls else AHEAD
         self.ranks = next(list(ranks) for ranks in pipelines if dist.get_rank() in ranks)
         self._own = self.ranks.index(dist.get_rank())
         self._groups: dict[tuple[int, int], tuple[Any, list[int]]] = {}
@@ -151,7 +157,7 @@ class MpiWire:
         communicator: by default COMM_WORLD.
     """
 
-    polls = True
+    polls, ahead = True, AHEAD
 
     def __init__(
         self, ranks: Sequence[int], device: torch.device, timeout: float = 1800.0, communicator: Any = None

@@ -1,4 +1,4 @@
-"""What a benchmark's README says of a command, and whether a run of it agrees."""
+"""A range that a benchmark's README gives for a command, beside a run of it."""
 
 from __future__ import annotations
 

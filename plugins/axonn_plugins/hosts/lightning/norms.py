@@ -47,7 +47,7 @@ def _of_mesh(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def grad_norms(
     original: Callable[..., dict[str, Any]], module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
 ) -> dict[str, Any]:
-    """What Lightning's `grad_norm` finds, of the serial model where the module is split; every rank calls it."""
+    """Norms as Lightning's `grad_norm` gives them, of the serial model where the module is split; every rank calls it."""
     named = {name: p for name, p in module.named_parameters() if p.grad is not None}
     mesh, parameters = mesh_of(p.grad for p in named.values())
     kind = float(norm_type)

@@ -162,6 +162,7 @@ class StageBatches(PipelineLosses, StagePasses):
 
     def _compute(self, microbatches: int, training: bool) -> None:
         limit, schedule = self._limit(microbatches), self._pipeline.schedule
+        limit = self._transport.limit(limit) if training else limit
         stage = Stage(schedule, self.stage_id, self.num_stages, microbatches, limit, backward=training)
         arrived: dict[bool, deque[Message]] = {True: deque(), False: deque()}
         self._transport.begin(microbatches, stage.limit, backward=training)
