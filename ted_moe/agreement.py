@@ -183,14 +183,17 @@ def check_callers(told: Tensor, mixture: int, groups: Any) -> None:
         raise ValueError(several(others, groups, groups.ranks("expert")))
 
 
-def begin_forward(groups: Any, meet: Callable[[int], None]) -> None:
+def begin_forward(groups: Any, device: torch.device, meet: Callable[[int], None]) -> None:
     """A mixture has asked the others; where backward comes next, it asks them once more, so that no rank takes gradients for tokens.
+
+    Only on the CPU: elsewhere the host would wait for the accelerator.
 
     Args:
         groups: a `Groups`, or axes of size 1.
+        device: of the tokens.
         meet: asks, with a number in the place of the mixture's.
     """
-    if groups.size("expert") > 1 and not in_backward():
+    if groups.size("expert") > 1 and device.type == "cpu" and not in_backward():
         groups.meet = meet
 
 

@@ -169,7 +169,8 @@ def through_experts(
     if same is not None:
         same.wait()
     check_callers(callers, mixture, groups)
-    begin_forward(groups, partial(_meet, groups, torch.zeros_like(table if gathered else table[:1]), tokens.shape[1]))
+    nothing = torch.zeros_like(table if gathered else table[:1])
+    begin_forward(groups, tokens.device, partial(_meet, groups, nothing, tokens.shape[1]))
     sending = plan_sending(routes, table.cpu(), share, groups.size("expert"))
     receiving = plan_receiving(arriving, share if gathered else 0, tokens.device)
 

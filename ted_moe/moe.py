@@ -231,7 +231,7 @@ class MoE(nn.Module):
             return through_experts(
                 tokens, routes, partial(run, experts), groups, drop, gathered, self.fused, self.number
             )
-        begin_forward(groups, partial(_meet, groups, tokens.new_zeros(0, tokens.shape[1])))
+        begin_forward(groups, tokens.device, partial(_meet, groups, tokens.new_zeros(0, tokens.shape[1])))
         # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
         capacity = routes.capacity if room is None else room.wait()
         capacity = -(-capacity // ranks) * ranks if drop else capacity

@@ -151,7 +151,7 @@ _PLACES += ("plugins/axonn_plugins/pccl/csrc/device.cpp", "plugins/axonn_plugins
 NOT_ON_A_DEVICE = {
     "self._whole.pop(0).wait()": "only gloo's sums in parts hold the whole",
     "capacity = routes.capacity if room is None else room.wait()": "numbers of the host; the wait below it is mutated",
-    "return Agreement(int(count), tokens, self.groups, drawn).wait()": "the same",
+    "return Agreement(int(count), tokens, self.groups, drawn, self.number).wait()": "the same",
     "same.wait()": "the same",
     "self.pending.wait()": "threads of a wire that cannot be asked: gloo",
     "pending.wait()": "the same, and the wait of `Incoming.take`, which is mutated",

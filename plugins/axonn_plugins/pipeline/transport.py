@@ -53,7 +53,7 @@ class Transport:
         self._cold = wire.ahead == 0
 
     def limit(self, chosen: int) -> int:
-        """How many microbatches may be under way in the next batch that trains, where so many are `chosen`; the same on all stages."""
+        """Microbatches that may be under way in the next batch that trains, where so many are `chosen`; the same on all stages."""
         return 1 if self._cold else chosen
 
     def begin(self, microbatches: int, window: int, *, backward: bool = True) -> None:
