@@ -153,6 +153,7 @@ NOT_ON_A_DEVICE = {
     "capacity = routes.capacity if room is None else room.wait()": "numbers of the host; the wait below it is mutated",
     "return Agreement(int(count), tokens, self.groups, drawn, self.number).wait()": "the same",
     "same.wait()": "the same",
+    "Agreement(0, nothing, groups, 0, number).wait()": "asked on the CPU alone",
     "self.pending.wait()": "threads of a wire that cannot be asked: gloo",
     "pending.wait()": "the same, and the wait of `Incoming.take`, which is mutated",
     "(self.send if forth == (self._own == link) else self.receive)(byte, other, channel).wait()": "whether links connect: test_ordered.py",
