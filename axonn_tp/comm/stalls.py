@@ -78,7 +78,9 @@ class _Watch:
         self._number, self._rank, self._size = _Watch.made, world.rank(), world.size()
         store = dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may be waiting on that one.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store
+        with suppress(AttributeError, RuntimeError):  # stores that have no connection
+            self._store = store.clone()
         threading.Thread(target=self._look, name="axonn-stalls", daemon=True).start()
 
     made = 0

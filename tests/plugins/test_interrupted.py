@@ -94,7 +94,9 @@ def test_commands_end_and_leave_nothing(tmp_path: Path) -> None:
         assert until(lambda one=one: not [*one.session()] and not one.clusters(), 5.0), name
         assert "Traceback" not in one.said, one.said
         if name != "quickstart":
-            assert one.said.endswith("\naxonn: interrupted\n") and one.left() == ["output"], (one.left(), one.said)
+            assert one.said.endswith("\naxonn: interrupted\n"), one.said
+            reports = {"found.json", "found.md"}  # of the systems that had ended
+            assert set(one.left()) - (reports if name == "test gpu" else set()) == {"output"}, one.left()
     run = tmp_path / "quickstart" / "runs" / "quickstart"
     (saved,) = (run / "checkpoints").glob("step_*")
     assert f"stopped after step {int(saved.name.removeprefix('step_'))}" in started["quickstart"].said

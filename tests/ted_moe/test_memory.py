@@ -142,9 +142,9 @@ def test_the_stash_is_as_large_as_the_formula_says():
     for found in run_ranks(stashed, 4, features, experts, tokens):
         for (dropping, fused), nbytes in found.items():
             expected = memory.stash_bytes(model, experts, tokens, Degrees(2, 2), dropping=dropping, fused=fused)
-            # Not there: the all-reduces outside the layer's experts. Besides: the capacity that ranks agree on, and ten numbers
-            # of each of two tensor groups.
-            asked = 8 * (1 + 2 * 10)
+            # Not there: the all-reduces outside the layer's experts. Besides: the capacity that ranks agree on, the layer's
+            # number twice, and ten numbers of each of two tensor groups.
+            asked = 8 * (3 + 2 * 10)
             assert nbytes == expected - 3 * tokens * features * 2 + asked
 
 
