@@ -71,22 +71,22 @@ class Calls:
 class _Watch:
     """A thread that looks now and then whether this rank goes on."""
 
+    made = 0
+
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._world = ref(world)
         self.logs: dict[tuple[int, ...], Calls] = {}
         _Watch.made += 1
         self._number, self._rank, self._size = _Watch.made, world.rank(), world.size()
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may be waiting on that one.
         self._store = store
         with suppress(AttributeError, RuntimeError):  # stores that have no connection
             self._store = store.clone()
         threading.Thread(target=self._look, name="axonn-stalls", daemon=True).start()
 
-    made = 0
-
     def _look(self) -> None:
-        with suppress(Exception):  # the store goes with the job
+        with suppress(RuntimeError):  # the store goes with the job
             before, since, nap = -1, time.monotonic(), _LOOK
             while True:
                 time.sleep(min(nap, SECONDS / 2))
@@ -149,7 +149,7 @@ class _Watch:
         """End this process, the last of those that have been told."""
         sys.stdout.flush()
         print(f"axonn: {said}", file=sys.stderr, flush=True)
-        with suppress(Exception):
+        with suppress(RuntimeError):
             told, deadline = f"axonn calls {self._number} told", time.monotonic() + _GRACE
             here = self._store.add(told, 1)
             while here < self._size and time.monotonic() < deadline:

@@ -39,8 +39,8 @@ class Wire(Protocol):
 
     Attributes:
         polls: whether `Pending.done` is known without waiting; else a thread waits at each link.
-        ahead: receives from a neighbour that may be posted before the stage has nothing else to do. None where a receive occupies the
-            accelerator: whatever waits for all that runs there, as loading a kernel may, would wait for the neighbour, too.
+        ahead: receives from a neighbour that may be posted before the stage has nothing else to do; 0 where a receive occupies the
+            accelerator, as whatever waits for all that runs there, as loading a kernel may, would wait for the neighbour, too.
         device: where buffers are.
         timeout: seconds that a message may take.
     """

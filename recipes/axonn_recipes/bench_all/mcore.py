@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from axonn_recipes.bench_all.settings import Settings, Way
 from axonn_recipes.bench_all.weights import drawn, keep_zeros
 from axonn_recipes.bench_all.work import LEARNING_RATE, batch_of
-from axonn_recipes.bench_moe.mcore import let_dispatch_on_cpu
+from axonn_recipes.bench_moe.mcore import let_dispatch_on_cpu, mixture
 from axonn_recipes.data import Corpus
 from axonn_recipes.megatron_gpt.settings import Settings as Training
 
@@ -31,17 +30,9 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
     side = _training(settings, way)
     over = {"expert_model_parallel_size": way.experts, "expert_tensor_parallel_size": 1}
     train.start(side, **over)
-    config = replace(
-        transformer(side),
-        num_moe_experts=settings.experts,
-        moe_router_topk=settings.k,
-        moe_ffn_hidden_size=settings.width,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        add_bias_linear=False,
-        **over,
+    model, optimizer = build_model(
+        side, mixture(transformer(side), settings, over), lambda built: _fill(built, settings, parallel_state)
     )
-    model, optimizer = build_model(side, config, lambda built: _fill(built, settings, parallel_state))
     optimizer.config.clip_grad = 0.0
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0

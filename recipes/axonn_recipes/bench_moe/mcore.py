@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,23 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
     if not way.ours:
         over["expert_tensor_parallel_size"] = 1
     train.start(side, **over)
-    config = replace(
-        transformer(side),
+    config = mixture(transformer(side), settings, over)
+    model, optimizer = build_model(side, config, lambda built: _fill(built, settings, parallel_state))
+    noise = torch.randint(256, (2**16,), generator=torch.Generator().manual_seed(settings.seed))
+    steps = train.Steps(side, model, optimizer, Corpus(noise, noise, 1, "noise"))
+    return lambda: torch.tensor(steps.take(0)[0])
+
+
+def mixture(dense: Any, settings: Any, over: Mapping[str, int]) -> Any:
+    """Megatron's configuration with experts in every layer, no token dropped and no auxiliary loss.
+
+    Args:
+        dense: the configuration without.
+        settings: number of `experts`, `k` a token, and their `width`.
+        over: degrees of expert parallelism.
+    """
+    return replace(
+        dense,
         num_moe_experts=settings.experts,
         moe_router_topk=settings.k,
         moe_ffn_hidden_size=settings.width,
@@ -44,10 +59,6 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
         add_bias_linear=False,
         **over,
     )
-    model, optimizer = build_model(side, config, lambda built: _fill(built, settings, parallel_state))
-    noise = torch.randint(256, (2**16,), generator=torch.Generator().manual_seed(settings.seed))
-    steps = train.Steps(side, model, optimizer, Corpus(noise, noise, 1, "noise"))
-    return lambda: torch.tensor(steps.take(0)[0])
 
 
 def let_dispatch_on_cpu() -> None:
