@@ -138,6 +138,7 @@ WRONG = [
     ("--model layers=2,layers=3,hidden=64,heads=4", "gives layers twice"),
     ("--whole --mode paper", "not with --mode paper"),
     ("--attention plain --strategy axonn", "not with --strategy axonn"),
+    ("--attention latest --mode roofline", '--attention = "latest" is not of --mode roofline'),
     ("--attention flash", '--attention = "flash" is not known'),
     ("--machine emulated-5bit", 'use "emulated"'),
     ("--model unet-1b --sequence 64", "whose samples are images"),
