@@ -190,6 +190,14 @@ def test_a_fit_is_not_begun_that_cannot_be_written(capsys):
     )
 
 
+@pytest.mark.parametrize("option", ["--ted experts=4", "--interleave = 2", "--mode paper"])
+def test_sizes_of_grids_beside_what_grids_do_not_know(option, capsys):
+    code, _, err = run(
+        f"plan --model gpt-5b --machine a100 --gpus 8 --batch 8 --fix gz=4 {option.replace(' = ', ' ')}", capsys
+    )
+    assert code == 2 and f"names gz, sizes of --strategy axonn, with which {option} is not modelled; use n1" in err
+
+
 def test_wrong_tokens_per_batch(capsys):
     base = "plan --model gpt-5b --machine a100 --gpus 8 --tokens-per-batch"
     assert "use 2097152, which is --batch 1024" in run(f"{base} 2097153", capsys)[2]

@@ -259,9 +259,20 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
             f"{more} is modelled for 1d, 2d and summa in --mode roofline, not with {which}; leave one of the two out"
         )
     apart = bool(mode == "paper" or _other_schedule(setting) or setting.experts or more)
-    return tuple(
+    found = tuple(
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
+    if not found:
+        why = (
+            f"--ted experts={setting.experts}"
+            if setting.experts
+            else _other_schedule(setting) or more or f"--mode {mode}"
+        )
+        raise ConfigError(
+            f"--fix names {', '.join(fixed)}, sizes of --strategy axonn, with which {why} is not modelled; use {', '.join(values.PIPELINED)}, or "
+            "leave one of the two out"
+        )
+    return found
 
 
 def _known(strategies: tuple[AnyStrategy, ...], trained: model.Model) -> tuple[AnyStrategy, ...]:
