@@ -183,7 +183,7 @@ def _days(title: str, trained: str, strategy: Strategy, samples: float) -> Outco
 
 
 def all_gather() -> dict[str, Any]:
-    """What NCCL took for an all-gather on 32 A100: bytes, and microseconds by GPUs a node."""
+    """Times of an all-gather by NCCL on 32 A100: bytes, and microseconds by GPUs a node."""
     return files.read("all_gather", Path(__file__).with_name("all_gather.toml"))
 
 
