@@ -1,4 +1,4 @@
-"""What a script has handed over before experts in lists were dealt out, without those of other ranks."""
+"""Other ranks' experts taken out of all that a script has handed over before those in lists were dealt out."""
 
 from __future__ import annotations
 
