@@ -266,7 +266,7 @@ class WholeStep:
 
 
 def _copied(held: Held) -> Held:
-    """What may be stepped in vain, where ranks with another home's gradient need this one at their calls."""
+    """A copy to be stepped in vain, where ranks with another home's gradient need this one at their calls."""
     state = {key: value.clone() for key, value in held.state.items()}
     return replace(held, weights=held.weights.clone(), known=copy.deepcopy(held.known), state=state)
 
