@@ -27,6 +27,7 @@ from axonn_tp.layers.layer_norm import LayerNorm
 from axonn_tp.layers.linear import Linear
 from axonn_tp.layers.rms_norm import RMSNorm
 from axonn_tp.layers.tokens import Tokens
+from axonn_tp.plan.evaluating import evaluating
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     Linear: nn.Linear,
@@ -156,7 +157,7 @@ def first_difference(
         return hook
 
     handles = [module.register_forward_hook(note(name, module)) for name, module in ends.items()]
-    training, on_cpu = [module for module in model.modules() if module.training], torch.get_rng_state()
+    on_cpu = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(mesh.device) if mesh.device.type == "cuda" else None
 
     def again() -> None:
@@ -165,20 +166,17 @@ def first_difference(
             torch.cuda.set_rng_state(on_device, mesh.device)
 
     try:
-        model.eval()
-        with _uncompiled():
+        with evaluating(model), _uncompiled():
             run()
         again()
         split_pass = {name: list(rows) for name, rows in seen.items()}
         for rows in seen.values():
             rows.clear()
         whole = True
-        with as_serial(model, mesh):
+        with evaluating(model), as_serial(model, mesh):
             run()
     finally:
         again()
-        for module in training:
-            module.training = True
         for handle in handles:
             handle.remove()
     differences = torch.tensor([_relative(split_pass[name], seen[name]) for name in ends], dtype=torch.float64)

@@ -151,6 +151,34 @@ def mixture() -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **experts))
 
 
+class Switch(transformers.SwitchTransformersForConditionalGeneration):
+    """Its loss holds two of its routers, means over rows and over each row's tokens: it has them where it is asked to."""
+
+    def forward(self, **keywords: Any) -> Any:
+        return super().forward(output_router_logits=True, **keywords)
+
+
+def switch() -> nn.Module:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    sparse = {"num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4}
+    losses = {"router_z_loss_coef": 0.1, "router_aux_loss_coef": 0.5}
+    off = {"router_jitter_noise": 0.0, "dropout_rate": 0.0, "decoder_start_token_id": PAD, "pad_token_id": PAD}
+    return Switch(transformers.SwitchTransformersConfig(**sizes, **sparse, **losses, **off))
+
+
+def nllb() -> nn.Module:
+    """A mean over labels, beside a loss of the balance between experts over the tokens of all readers."""
+    torch.manual_seed(0)
+    places = ("encoder", "decoder")
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "d_model": 32, "num_experts": 4, "expert_capacity": 99}
+    sizes |= {f"{place}_{name}": 2 for place in places for name in ("layers", "attention_heads", "sparse_step")}
+    sizes |= {f"{place}_ffn_dim": 24 for place in places} | {f"{place}_layerdrop": 0.0 for place in places}
+    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0)
+    losses = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "decoder_start_token_id": 2}
+    return transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**sizes, **off, **losses))
+
+
 def longest(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Padded to the longest of those that are read together."""
     length = max(len(sample["input_ids"]) for sample in samples)
@@ -158,6 +186,7 @@ def longest(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
+ALL = {"remove_unused_columns": False}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
 ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
@@ -168,12 +197,14 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "penalized": (Case(gpt2, arguments=ROUNDS, batch=8), Penalized, None),
     "plain": (Case(Plain, arguments=EPOCH, config=NO_AUTO), None, None),
     "summing": (Case(Summing, arguments=EPOCH, config=NO_AUTO), None, None),
-    "coincidence": (Case(Coincident, arguments=EPOCH | {"remove_unused_columns": False}, config=NO_AUTO), None, None),
+    "coincidence": (Case(Coincident, arguments=EPOCH | ALL, config=NO_AUTO), None, None),
     "collator": (Case(gpt2, batch_encoding, EPOCH), None, None),
     "classifier": (Case(classifier, classes, ROUNDS, batch=8), None, None),
     "weighted": (Case(classifier, classes, ROUNDS, batch=8), Weighted, None),
     "balanced": (Case(mixture, longest, ROUNDS | {"include_num_input_tokens_seen": "all"}, batch=8), None, None),
     "balanced by rows": (Case(mixture, arguments=EPOCH), OwnOfModel, None),
+    "switch": (Case(switch, arguments=EPOCH | ALL, config=NO_AUTO), None, None),
+    "nllb": (Case(nllb, arguments=EPOCH, config=NO_AUTO), None, None),
 }
 
 
@@ -234,11 +265,24 @@ def two_optimizers() -> Any:
     return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp()).train)
 
 
-def both_refused() -> tuple[Any, Any]:
-    return refused(), two_optimizers()
+def routed_padding() -> Any:
+    """Each reader pads to its own longest."""
+    return attempt(trainer(Case(nllb, longest, EPOCH, NO_AUTO), {"tensor_parallel": {"gz": 2}}, 2, "unused").train)
 
 
-def test_labels_on_some_ranks_and_two_optimizers_are_refused_on_all() -> None:
-    for told, given in run_ranks(both_refused, 2):
+def averaged_padding() -> Any:
+    """Labels are of one length, and so are their padding's tokens."""
+    case = Case(switch, lambda some: longest(some) | {"labels": padded(some)["labels"]}, EPOCH | ALL, NO_AUTO)
+    return attempt(trainer(case, {"tensor_parallel": {"gz": 2, "plan": "auto"}}, 2, "unused").train)
+
+
+def all_refused() -> tuple[Any, ...]:
+    return refused(), two_optimizers(), routed_padding(), averaged_padding()
+
+
+def test_labels_on_some_ranks_two_optimizers_and_padding_that_is_routed_are_refused_on_all() -> None:
+    for told, given, routed, averaged in run_ranks(all_refused, 2):
+        assert "or are routed to experts whose balance is part of the loss, and readers pad" in routed
+        assert "is a mean over tokens of padding, too, and readers pad their rows to different lengths" in averaged
         assert "labels are in the batches of 1 of 2 ranks" in told
         assert "the Trainer was given an optimizer (SGD, by optimizers=)" in given

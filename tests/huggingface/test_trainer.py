@@ -150,7 +150,7 @@ def test_as_in_one_process(one: dict[str, Any], ranks: list[dict[str, Any]]) -> 
             assert not isinstance(found, str) and not isinstance(expected, str), (name, found, expected)
             close(found["history"], expected["history"], name)
             assert found["metrics"] == pytest.approx(expected["metrics"], rel=2e-4)
-            for key in ("steps", "checkpoints", "predicted", "parameters"):
+            for key in ("steps", "checkpoints", "predicted", "parameters", "saved"):
                 if key in found and not name.startswith("resumed") and found[key] != expected[key]:
                     raise AssertionError(f"{name}: {key} {found[key]} {expected[key]}")
             if "logits" in found:

@@ -12,6 +12,7 @@ import numpy
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -222,6 +223,7 @@ def trained(
         "predicted": predicted.predictions.tolist(),
         "metrics": reported(predicted.metrics),
         "logits": logits.tolist(),
+        "saved": sorted(load_file(f"{folder}/saved/model.safetensors")),
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
         "folder": folder,
     }

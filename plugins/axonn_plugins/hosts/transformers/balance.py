@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.transformers.accelerate_patch import same
 from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
 
 _NAME, _LOGITS = "load_balancing_loss_func", "gate_logits"
+_ROWS = {"router_probs": _NAME, "router_logits": "router_z_loss_func"}
+"""Switch's functions by their first argument: means over rows, and over each row's tokens, those of padding as well."""
 _have: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _factor: float | Tensor | None = None
 _times = 0
@@ -52,11 +55,48 @@ def balances(model: nn.Module) -> bool:
 
             found.append(modeling_mixtral)
         for module in found:
-            original = getattr(module, _NAME)
-            if _LOGITS in signature(original).parameters and not getattr(original, "axonn", False):
-                setattr(module, _NAME, _of_all(original))
+            for name in (_NAME, *_ROWS.values()):
+                original = getattr(module, name, None)
+                if original is not None and not getattr(original, "axonn", False):
+                    _replace(module, name, original)
         _have[model] = bool(found)
     return _have[model]
+
+
+def _replace(module: Any, name: str, original: Callable[..., Any]) -> None:
+    first = next(iter(signature(original).parameters))
+    if first == _LOGITS:
+        setattr(module, name, _of_all(original))
+    elif _ROWS.get(first) == name:
+        setattr(module, name, _of_rows(original))
+
+
+def _of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def of_rows(rows: Tensor, *rest: Any) -> Any:
+        """Theirs, of which each reader's counts by its rows.
+
+        Raises:
+            ConfigError: readers have padded to different lengths; the same on all ranks.
+        """
+        own = original(rows, *rest)
+        if _factor is None:
+            return own
+        global _times
+        _times += 1
+        tokens = rows.size(1)
+        found = torch.tensor([tokens, -tokens] if share() else [-(2**31)] * 2, device=rows.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if found[0] != -found[1]:
+            raise ConfigError(
+                f"{original.__name__} of {original.__module__.rpartition('.')[2]} is a mean over tokens of padding, too, and readers pad their rows to "
+                'different lengths, so that the loss would depend on the grid; pad all batches to one length (padding = "max_length"), or set '
+                "output_router_logits = False in the model's configuration"
+            )
+        return (own * share() / _factor).to(own.dtype) if share() else own * 0  # of one type on all ranks
+
+    of_rows.axonn = True  # type: ignore[attr-defined]
+    return of_rows
 
 
 def _of_all(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +127,7 @@ def _counting_once(whole: Tensor, readers: int) -> Tensor:
     value = whole.detach()
     if not share():
         return whole * 0
-    counted: Tensor = value * share() / _factor + (whole - value) * readers / _factor
+    counted: Tensor = (value * share() / _factor + (whole - value) * readers / _factor).to(whole.dtype)
     counted.axonn_whole = value  # type: ignore[attr-defined]
     return counted
 

@@ -26,6 +26,7 @@ from axonn_plugins.hosts.transformers.balance import balanced, balances, times
 from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
 from axonn_plugins.hosts.transformers.tokens import of_all_readers
+from axonn_tp.plan.evaluating import evaluating
 
 _COPIES = {"to", "clone", "detach", "float", "half", "bfloat16", "double"}
 _TIMES = 3  # of a batch that is repeated: a loss over pairs of its rows grows by another factor
@@ -250,11 +251,6 @@ def _growth(model: nn.Module, loss: Callable[..., Any], rows: dict[str, Any]) ->
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is random and nothing is kept."""
-    training = model.training
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            yield
-    finally:
-        model.train(training)
+    with evaluating(model), torch.random.fork_rng(devices), torch.no_grad():
+        yield

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.goldfish import IGNORED
+from axonn_plugins.hosts.transformers.balance import balances
 from axonn_plugins.hosts.transformers.last_batch import Nothing
 from axonn_plugins.hosts.transformers.readers import has_block
 
@@ -36,13 +37,17 @@ def refuse_padded_targets(self: Any, batches: list[Any]) -> None:
     for counts, longest, shortest in found.view(-1, 3).tolist():
         if counts and longest != -shortest:
             raise ConfigError(
-                f"labels of padding count as targets, and readers pad their rows to different lengths ({-shortest} and {longest}), so that the loss would "
-                f'depend on the grid; give padding the label {IGNORED}, or pad all batches to one length (padding = "max_length")'
+                "labels of padding count as targets, or are routed to experts whose balance is part of the loss, and readers pad their rows to different "
+                f"lengths ({-shortest} and {longest}), so that the loss would depend on the grid; give padding the label {IGNORED} and a mixture's decoder a "
+                'decoder_attention_mask, or pad all batches to one length (padding = "max_length")'
             )
 
 
 def _counts_padding(self: Any, batch: Mapping[str, Any], labels: Tensor) -> bool:
     mask, config = batch.get("attention_mask"), getattr(self.model, "config", None)
+    routed = getattr(config, "is_encoder_decoder", False) and getattr(config, "output_router_logits", False)
+    if routed and "decoder_attention_mask" not in batch and balances(self.model):
+        return True
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         return bool(((mask == 0) & (labels != IGNORED)).any())
     pad = getattr(config, "pad_token_id", None)
