@@ -115,6 +115,7 @@ MUTATIONS = [
     Mutation(_OVERLAP, "            gather.bundle.wait()", "            pass", ("grids",)),
     _pending("axonn_tp/comm/gradients.py", "flat = under_way.wait()", "grids"),
     _pending("axonn_tp/comm/reducer.py", "bucket.pending.wait()", "grids"),
+    Mutation("axonn_tp/comm/replicated.py", "        work.wait()", "        pass", ("replicas",)),
     _pending(_OVERLAP, 'start_sum_of_shares(grad, mesh, "z").wait()', "grids"),
     _pending("axonn_tp/comm/bundle.py", "self._pending.wait()", "grids"),
     _pending("axonn_tp/layers/entry.py", "now.gather.wait()", "grids"),

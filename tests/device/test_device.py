@@ -43,10 +43,12 @@ EVERY_RUN += (
     "stages_3",
     "stages_4",
     "composed",
+    "replicas",
     "weights_of_losses",
     "host_waits",
     "deepspeed_flat",
     "deepspeed_stages",
+    "deepspeed_replicas",
     "deepspeed_pccl",
 )
 MORE = ("stages_2", "stages_2_replicas_2", "stages_4_replicas_2", "composed_8")
