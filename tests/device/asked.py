@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -41,8 +40,11 @@ def asked_by_lightning() -> None:
     mesh = Mesh(Grid(gx=2), "cuda")
     model, optimizer = split_model(mesh)
     first, second = gradients.Gradients(model, mesh), gradients.Gradients(model_of().to(GPU), mesh)
-    model(rows_of(0).to(GPU)).square().mean().backward()
-    gradients.finish([first, second], mesh)
+    torch.use_deterministic_algorithms(True)
+    for _ in range(2):  # behind the first, nothing else is waited for
+        model(rows_of(0).to(GPU)).square().mean().backward()
+        gradients.finish([first, second], mesh)
+    torch.use_deterministic_algorithms(False)
     parameters = list(model.parameters())
     for kind in (2.0, float("inf")):
         assert gradients.clip(parameters, mesh, 0.1, kind) > 0
@@ -132,7 +134,5 @@ def asked_by_systems() -> None:
     torch.manual_seed(dist.get_rank())
     assert same_seed(ted_moe.topology.Groups(ted_moe.Topology(2, 2, 1))) == 0
     regrow = {"sparsity": 0.5, "regrow": {"interval": 1, "end_step": 9}}
-    for stage, block in ((1, {"sparsity": 0.5, "pruner": "snip"}), (0, regrow)):
-        cases._composed(stage, {"tensor_parallel": {"gz": 2, "plan": "auto"}, "samo": block}, partial(ADAMW, lr=0.03))
-    for stage in (0, 1):
-        cases._composed(stage, {"samo": regrow}, ADAMW)
+    for stage, block in ((1, {"sparsity": 0.5, "pruner": "snip"}), (0, regrow), (1, regrow)):
+        cases._composed(stage, {"samo": block})
