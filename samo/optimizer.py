@@ -13,6 +13,7 @@ from axonn_plugins.optim.flat import Factory, FlatOptimizer
 from axonn_plugins.optim.index import Index
 from axonn_plugins.optim.move import Layout, move
 from axonn_plugins.optim.store import Entry, Store
+from axonn_tp.comm.replicated import send_first
 from samo import fused
 from samo.mask_file import masks_within
 from samo.native import native_step
@@ -136,6 +137,9 @@ class Optimizer(FlatOptimizer):
                     dist.all_reduce(gradient, group=entry.process_group)
                 found[entry.name] = gradient / entry.divisor
         self._watched = dict.fromkeys(self._watched)
+        if self.mesh is not None:
+            parameters = {entry.name: entry.parameter for entry in self.entries}
+            send_first(((parameters[name], gradient) for name, gradient in found.items()), self.mesh)
         return found
 
     def _take(self, entry: Entry) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import all_reduce, start_all_reduce_
+from axonn_tp.comm.replicated import send_first
 from axonn_tp.comm.stalls import step_ends
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Axes, Mesh
@@ -26,13 +27,16 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
 
     Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
     data, all others over z and data. A parameter that no rank has a gradient of stays without; where some have one, others count as zero.
+    On accelerators replicas over x and y then get the first one's (`axonn_tp.comm.replicated`).
 
     Args:
         parameters: trained parameters, the same in the same order on every rank.
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
     """
+    parameters = list(parameters)
     sum_gradients(parameters, partial(summed_over, mesh=mesh), mesh.grid.batch if average else 1)
+    send_first(((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None), mesh)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
 from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, summed_over
+from axonn_tp.comm.replicated import send_first
 from axonn_tp.comm.stalls import step_ends
 from axonn_tp.grid.mesh import Mesh
 
@@ -115,6 +116,7 @@ class GradientReducer:
             self._summed.update(bucket.parameters)
             bucket.started, bucket.pending, bucket.flat = False, None, None
             bucket.arrived.clear()
+        send_first(((p, p.grad) for p in self._parameters if p.grad is not None), self.mesh)
         if self._order is not None:
             self._refill()
 

@@ -812,6 +812,9 @@ def main(file: Path | None, names: list[str]) -> dict[str, str]:
     failed = {}
     if any(name.startswith("deepspeed") for name in names):
         import tests.device.deepspeed  # noqa: F401  which takes seconds
+    if any(name.startswith(("replicas", "asked")) for name in names):
+        import tests.device.asked
+        import tests.device.replicas  # noqa: F401  both need this one
     for name in names or CASES:
         begin = time.perf_counter()
         try:

@@ -137,6 +137,13 @@ class Communicator : public Backend {
       return std::vector{gloo.allgather(rooms, own, options)};
     });
   }
+  Pointer gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    std::vector<Tensors> rooms;
+    for (const auto& each : outputs) rooms.push_back(host_view(each));
+    return post("gather to " + std::to_string(options.rootRank), inputs, outputs.empty() ? Tensors{} : outputs[0],
+                [rooms, own = host_view(inputs), options](Backend& gloo) mutable { return std::vector{gloo.gather(rooms, own, options)}; },
+                [] {}, false);
+  }
   Pointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     TORCH_CHECK(input.numel() == output.numel() * size_, "reduce_scatter_tensor of ", input.numel(), " into ", output.numel());
     return scatters({output}, {input}, options);

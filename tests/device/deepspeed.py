@@ -7,6 +7,7 @@ device, as DeepSpeed does.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +23,14 @@ from axonn_plugins.pccl import device_tuner  # noqa: E402
 from axonn_plugins.pccl.backend import planner  # noqa: E402
 from tests.compose.training import ACCUMULATION, Case, obeyed, readers_of, serial_run, start  # noqa: E402
 from tests.device.cases import REAL, case  # noqa: E402
+from tests.device.replicas import apart  # noqa: E402
+from tests.noisy import noisy  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 PRUNED, OFFLOAD, GOLDFISH = {"sparsity": 0.8}, {"bucket_size": 1024}, {"k": 2, "h": 3}
 
 
-def grid(**sizes: int) -> dict[str, Any]:
+def grid(**sizes: Any) -> dict[str, Any]:
     return {"plan": "auto", **sizes}
 
 
@@ -100,7 +103,18 @@ def _change_whole(parameters: list[torch.Tensor]) -> None:
     assert all(torch.equal(before + 1, after) for before, after in zip(found[0], found[2], strict=True))
 
 
-def compare_all(runs: dict[str, Case]) -> None:
+def stay_replicas(run: Case) -> None:
+    """Replicas of parameters are the same after many steps in which no two ranks compute a gradient to the same bits."""
+    with noisy((torch.nn.functional, "scaled_dot_product_attention"), (torch.nn.functional, "gelu")):
+        engine = start(run)
+        train(engine, run)
+    found = apart(engine.module, engine.mesh)
+    engine.destroy()
+    dist.barrier()
+    assert not found, found
+
+
+def compare_all(runs: dict[str, Case], compare: Callable[[Case], None] = compare) -> None:
     os.environ["LOCAL_RANK"] = "0"  # each process has a device of its own
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     axonn_plugins.activate()
@@ -122,6 +136,19 @@ def deepspeed_flat() -> None:
 @case(4, world=False)
 def deepspeed_stages() -> None:
     compare_all(STAGED)
+
+
+@case(4, world=False)
+def deepspeed_replicas() -> None:
+    replicated, many = {"layout": "replicated"}, {"steps": 20}
+    compare_all(
+        {
+            "ZeRO-1": Case({"tensor_parallel": grid(gy=2, gz=2, **replicated), "samo": PRUNED}, 1, **many),
+            "experts, ZeRO-2": Case({"ted": {"tensor": 2}, "offload_optimizer": OFFLOAD}, 2, 2, **many),
+            "2 stages": Case({"tensor_parallel": grid(gy=2, **replicated), "pipeline": {}}, 1, None, 2, True, **many),
+        },
+        stay_replicas,
+    )
 
 
 @case(4, world=False)

@@ -33,6 +33,7 @@ _EARLY = ".early()"
 """What a `Pending` gives in the mutated package without waiting."""
 _WAIT = '    def wait(self) -> Tensor:\n        """The result."""'
 _EARLY_TOO = "    def early(self) -> Tensor:\n        return self.tensor if self._arrange is None else self._arrange(self.tensor)\n\n"
+_HOSTS = "plugins/axonn_plugins/hosts"
 _LONGEST = 600
 """Seconds of a mutation, behind which it hangs; a case takes less than ten on an idle core."""
 
@@ -58,6 +59,140 @@ class Mutation:
 def _pending(file: str, old: str, *cases: str, place: int = 0) -> Mutation:
     return Mutation(file, old, old.replace(".wait()", _EARLY), cases, place)
 
+
+ASKED = [
+    (
+        f"{_HOSTS}/lightning/norms.py",
+        'dist.all_reduce(norms, dist.ReduceOp.MAX, group=mesh.group("grid"))',
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/deepspeed.py",
+        "dist.all_reduce(found, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)",
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/strategy.py",
+        "dist.all_reduce(found, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)",
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/gradients.py",
+        'dist.all_reduce(present, dist.ReduceOp.MAX, group=self.mesh.group("grid"))',
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/gradients.py",
+        'dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.group("grid"))',
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/gradients.py",
+        'dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))',
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/replicas.py",
+        'dist.all_gather(cards, card, group=self.mesh.group("model"))',
+        ("asked_by_lightning",),
+    ),
+    (
+        f"{_HOSTS}/lightning/replicas.py",
+        'dist.all_reduce(found, group=_made[0].group("batch"))',
+        ("asked_by_lightning",),
+    ),
+    (f"{_HOSTS}/lightning/states.py", "dist.gather(own, shards, dst=0)", ("asked_by_lightning",)),
+    (
+        f"{_HOSTS}/transformers/padded_targets.py",
+        "dist.all_reduce(found, dist.ReduceOp.MAX)",
+        ("asked_by_transformers",),
+    ),
+    (f"{_HOSTS}/transformers/unfilled.py", "dist.broadcast(seed, 0)", ("asked_by_transformers",)),
+    (f"{_HOSTS}/transformers/readers.py", "dist.broadcast(seed, 0)", ("asked_by_transformers",)),
+    (
+        f"{_HOSTS}/transformers/balance.py",
+        "dist.all_gather(lengths, torch.tensor([len(own)], device=rows.device))",
+        ("asked_by_transformers",),
+    ),
+    (f"{_HOSTS}/transformers/balance.py", "dist.all_gather(found, padded)", ("asked_by_transformers",)),
+    (f"{_HOSTS}/transformers/means.py", "dist.all_reduce(summed)", ("asked_by_transformers",)),
+    (f"{_HOSTS}/transformers/neftune.py", "dist.all_gather(found, sizes)", ("asked_by_transformers",)),
+    (
+        f"{_HOSTS}/transformers/accelerate_patch.py",
+        "dist.all_reduce(flag, dist.ReduceOp.MAX)",
+        ("asked_by_transformers",),
+    ),
+    (
+        f"{_HOSTS}/megatron/moe.py",
+        'dist.broadcast(parameter.data, mesh.experts.ranks("expert_data")[0], _group("expert_data"))',
+        ("asked_by_megatron",),
+    ),
+    (
+        f"{_HOSTS}/megatron/checkpoint_optimizer.py",
+        "dist.all_reduce(step, dist.ReduceOp.MAX, group)",
+        ("asked_by_megatron",),
+    ),
+    (
+        f"{_HOSTS}/common/replicas.py",
+        "dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)",
+        ("asked_by_systems",),
+    ),
+    (f"{_HOSTS}/common/composition.py", "dist.all_reduce(total)", ("composed",)),
+    (f"{_HOSTS}/common/divisor.py", "dist.all_reduce(summed, group=readers)", ("weights_of_losses",)),
+    (
+        f"{_HOSTS}/deepspeed/whole_parameters.py",
+        'dist.all_reduce(changed, group=self.parameters[0].axonn_whole.mesh.group("grid"))',
+        ("deepspeed_flat",),
+    ),
+    (
+        f"{_HOSTS}/deepspeed/replica_watch.py",
+        "dist.all_gather(parts, cards, group=self.mesh.group(group))",
+        ("deepspeed_flat",),
+    ),
+    (
+        f"{_HOSTS}/deepspeed/pipeline/losses.py",
+        "dist.broadcast(numbers, src=source, group=self.grid.get_pipe_parallel_group())",
+        ("deepspeed_stages",),
+    ),
+    (f"{_HOSTS}/deepspeed/pipeline/batch.py", "dist.all_reduce(found, op=dist.ReduceOp.MAX)", ("deepspeed_stages",)),
+    (f"{_HOSTS}/deepspeed/pipeline/engine.py", "dist.all_reduce(total)", ("deepspeed_stages",)),
+    (
+        f"{_HOSTS}/deepspeed/pipeline/ties.py",
+        "dist.all_reduce(_gradient_of(weight, optimizer), group=group)",
+        ("deepspeed_stages",),
+    ),
+    ("samo/optimizer.py", "dist.all_reduce(gradient, group=entry.process_group)", ("asked_by_systems",)),
+    (
+        "plugins/axonn_plugins/samo/gradients.py",
+        "dist.all_reduce(self._sums.setdefault(entry.name, room), group=bucket.process_group)",
+        ("asked_by_systems",),
+    ),
+    ("axonn_tp/checkpoint/whole.py", "dist.gather(wholes[0].contiguous(), shards, dst=0)", ("asked_by_systems",)),
+    ("ted_moe/agreement.py", 'dist.broadcast(seed, group=groups.group("tensor"), group_src=0)', ("asked_by_systems",)),
+    ("ted_moe/moe.py", "dist.broadcast(whole, group=groups.group(axis), group_src=0)", ("experts",)),
+    (
+        "axonn_tp/grid/distribute.py",
+        'dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.group("grid"))',
+        ("grids",),
+    ),
+    ("plugins/axonn_plugins/optim/access.py", "dist.all_reduce(kept, group=bucket.process_group)", ("states",)),
+    (
+        "plugins/axonn_plugins/optim/move.py",
+        "dist.all_to_all_single(received, flat, [sum(size) for size in sizes], to, group=bucket.process_group)",
+        ("pruned",),
+    ),
+    (
+        "plugins/axonn_plugins/optim/whole/step.py",
+        "dist.all_reduce(arrived, dist.ReduceOp.MAX, group=self._group)",
+        ("composed",),
+    ),
+    (
+        "plugins/axonn_plugins/pccl/device_tuner.py",
+        "dist.all_reduce(told, dist.ReduceOp.MIN, group)",
+        ("deepspeed_pccl_auto",),
+    ),
+]
+"""Questions that hosts and systems ask of all ranks, which wait within the call."""
 
 MUTATIONS = [
     # Tiles that visit the device
@@ -115,6 +250,7 @@ MUTATIONS = [
     Mutation(_OVERLAP, "            gather.bundle.wait()", "            pass", ("grids",)),
     _pending("axonn_tp/comm/gradients.py", "flat = under_way.wait()", "grids"),
     _pending("axonn_tp/comm/reducer.py", "bucket.pending.wait()", "grids"),
+    Mutation("axonn_tp/comm/replicated.py", "        work.wait()", "        pass", ("replicas",)),
     _pending(_OVERLAP, 'start_sum_of_shares(grad, mesh, "z").wait()', "grids"),
     _pending("axonn_tp/comm/bundle.py", "self._pending.wait()", "grids"),
     _pending("axonn_tp/layers/entry.py", "now.gather.wait()", "grids"),
@@ -182,6 +318,14 @@ MUTATIONS = [
             ),
         )
     ),
+    *(Mutation(file, old, old[:-1] + ", async_op=True)", cases) for file, old, cases in ASKED),
+    _pending(
+        f"{_HOSTS}/megatron/parameters.py",
+        "start_all_reduce_(torch.cat([grad.reshape(-1) for grad in members]), mesh, name).wait()",
+        "asked_by_megatron",
+    ),
+    Mutation(f"{_HOSTS}/deepspeed/pipeline/losses.py", "expected[1].wait()", "pass", ("deepspeed_stages",)),
+    Mutation("axonn_tp/layers/tuning.py", "    events[1].record()", "    pass", ("grids",)),
     Mutation(_WIRES, "return self.work.is_completed()", "return True", ("stages_3",)),
     Mutation(_WIRES, "if not self.work.wait(self.timeout):", "if False:", ("stages_3",)),
     Mutation("axonn_tp/layers/tuning.py", "    events[1].synchronize()", "    pass", ("grids",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -43,10 +44,16 @@ EVERY_RUN += (
     "stages_3",
     "stages_4",
     "composed",
+    "replicas",
     "weights_of_losses",
     "host_waits",
+    "asked_by_lightning",
+    "asked_by_transformers",
+    "asked_by_megatron",
+    "asked_by_systems",
     "deepspeed_flat",
     "deepspeed_stages",
+    "deepspeed_replicas",
     "deepspeed_pccl",
 )
 MORE = ("stages_2", "stages_2_replicas_2", "stages_4_replicas_2", "composed_8")
@@ -173,4 +180,47 @@ def test_every_wait_is_mutated() -> None:
                     continue
                 assert any(name == where and text in line for where, text in mutated), (
                     f"{name} waits, and no mutation takes it away: {line}"
+                )
+
+
+_ASK = {
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce_scatter_tensor",
+}
+NOT_ASKED_OF_A_DEVICE = {
+    "axonn_tp/checkpoint/randomness.py": "gloo's group of checkpoints",
+    "axonn_tp/checkpoint/ranks.py": "the same",
+    "plugins/axonn_plugins/pipeline/lead.py": "gloo's group",
+    "ted_moe/adapters/lists.py": "no case has lists of experts on the device",
+    "plugins/axonn_plugins/pccl/device_tuner.py": "calls that are timed, the device is waited for behind each",
+    "plugins/axonn_plugins/observe/doctor.py": "a command of its own",
+    "plugins/axonn_plugins/ted/regression_training.py": "training that is compared, by a command of its own",
+    "plugins/axonn_plugins/ted/stock.py": "the same",
+    "plugins/axonn_plugins/weights/generate.py": "a command of its own",
+}
+
+
+def test_every_question_is_mutated() -> None:
+    """So is a collective that waits within its call, but for those of groups and commands that are named."""
+    mutated = {(each.file, "".join(each.old.split())) for each in MUTATIONS}
+    for top in ("axonn_tp", "samo", "ted_moe", "plugins/axonn_plugins"):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            name, text = str(file.relative_to(ROOT)), file.read_text()
+            for node in ast.walk(ast.parse(text)) if "dist." in text else ():
+                if not isinstance(node, ast.Call) or any(one.arg == "async_op" for one in node.keywords):
+                    continue
+                called = ast.unparse(node.func).rpartition("dist.")
+                if not called[1] or called[2] not in _ASK:
+                    continue
+                said = "".join(str(ast.get_source_segment(text, node)).split())
+                known = any(
+                    name == where and (said in old or (old in said and len(old) > 20)) for where, old in mutated
+                )
+                assert known or name in NOT_ASKED_OF_A_DEVICE, (
+                    f"{name} asks, and no mutation takes the wait away: {said}"
                 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout
@@ -15,6 +18,7 @@ from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.sharing import column_split, row_split
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Grid, factorisations
+from axonn_tp.comm import replicated
 from axonn_tp.comm.collectives import Collective
 from axonn_tp.layers.cross_entropy import loss_collectives
 from axonn_tp.layers.embedding import embedding_collectives, embedding_layout
@@ -24,6 +28,7 @@ from tests.axonn_tp.counting import joined_over_z
 from tests.distributed import run_ranks
 from tests.megatron import training
 from tests.megatron.training import Case
+from tests.noisy import noisy
 
 LLAMA = Case(
     config={
@@ -155,6 +160,25 @@ def _differing(ranks: list[dict[str, str]]) -> set[str]:
 def test_replicas_stay_identical(ours: list[dict[str, Any]]) -> None:
     for run in ours[0]:
         assert not _differing([rank[run]["replicas"] for rank in ours]), run
+
+
+def _noisy(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """The runs where no two ranks compute a gradient to the same bits, as on an accelerator."""
+    with noisy((DotProductAttention, "forward")), patch.object(replicated, "computed_apart", lambda device: True):
+        return training.train_all(cases)
+
+
+def test_replicas_stay_identical_where_kernels_do_not_compute_the_same_bits_twice(stock: dict[str, Any]) -> None:
+    cases = {
+        "gpt": CASES["gpt"].on(Settings(2, 2, layout="replicated"), steps=20),
+        "sharded": CASES["sharded"].on(Settings(1, 2, 2, layout="replicated"), steps=20),
+        "overlapped": CASES["overlapped"].on(Settings(1, 2), steps=20),
+    }
+    ranks = run_ranks(_noisy, 4, cases)
+    for name in cases:
+        assert not _differing([rank[name]["replicas"] for rank in ranks]), name
+        for kind in ("losses", "norms"):
+            assert _relative(ranks[0][name][kind][:2], stock[name][kind]) < 1e-4, (name, kind)
 
 
 def test_replicas_stay_identical_for_a_hundred_steps_and_recomputation_drops_the_same() -> None:

@@ -61,6 +61,21 @@ SUITES = {
 }
 """Tests that compare a host's training with one process, and do not run the stock host beside it."""
 OLDEST = {"Python": (3, 10), "torch": (2, 8), "deepspeed": (0, 16), "megatron-core": (0, 16)}
+ELSEWHERE = (
+    (
+        "torch",
+        "2.11.0 with CUDA 13.0",
+        "one H100, 1 to 4 ranks, Python 3.12, NCCL 2.28.9, Triton 3.6.0, DeepSpeed 0.19.8, megatron-core 0.16.1",
+        "`axonn test gpu` and `python -m tests.device gpu`, in part: `recipes/axonn_recipes/gpu_test/README.md` says what was compared and what not",
+    ),
+    (
+        "torch",
+        "2.8, 2.9, 2.10 and 2.12",
+        "a compiler",
+        "PCCL's main C++ files read with its headers (-fsyntax-only); nothing ran",
+    ),
+)
+"""By package: its version, where, and what was run there by hand."""
 SECONDS = 900
 
 
@@ -209,9 +224,24 @@ def page(cells: list[Cell]) -> str:
             "",
             "Tests of a host compare its training with one process, without the stock host beside it. A version that pip's index lacks is not in the table.",
             *(f"Of {name}: {', '.join(f'`{file}`' for file in files)}." for name, files in SUITES.items()),
-            "",
+            *elsewhere(),
         ]
     )
+
+
+def elsewhere() -> list[str]:
+    """The table of what the command cannot run again."""
+    return [
+        "",
+        "## Run by hand on other machines",
+        "",
+        "`make compatibility` installs what is for CPUs alone, and writes these rows as they were noted.",
+        "",
+        "| | version | where | what was run |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in ELSEWHERE),
+        "",
+    ]
 
 
 def main() -> int:

@@ -401,8 +401,24 @@ def test_host_memory_beside_a_gpu():
         (3, 25 * 2**20, [3]),
     ],
 )
-def test_a_bucket_has_an_eighth_of_all_and_at_least_256_kib(weights: int, bucket_bytes: int, sizes: list[int]) -> None:
+def test_a_bucket_has_an_eighth_of_what_its_ranks_sum_and_at_least_256_kib(
+    weights: int, bucket_bytes: int, sizes: list[int]
+) -> None:
     entries = [Entry(str(number), nn.Parameter(torch.zeros(2**14)), 0) for number in range(weights)]
     (store,) = make_stores(entries, bucket_bytes)
     assert [len(bucket.entries) for bucket in store.buckets] == sizes
     assert [entry.name for entry in store.entries] == [str(number) for number in reversed(range(weights))]
+
+
+def test_buckets_are_the_same_on_ranks_that_keep_other_elements_of_parameters_of_their_own() -> None:
+    found = []
+    for kept in (2**16, 2**14):
+        own = [Entry(f"own {number}", nn.Parameter(torch.zeros(kept)), 0) for number in range(16)]
+        shared = [Entry(str(number), nn.Parameter(torch.zeros(2**12)), 0, divisor=2) for number in range(64)]
+        apart = [Entry(f"apart {number}", nn.Parameter(torch.zeros(2**12)), 0, divisor=2) for number in range(64)]
+        for entry in apart:
+            entry.replicated = ("x",)
+        (store,) = make_stores([*own[:8], *shared, *apart, *own[8:]], 25 * 2**20)
+        found.append([[entry.name for entry in bucket.entries] for bucket in store.buckets if bucket.divisor == 2])
+    assert found[0] == found[1] and len(found[0]) == 8
+    assert all(len({name.startswith("apart") for name in bucket}) == 1 for bucket in found[0])

@@ -14,7 +14,7 @@ from axonn_plugins.optim.gradients import clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
 from axonn_plugins.optim.memory import state_bytes
-from axonn_plugins.optim.parameters import named_groups
+from axonn_plugins.optim.parameters import check_shares, named_groups
 from axonn_plugins.optim.reducer import Reducer, gather_weights
 from axonn_plugins.optim.segments import make_tiles, step_tiles
 from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
@@ -23,6 +23,7 @@ from axonn_plugins.optim.tiles import Buffers
 from axonn_plugins.optim.whole.find import make_inner
 from axonn_plugins.optim.whole.step import WholeStep
 from axonn_tp import Mesh
+from axonn_tp.comm.replicated import replicated_over, send_first
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 TILE = 2**18
@@ -54,7 +55,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         norm: how squared norms of the parameters' gradients, by name, become the square of the norm of all, the same on
             every rank: for parameters that are shards, or that not all ranks have. By default their sum.
         gradient_dtype: in which gradients are accumulated and reduced, where it is wider than the parameters'.
-        mesh: how parameters lie on the ranks, for optimizers that look at whole ones (`optim.whole`), which are refused without.
+        mesh: how parameters lie on the ranks: for gradients of replicas, which are made the same on accelerators, and for optimizers that
+            look at whole parameters (`optim.whole`), which are refused without.
 
     Attributes:
         overflow: whether the last step was skipped.
@@ -82,14 +84,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        if tile_size < 1:
-            raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
-        if stage not in (0, 1, 2):
-            raise ValueError(f"stage = {stage!r} is not what ranks share; use 0, 1 (state) or 2 (gradients, too)")
-        if stage and group is None:
-            raise ValueError(
-                f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
-            )
+        check_shares(stage, group is not None, tile_size)
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
@@ -108,7 +103,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 if parameter.requires_grad:
                     parameter.data = parameter.data.contiguous()
                     ranks, divisor = ranks_of(group, parameter)
-                    self.entries.append(Entry(self.names[parameter], parameter, number, None, ranks, divisor))
+                    alike = () if mesh is None else replicated_over(parameter, mesh)
+                    self.entries.append(Entry(self.names[parameter], parameter, number, None, ranks, divisor, alike))
                 else:
                     self._frozen.append(parameter)
         self._select()
@@ -237,6 +233,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._take_gradients_set_by_hand()
         self.reducer.finish()
+        if self.mesh is not None:
+            send_first(((entry.parameter, part) for entry, _, part in self.reduced()), self.mesh)
         for change in self.on_gradients:
             change()
         factor = self._factor()

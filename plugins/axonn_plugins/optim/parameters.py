@@ -25,3 +25,24 @@ def named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]
             found.append(parameter)
         plain.append({**group, "params": found})
     return plain, names
+
+
+def check_shares(stage: int, grouped: bool, tile_size: int) -> None:
+    """Refuse what no optimizer on flat stores can do.
+
+    Args:
+        stage: what ranks share.
+        grouped: whether there are ranks to share among.
+        tile_size: elements updated at a time.
+
+    Raises:
+        ValueError: always, then.
+    """
+    if tile_size < 1:
+        raise ValueError(f"tile_size = {tile_size} is not a number of elements; use 1 or more")
+    if stage not in (0, 1, 2):
+        raise ValueError(f"stage = {stage!r} is not what ranks share; use 0, 1 (state) or 2 (gradients, too)")
+    if stage and not grouped:
+        raise ValueError(
+            f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
+        )

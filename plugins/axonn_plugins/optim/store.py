@@ -7,6 +7,7 @@ reduced in one call. The last parameters come first, because backward brings the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,8 @@ class Entry:
         index: where its kept elements are; None: all are.
         process_group: the ranks whose gradients are summed; None: no others.
         divisor: by which the sum is divided.
+        replicated: axes along which replicas are to have the same gradient after the sum; a bucket's entries agree in them, so that
+            a replica has the same elements of the bucket as the others.
         start: where its kept elements begin in the layout of all.
         filled: whether its place among the gradients that are not reduced yet has any.
         arrived: whether it has a gradient since the last step, reduced or not.
@@ -52,6 +55,7 @@ class Entry:
     index: Index | None = None
     process_group: dist.ProcessGroup | None = None
     divisor: int = 1
+    replicated: tuple[str, ...] = ()
     start: int = 0
     filled: bool = False
     arrived: bool = False
@@ -263,7 +267,7 @@ def make_stores(
 
     Args:
         entries: in the order of the model; the last come first in the vectors.
-        bucket_bytes: a bucket is full when it has so many, or an eighth of all, but at least 256 KiB.
+        bucket_bytes: a bucket is full when it has so many, or an eighth of all that its ranks sum, but at least 256 KiB.
         stage: what ranks share: see `Bucket`; buckets are padded so that it divides.
         host: see `Store`.
         gradient_dtype: see `FlatOptimizer`.
@@ -275,9 +279,7 @@ def make_stores(
     for (dtype, _), members in by_kind.items():
         buckets: list[Bucket] = []
         owned, kind = 0, dtype if gradient_dtype is None else torch.promote_types(dtype, gradient_dtype)
-        eighth = sum(entry.kept for entry in members) * kind.itemsize // _CALLS
-        most = min(bucket_bytes, max(_LEAST_BYTES, eighth))
-        for filling in _fill(members, most // kind.itemsize):
+        for filling in _fill(members, bucket_bytes // kind.itemsize, _LEAST_BYTES // kind.itemsize):
             begin = buckets[-1].end if buckets else 0
             for entry, start in zip(filling, _starts(filling, begin), strict=True):
                 entry.start, entry.filled, entry.arrived = start, False, False
@@ -290,13 +292,20 @@ def make_stores(
     return stores
 
 
-def _fill(members: list[Entry], most: int) -> Iterator[list[Entry]]:
-    filling: dict[tuple[dist.ProcessGroup | None, int], list[Entry]] = {}
-    for entry in members:
-        kind = entry.process_group, entry.divisor
+_Kind = tuple[dist.ProcessGroup | None, int, tuple[str, ...]]
+
+
+def _fill(members: list[Entry], most: int, least: int) -> Iterator[list[Entry]]:
+    """Entries by bucket, which is full at an eighth of the elements that its ranks sum: these rank by rank keep as many, of others not all do."""
+    filling: dict[_Kind, list[Entry]] = {}
+    totals: dict[_Kind, int] = defaultdict(int)
+    kinds = [(entry.process_group, entry.divisor, entry.replicated) for entry in members]
+    for entry, kind in zip(members, kinds, strict=True):
+        totals[kind] += entry.kept
+    for entry, kind in zip(members, kinds, strict=True):
         bucket = filling.setdefault(kind, [])
         bucket.append(entry)
-        if sum(other.kept for other in bucket) >= most:
+        if sum(other.kept for other in bucket) >= min(most, max(least, totals[kind] // _CALLS)):
             yield filling.pop(kind)
     yield from filling.values()
 

@@ -127,11 +127,7 @@ def sketch(value: Any) -> Sketch:
 
 
 def rounding(value: Any) -> float:
-    """The relative distance that rounding alone makes between replicas, which other kernels may have computed.
-
-    An accelerator's kernels add up in another order in each call (flash attention's backward among them), which AdamW makes larger.
-    """
+    """The relative distance that rounding alone makes between replicas, which other kernels may have computed."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return 0.0
-    kernels = 1 if value.device.type == "cpu" else 32
-    return kernels * (16 if value.element_size() > 2 else 0.1) * torch.finfo(value.dtype).eps
+    return (16 if value.element_size() > 2 else 0.1) * torch.finfo(value.dtype).eps

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of
 from axonn_tp.comm.collectives import start_all_reduce_
+from axonn_tp.comm.replicated import send_first
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Mesh
 
@@ -155,12 +156,18 @@ def _divide_before_sums(model: Any) -> None:
 
 
 def with_partial_sums(original: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's ``DistributedDataParallel.finish_grad_sync``, which then sums what ranks of x or y computed in parts."""
+    """Megatron's ``DistributedDataParallel.finish_grad_sync``; then what ranks of x or y computed in parts is summed, and what each computed sent."""
 
     @wraps(original)
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _sum_partial(self.module.parameters(), process_groups.mesh())
+        mesh, parameters = process_groups.mesh(), list(self.module.parameters())
+        _sum_partial(parameters, mesh)
+        if (
+            self.bucket_groups or self.expert_parallel_bucket_groups
+        ):  # else the optimizer is ours, and its step sends them
+            split = (one for one in parameters if hasattr(one, "axonn_layout"))
+            send_first(((one, one.main_grad) for one in split if getattr(one, "main_grad", None) is not None), mesh)
 
     return finish_grad_sync
 
