@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
 from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, summed_over
@@ -35,6 +36,7 @@ class _Bucket:
         parameters: whose they are.
         offsets: where each gradient begins.
         flat: where the gradients live, from the first that comes until they are summed.
+        home: the memory that they had last; nothing else has its address while it is known here.
         arrived: parameters whose gradient this backward pass has brought.
         started: whether the sum has begun.
         pending: the call, where more than one rank takes part.
@@ -45,6 +47,7 @@ class _Bucket:
     parameters: list[nn.Parameter]
     offsets: list[int]
     flat: Tensor | None = None
+    home: StorageWeakRef | None = None
     arrived: set[nn.Parameter] = field(default_factory=set)
     started: bool = False
     pending: Pending | None = None
@@ -141,9 +144,6 @@ class GradientReducer:
             dist.broadcast(order, src=0)
         self._order = None
         self._fill([self._parameters[number] for number in order.tolist()])
-        for parameter in self._parameters:
-            if parameter.grad is not None:  # out of the old bucket, which a new one could be mistaken for
-                parameter.grad = parameter.grad.clone()
 
     def _before(self, parameter: nn.Parameter) -> None:
         """A gradient comes.
@@ -209,12 +209,15 @@ class GradientReducer:
 
 
 def _present(bucket: _Bucket) -> Tensor:
-    """Where the gradients live: there still from the last step, or new where ``zero_grad`` let them go."""
-    first, size = bucket.parameters[0], bucket.offsets[-1]
-    for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=False):
-        grad = parameter.grad
-        if grad is not None and grad.is_contiguous() and grad.storage_offset() == offset:
-            whole = grad.untyped_storage()
-            if whole.nbytes() == size * grad.element_size():
-                return grad.new_empty(0).set_(whole)  # type: ignore[call-overload]
-    return torch.empty(size, dtype=gradient_dtype(first), device=first.device)
+    """Where the gradients live: there still from the last step, or new where ``zero_grad`` let them go.
+
+    Autograd's gradients may be parts of other memory of the same size, such as that of a reduce-scatter that they shared.
+    """
+    for parameter in bucket.parameters if bucket.home is not None else ():
+        if parameter.grad is not None and StorageWeakRef(whole := parameter.grad.untyped_storage()) == bucket.home:
+            return parameter.grad.new_empty(0).set_(whole)  # type: ignore[call-overload]
+    flat = torch.empty(
+        bucket.offsets[-1], dtype=gradient_dtype(bucket.parameters[0]), device=bucket.parameters[0].device
+    )
+    bucket.home = StorageWeakRef(flat.untyped_storage())
+    return flat

@@ -33,6 +33,27 @@ class Model(nn.Module):
         return out + self.shift if self.shifts else out
 
 
+class Gated(nn.Module):
+    """Linears that are called in another order than they are declared in."""
+
+    names = ("up", "gate", "down")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((6, 10), (6, 10), (10, 6)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(rows).sigmoid() * self.up(rows))
+
+
+SPLIT = LayerPlan("self_contained")
+
+
+def model_of(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    return kind()
+
+
 def on_grids(grids: list[Grid]) -> None:
     torch.manual_seed(3)
     serial = Model().double()
@@ -142,6 +163,17 @@ def special_steps() -> None:
     for parameter, before in zip(model.up.parameters(), kept, strict=True):
         assert torch.allclose(parameter.grad, before)
     assert all(parameter.grad is None for parameter in model.unused.parameters())
+
+    # Gradients that come in another order than weights were declared in share a reduce-scatter of their bucket's size.
+    model, reference = (axonn_tp.parallelize(model_of(Gated), mesh, dict.fromkeys(Gated.names, SPLIT)) for _ in "ab")
+    reducer = GradientReducer(model.parameters(), mesh)
+    for _ in range(3):
+        for each in (model, reference):
+            each.zero_grad()
+            each(rows).square().mean().backward()
+        reducer.finish()
+        axonn_tp.sync_gradients(reference.parameters(), mesh)
+        compare(model, reference, mesh.grid)
 
 
 def test_steps_without_gradients_and_beside_a_frozen_layer() -> None:
