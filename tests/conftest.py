@@ -6,16 +6,17 @@ A busy machine makes tests slow, but not idle, as ranks are that wait for each o
 Processes are scheduled as batches: gloo's threads turn on messages that nobody has asked for yet, and would take the processor
 from the rank that is about to ask (a quarter of the suite's processor time).
 
-Each test worker keeps to its own cores: ranks wait for each other a thousand times a second, and do so on one core
-without waking another (a fifth of the processor time).
+Each test worker keeps to its share of the cores: ranks wait for each other a thousand times a second, and do so on one core
+without waking another (a fifth of the processor time). Two workers share a core, as some tests wait for time to pass.
 
 Garbage is collected seldom: what a rank leaves behind lives no longer than its test (a tenth of the processor time). What all tests
 import is set apart from it: a search for a plan collects garbage, which took longer than the search.
 
-pccl is not tuned by itself; faults of our own in the search for a plan come out; DeepSpeed's kernels are compiled into a folder of this run:
+pccl is not tuned by itself; faults of our own in the search for a plan come out.
 
-torch guards a compilation by a file that stays when the process is killed, and whoever comes next then waits for ever:
-in a folder shared with other runs one killed test would hang every run after it.
+Ranks' temporary files, and DeepSpeed's kernels, are in a folder of this run, which is deleted at its end. torch guards a compilation by a
+file that stays when the process is killed, and whoever comes next then waits for ever: in a folder shared with other runs one killed test
+would hang every run after it.
 """
 
 import gc
@@ -62,15 +63,16 @@ def pytest_configure(config):
     if worker is not None:
         _keep_to_own_cores(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
     else:  # its workers share this folder
-        folder = tempfile.mkdtemp(prefix="axonn-extensions-")
-        os.environ["TORCH_EXTENSIONS_DIR"] = folder
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = folder = tempfile.mkdtemp(prefix="axonn-tests-")
+        os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["AXONN_PCCL_TUNE"] = "0"
     os.environ["AXONN_DEBUG"] = "1"
 
 
 def _keep_to_own_cores(number, workers):
-    """Cores are dealt out to the workers, with all ranks that they start."""
+    """Cores are dealt out to the workers, each with all ranks that it starts; of more workers than cores some share one."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number % len(cores) :: workers])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Notes = dict[str, Any]
 
@@ -18,6 +19,11 @@ class Dealt(nn.ModuleList):
     """
 
     home: int = 0
+
+    @property
+    def each(self) -> int:
+        """The number of modules that every rank has; what else hangs on the list has a name."""
+        return sum(name.isdigit() for name in self._modules)
 
 
 class DealtNames:
@@ -42,14 +48,14 @@ class DealtNames:
         before, number, after, dealt = self._parts(name)
         if dealt is None:
             return name
-        return f"{before}{number + (dealt.home if home is None else home) * len(dealt)}{after}"
+        return f"{before}{number + (dealt.home if home is None else home) * dealt.each}{after}"
 
     def inward(self, name: str) -> str | None:
         """This rank's name for what a checkpoint holds; None for other ranks' modules."""
         before, number, after, dealt = self._parts(name)
         if dealt is None:
             return name
-        home, own = divmod(number, len(dealt))
+        home, own = divmod(number, dealt.each)
         return f"{before}{own}{after}" if home == dealt.home else None
 
     def _parts(self, name: str) -> tuple[str, int, str, Dealt | None]:
@@ -61,6 +67,8 @@ class DealtNames:
         prefix = max(fitting, key=len)
         before, _, behind = name.rpartition(prefix)
         number, dot, after = behind.partition(".")
+        if not number.isdigit():
+            return name, 0, "", None
         return f"{before}{prefix}", int(number), f"{dot}{after}", self._lists[prefix]
 
     def notes(self, notes: Notes, translate: Callable[[str], str | None]) -> Notes:
@@ -96,3 +104,29 @@ def merged(everyone: list[Notes]) -> Notes:
         for here, there in zip(*(n.get("optimizer", {}).get("groups", []) for n in (first, notes)), strict=True):
             here["params"] += [name for name in there["params"] if name not in set(here["params"])]
     return first
+
+
+def leave_out(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark parameters that are another rank's and free them: whoever took hold of them before lets them go by `still_here`."""
+    for parameter in parameters:
+        parameter.axonn_elsewhere = True  # type: ignore[attr-defined]
+        parameter.data = parameter.data.new_empty(0)
+
+
+def still_here(given: Iterable[Any]) -> list[Any]:
+    """Parameters, pairs of names and parameters, or groups of an optimizer, without the parameters that are another rank's; groups in place."""
+    kept = []
+    for entry in given:
+        if isinstance(entry, dict):
+            held = [entry["params"]] if isinstance(entry["params"], Tensor) else list(entry["params"])
+            here = [not _elsewhere(one) for one in held]
+            entry["params"] = list(compress(held, here))
+            if "param_names" in entry:
+                entry["param_names"] = list(compress(entry["param_names"], here))
+        if isinstance(entry, dict) or not _elsewhere(entry):
+            kept.append(entry)
+    return kept
+
+
+def _elsewhere(entry: Any) -> bool:
+    return getattr(entry[1] if isinstance(entry, tuple) else entry, "axonn_elsewhere", False)

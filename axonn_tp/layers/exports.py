@@ -82,7 +82,7 @@ def give_whole(
                 f"state_dict(keep_vars=True) would hand out this rank's shard of {prefix}{name}; leave keep_vars out for whole tensors, or take "
                 "the shards from named_parameters()"
             )
-        wholes = _wholes(destination, mesh) if wholes is None else wholes
+        wholes = wholes_of(destination, mesh) if wholes is None else wholes
         # Layers that share a parameter share what is made of it.
         whole = wholes.get(id(shard))
         if whole is None:
@@ -90,7 +90,7 @@ def give_whole(
         destination[f"{prefix}{name}"] = whole
 
 
-def _wholes(destination: dict[str, Any], mesh: Mesh) -> Any:
+def wholes_of(destination: dict[str, Any], mesh: Mesh) -> Any:
     """The whole tensors of this call of `state_dict`, gathered the first time, once all ranks are here."""
     if _call.destination() is not destination:
         if not dist.is_initialized():

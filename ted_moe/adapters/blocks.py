@@ -84,11 +84,16 @@ class _PassedBy(nn.Module):
 
 def _without(block: nn.Module, experts: Experts) -> nn.Module:
     """A copy of a block in which the experts are passed by."""
-    inner: Any = copy.copy(experts.module)
-    kind = type(inner)
-    inner.__class__ = type(kind.__name__, (_PassedBy, kind), {"axonn_hidden": experts.arguments[0]})
-    made = copy.copy(block)
+    inner, made = _passed_by(experts), copy.copy(block)
     made._modules = {name: inner if child is experts.module else child for name, child in block._modules.items()}
+    return made
+
+
+def _passed_by(experts: Experts) -> nn.Module:
+    """A copy of experts that gives back what it is given."""
+    made: Any = copy.copy(experts.module)
+    kind = type(made)
+    made.__class__ = type(kind.__name__, (_PassedBy, kind), {"axonn_hidden": experts.arguments[0]})
     return made
 
 
@@ -134,15 +139,21 @@ class _Skipped(nn.Module):
 
 
 @contextmanager
-def stand_ins(model: nn.Module, blocks: Mapping[str, Experts]) -> Iterator[None]:
+def stand_ins(model: nn.Module, blocks: Mapping[str, Experts], found: Mapping[str, Experts]) -> Iterator[None]:
     """While a plan for the other layers is looked for, the experts are not there.
 
     Args:
         model: the model.
         blocks: see `blocks_of`.
+        found: all experts, of which those in lists have layers that a plan would name.
     """
-    there = {name: model.get_submodule(name) for name in blocks}
-    for name, block in there.items():
+    listed = {name: one for name, one in found.items() if one.lists and name.rpartition(".")[0] not in blocks}
+    there = {name: model.get_submodule(name) for name in (*blocks, *listed)}
+    for name, experts in listed.items():
+        passed = _passed_by(experts)
+        passed._modules, passed._parameters = {}, {}
+        _put(model, name, passed)
+    for name, block in ((name, there[name]) for name in blocks):
         made: Any = copy.copy(block)
         made.__class__ = type(type(block).__name__, (_StandIn, type(block)), {})
         made._modules = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import copy_to, reduce_from
 from axonn_tp.context.sums import sharing
-from axonn_tp.grid.distribute import broadcast
+from axonn_tp.grid.distribute import broadcast, distribute
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.layers.activation import split_of
 from axonn_tp.layers.weight import Split
+from ted_moe.adapters.lists import DealtExperts, deal, stack_of
 from ted_moe.adapters.trials import Cut, Experts, Local
 from ted_moe.dropless import through_experts
 from ted_moe.gating import Routes, routes_to
@@ -49,6 +50,7 @@ class Dealt:
         shapes: of this rank's part of each parameter.
         code: the module's own, for this rank's experts.
         number: of the module in exchanges.
+        listed: names of parameters that are one expert's, of which those without rows have no gradient.
         passed_by: tokens skip the experts, as while other layers are compared with the serial model's.
     """
 
@@ -59,6 +61,7 @@ class Dealt:
     shapes: dict[str, tuple[int, ...]]
     code: Local
     number: int
+    listed: frozenset[str] = frozenset()
     passed_by: bool = False
 
     @property
@@ -93,7 +96,7 @@ class Dealt:
             name: self._given(self.cuts[name], p.view(self.shapes[name])) for name, p in module.named_parameters()
         }
         if not len(rows):
-            return _Untouched.apply(rows, *parameters.values())
+            return _Untouched.apply(rows, *(p for name, p in parameters.items() if name not in self.listed))
         sums = self.split and not fused
         rows = copy_to(rows, self.groups, "tensor") if sums else rows
         numbers = torch.arange(len(counts), device=rows.device)
@@ -196,34 +199,60 @@ def adopt(found: Experts, cuts: Mapping[str, Cut], groups: Groups, mesh: Mesh, c
     """
     module, tensor = found.module, groups.size("tensor")
     local, split = found.count // groups.size("expert"), any(cut.dim is not None for cut in cuts.values())
-    code = Local(module, (found.count, local), tensor if split else 1)
-    shapes = {}
-    for prefix, holder in _holders(module).items():
-        layouts = {}
-        for name, parameter in holder._parameters.items():
-            if parameter is not None:
-                layouts[name] = layout_for(tuple(parameter.shape), cuts[prefix + name], mesh.grid)
-                shapes[prefix + name] = _local_shape(layouts[name], mesh.grid)
-                broadcast(parameter, mesh)
+    lists: dict[str, Any] = {prefix: module.get_submodule(prefix.removesuffix(".")) for prefix in found.lists}
+    for parameter in module.parameters():
+        broadcast(parameter, mesh)
+    for listed in lists.values():
+        deal(listed, groups.rank("expert"), groups.size("expert"))
+    code = Local(module, (found.count, local), tensor if split else 1, found.lists)
+    own, shapes = {}, {}
+    for name, parameter in module.named_parameters():
+        stack = stack_of(name, lists)
+        own[name] = cuts[stack] if stack == name else _of_one(cuts[stack])
+        layout = layout_for(tuple(parameter.shape), own[name], mesh.grid, stack != name)
+        shapes[name] = _local_shape(layout, mesh.grid)
+        if stack != name:
+            distribute(parameter, layout, mesh.grid, mesh.coordinates, mesh.device)
+    for prefix, holder in _holders(module, lists).items():
+        layouts = {
+            name: layout_for(tuple(parameter.shape), own[prefix + name], mesh.grid)
+            for name, parameter in holder._parameters.items()
+            if parameter is not None
+        }
         kind, mixin = type(holder), SpreadExperts if holder is module else _Part
-        holder.__class__ = type(kind.__name__, (mixin, kind), {})
+        first = (DealtExperts,) if prefix in lists else ()
+        holder.__class__ = type(kind.__name__, (*first, mixin, kind), {})
         holder._split(mesh, layouts)
+        if prefix in lists:
+            holder.home = groups.rank("expert")
     assert isinstance(module, SpreadExperts)
-    module.axonn_dealt = Dealt(found, cuts, groups, choices, shapes, code, groups.enrol(found.name))
+    alone = frozenset(name for name in own if stack_of(name, lists) != name)
+    module.axonn_dealt = Dealt(found, own, groups, choices, shapes, code, groups.enrol(found.name), alone)
 
 
-def _holders(module: nn.Module) -> dict[str, Any]:
-    """The modules with parameters of their own, and this one, by the prefix of their names."""
-    return {f"{name}." if name else "": one for name, one in module.named_modules() if one is module or one._parameters}
+def _of_one(cut: Cut) -> Cut:
+    """The cut of one expert's parameter, from that of the stack."""
+    return cut if cut.dim is None else replace(cut, dim=cut.dim - 1)
 
 
-def layout_for(shape: tuple[int, ...], cut: Cut, grid: Grid) -> Layout:
-    """The layout of a parameter on the experts' grid: z cuts a flattened stack between experts."""
+def _holders(module: nn.Module, lists: Collection[str]) -> dict[str, Any]:
+    """The modules with parameters of their own that are not one expert's, the lists, and this one, by the prefix of their names."""
+    named = {f"{name}." if name else "": one for name, one in module.named_modules()}
+    return {
+        prefix: one
+        for prefix, one in named.items()
+        if one is module or prefix in lists or (one._parameters and stack_of(prefix, lists) == prefix)
+    }
+
+
+def layout_for(shape: tuple[int, ...], cut: Cut, grid: Grid, alone: bool = False) -> Layout:
+    """The layout of a parameter on the experts' grid: z cuts a flattened stack between experts, and has others of one that is alone."""
     if cut.common:
         return Layout(shape)
     split = () if cut.dim is None or grid.gx == 1 else ((cut.dim, "x"),)
     parts, dim = (cut.parts, cut.dim or 0) if split else (1, 0)
-    return Layout(shape, split, parts, over_z=True, grid=grid, parts_dim=dim)
+    home = ("z",) if alone else ()
+    return Layout(shape, split, parts, over_z=not alone, home=home, grid=grid, parts_dim=dim)
 
 
 def _local_shape(layout: Layout, grid: Grid) -> tuple[int, ...]:

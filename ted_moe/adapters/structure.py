@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ted_moe.adapters.lists import EACH, alike, lists_in, numbered, problem_of, stacks
 from ted_moe.adapters.trials import TOLD, Cut, Experts, goes_by_weights, numbers_of, sums_its_experts
 
 
@@ -45,7 +46,7 @@ def find(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Experts]:
         inside = inside or any(not other or name == other or name.startswith(f"{other}.") for other in apart)
         holds = any(not name or other.startswith(f"{name}.") for other in apart)
         named = _speaks_of_experts(name, module)
-        may_be = named or (_arguments(module) and module._parameters and _count(module) is not None)
+        may_be = named or (_arguments(module) and _may_hold_experts(module))
         if inside or holds or not may_be or next(module.parameters(), None) is None:
             continue
         like = _likeness(module)
@@ -58,11 +59,21 @@ def find(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Experts]:
     return found
 
 
+def _may_hold_experts(module: nn.Module) -> bool:
+    """True if a module whose name says nothing has stacks, is a list, or has one of as many as it says that it has experts."""
+    if module._parameters:
+        return _count(module) is not None
+    lists = [listed for prefix, listed in lists_in(module).items() if prefix.count(".") < 2]
+    told = numbers_of(module, TOLD).values()
+    return any(listed is module or len(numbered(listed)) in told for listed in lists)
+
+
 def _likeness(module: nn.Module) -> Any:
     """Equal for experts that are understood alike: layers of one model."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     numbers = tuple(tuple(sorted(numbers_of(one, re.compile("")).items())) for one in module.modules())
-    return type(module), shapes, numbers, "forward" in vars(module), any(p.is_meta for p in module.parameters())
+    kinds = tuple(type(one) for one in module.modules())
+    return kinds, shapes, numbers, "forward" in vars(module), any(p.is_meta for p in module.parameters())
 
 
 def _speaks_of_experts(name: str, module: nn.Module) -> bool:
@@ -87,13 +98,20 @@ def _understand(name: str, module: nn.Module) -> Experts:
         return refused("has a forward put on the object itself, which would run with another rank's experts")
     if any(parameter.is_meta for parameter in module.parameters()):
         return refused("is on the meta device; build the model on the CPU or the accelerator")
-    count = _count(module)
+    lists = lists_in(module)
+    problem = problem_of(lists)
+    if problem is not None:
+        return refused(problem)
+    shapes, count = stacks(module, lists), _count(module)
     if count is None:
-        return refused("holds parameters that are not one for each of a number of experts that it names (num_experts)")
+        return refused(
+            "holds parameters that are neither one for each of a number of experts that it names (num_experts) nor in an nn.ModuleList of "
+            "experts alike"
+        )
     summed = False
-    for cuts in _whole(module, count):
-        for features in _widths(module, count):
-            experts = Experts(name, module, count, features, cuts, arguments=arguments)
+    for cuts in _whole(shapes, count, bool(lists)):
+        for features in _widths(module, shapes):
+            experts = Experts(name, module, count, features, cuts, shapes, tuple(lists), arguments=arguments)
             if sums_its_experts(experts):
                 summed = True
                 if goes_by_weights(experts):
@@ -103,22 +121,36 @@ def _understand(name: str, module: nn.Module) -> Experts:
             f"computes something else for equal weights by the number of the expert, as by a buffer, a list or its parity, and another rank's "
             f"experts have other numbers; have all that differs between experts in parameters whose first dim is {count}"
         )
+    named = next(
+        (one for one, child in module.named_modules() if isinstance(child, nn.ModuleDict) and alike(child)), None
+    )
+    if named is not None:
+        return refused(
+            f"has modules alike in the nn.ModuleDict {named}, whose keys are no experts' numbers; put experts in an nn.ModuleList"
+        )
     return refused("does not give the weighted sum of what it makes of each token by each of its experts alone")
 
 
-def _whole(module: nn.Module, count: int) -> Iterator[dict[str, Cut]]:
-    """Cuts for experts that are not split, of which vectors are all experts', or those as long as there are experts a number for each."""
-    named = dict(module.named_parameters())
-    yield {name: Cut(common=parameter.dim() < 2) for name, parameter in named.items()}
-    if any(tuple(parameter.shape) == (count,) for parameter in named.values()):
-        yield {
-            name: Cut(common=parameter.dim() < 2 and tuple(parameter.shape) != (count,))
-            for name, parameter in named.items()
-        }
+def _whole(shapes: Mapping[str, tuple[int, ...]], count: int, listed: bool) -> Iterator[dict[str, Cut]]:
+    """Cuts for experts that are not split, of which vectors are all experts', or those as long as there are experts a number for each.
+
+    Beside lists matrices are all experts', too, but stacks of them.
+    """
+
+    def common(name: str, shape: tuple[int, ...]) -> bool:
+        return EACH not in name and (len(shape) < 2 or (listed and shape[0] != count))
+
+    yield {name: Cut(common=common(name, shape)) for name, shape in shapes.items()}
+    numbers = {name for name, shape in shapes.items() if shape == (count,)}
+    if numbers:
+        yield {name: Cut(common=common(name, shape) and name not in numbers) for name, shape in shapes.items()}
 
 
 def _count(module: nn.Module) -> int | None:
-    """The number of experts: named by an attribute, and that of slices of every parameter but vectors of all."""
+    """The number of experts: as many as lists have, or named by an attribute, and that of slices of every parameter but vectors of all."""
+    lists = lists_in(module)
+    if lists:
+        return len(numbered(next(iter(lists.values()))))
     stacks = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
     named = {value for one in module.modules() for value in numbers_of(one, TOLD).values()}
     fitting = [value for value in named if value > 1 and stacks and all(p.shape[0] % value == 0 for p in stacks)]
@@ -126,10 +158,9 @@ def _count(module: nn.Module) -> int | None:
     return max(exact or fitting, default=None)
 
 
-def _widths(module: nn.Module, count: int) -> list[int]:
+def _widths(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
     """Candidates for the number of features of a token, the likeliest first."""
     named = [
         getattr(module, name) for name in ("hidden_dim", "hidden_size") if isinstance(getattr(module, name, None), int)
     ]
-    stacks = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
-    return list(dict.fromkeys([*named, *sorted(size for p in stacks for size in p.shape[1:])]))
+    return list(dict.fromkeys([*named, *sorted(size for shape in shapes.values() for size in shape[1:])]))

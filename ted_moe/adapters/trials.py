@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ted_moe.adapters.lists import EACH, each, numbered
 
 TOLD = re.compile(r"(^|_)experts?(_|$)")
 _ROUTING = re.compile(r"per_tok|top_?k|shared|zero|group|first|capacity|bias|hash")
@@ -39,7 +42,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Experts:
-    """An experts module.
+    """An experts module; parameters of experts in lists are seen as stacks of all experts' (`lists.stacks`).
 
     Attributes:
         name: in the model.
@@ -47,6 +50,8 @@ class Experts:
         count: how many there are, E.
         features: of a token, M.
         cuts: by parameter, for experts that are not split.
+        shapes: of the parameters.
+        lists: prefixes of the names of the lists that experts are in.
         refusal: why it is not understood.
         arguments: what its forward calls hidden states, indices and weights.
     """
@@ -56,6 +61,8 @@ class Experts:
     count: int = 0
     features: int = 0
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
     refusal: str | None = None
     arguments: tuple[str, ...] = ()
 
@@ -76,21 +83,27 @@ class Local:
         module: the experts, before they are split.
         count: how many the module has, and how many are given here.
         inner: by what its inner features are divided.
+        lists: prefixes of the names of lists of experts, of which the first are taken.
     """
 
-    def __init__(self, module: nn.Module, count: tuple[int, int], inner: int = 1) -> None:
+    def __init__(self, module: nn.Module, count: tuple[int, int], inner: int = 1, lists: Collection[str] = ()) -> None:
         self._holders: dict[str, nn.Module] = {}
+        self._lists = lists
         self._code = self._copy(module, "", count, inner)
 
     def _copy(self, module: nn.Module, name: str, count: tuple[int, int], inner: int) -> nn.Module:
         made = copy.copy(module)
-        made._parameters = {}
+        made._parameters = _absent(module)
+        left = numbered(module)[count[1] :] if name in self._lists else []
         made._modules = {
             key: child
             if child is None or next(child.parameters(), None) is None
             else self._copy(child, f"{name}{key}.", count, inner)
             for key, child in module._modules.items()
+            if all(child is not other for other in left)
         }
+        # Hooks that modules get later, such as those of shared sequences, are about what experts are called with, not about rows.
+        vars(made).update({key: copy.copy(value) for key, value in vars(made).items() if "_hooks" in key})
         whole, here = count
         vars(made).update({key: here for key, value in numbers_of(module, TOLD).items() if value == whole})
         vars(made).update({key: value // inner for key, value in numbers_of(module, _INNER).items()})
@@ -100,7 +113,7 @@ class Local:
     def __call__(self, parameters: Mapping[str, Tensor], training: bool, *arguments: Tensor) -> Tensor:
         """Run the module on (hidden, indices, weights) with other parameters, and return its output."""
         try:
-            for name, tensor in parameters.items():
+            for name, tensor in each(parameters):
                 holder, _, own = name.rpartition(".")
                 self._holders[f"{holder}." if holder else ""]._parameters[own] = tensor  # type: ignore[assignment]
             for holder_ in self._holders.values():
@@ -108,14 +121,19 @@ class Local:
             return self._code.forward(*arguments)
         finally:
             for holder_ in self._holders.values():
-                holder_._parameters = {}
+                holder_._parameters = _absent(holder_)
+
+
+def _absent(module: nn.Module) -> dict[str, Any]:
+    """Parameters that a module may have and has not, such as biases."""
+    return {name: None for name, parameter in module._parameters.items() if parameter is None}
 
 
 def _draw(experts: Experts, count: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Random parameters of so many experts."""
     drawn = {}
-    for name, parameter in experts.module.named_parameters():
-        shape = list(parameter.shape)
+    for name, whole in experts.shapes.items():
+        shape = list(whole)
         if not experts.cuts[name].common:
             shape[0] = shape[0] // experts.count * count
         drawn[name] = torch.randn(shape, generator=generator) / max([1, *shape][-1], 1) ** 0.5
@@ -127,7 +145,7 @@ def sums_its_experts(experts: Experts) -> bool:
     """True if a small copy gives, of tokens with two experts each, the weighted sum of its outputs with one."""
     generator = torch.Generator().manual_seed(0)
     parameters = _draw(experts, 2, generator)
-    code = Local(experts.module, (experts.count, 2))
+    code = Local(experts.module, (experts.count, 2), lists=experts.lists)
     tokens = torch.randn(_TOKENS, experts.features, generator=generator)
     indices = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]])
     weights = torch.rand(_TOKENS, 2, generator=generator)
@@ -146,9 +164,7 @@ def goes_by_weights(experts: Experts) -> bool:
     module, count = experts.module, experts.count
     drawn = _draw(experts, 1, torch.Generator().manual_seed(2))
     parts = {name for name, cut in experts.cuts.items() if not cut.common}
-    rows = {
-        name for name in parts if module.get_parameter(name).shape[0] != count
-    }  # of which no view repeats one expert's
+    rows = {name for name in parts if experts.shapes[name][0] != count}  # of which no view repeats one expert's
     if sum(drawn[name].numel() for name in rows) * count > _COPIED:
         return True
 
@@ -165,8 +181,10 @@ def goes_by_weights(experts: Experts) -> bool:
     token = torch.randn(1, experts.features, generator=torch.Generator().manual_seed(3))
     weight = torch.ones(1, 1)
     try:
-        code, parameters = Local(module, (count, count)), of(count)
-        expected = Local(module, (count, 1))(of(1), False, token, torch.zeros(1, 1, dtype=torch.int64), weight)
+        code, parameters = Local(module, (count, count), lists=experts.lists), of(count)
+        expected = Local(module, (count, 1), lists=experts.lists)(
+            of(1), False, token, torch.zeros(1, 1, dtype=torch.int64), weight
+        )
         chunks = torch.arange(count)[:, None].split(_AT_ONCE)
         outputs = [
             code(parameters, False, token.expand(len(some), -1), some, weight.expand(len(some), 1)) for some in chunks
@@ -192,13 +210,13 @@ def splittable(experts: Experts, ranks: int) -> Mapping[str, Cut] | None:
 
 def _candidates(experts: Experts, ranks: int) -> Iterator[dict[str, Cut]]:
     """Splits that may be right: first matrices by their outputs, in one part or two, last ones by their inputs."""
-    named = {name: p for name, p in experts.module.named_parameters() if not experts.cuts[name].common}
-    for turned in (False, True):
-        for parts in (2, 1):
+    named = {name: shape for name, shape in experts.shapes.items() if not experts.cuts[name].common}
+    for last in _last_ones(named):
+        for turned, parts in itertools.product((False, True), (2, 1)):
             cuts = dict(experts.cuts)
-            cuts |= {name: _cut(name, tuple(p.shape), experts, turned, parts) for name, p in named.items()}
+            cuts |= {name: _cut(name in last, shape, experts, turned, parts) for name, shape in named.items()}
             fits = all(
-                cut.dim is None or named[name].shape[cut.dim] % (cut.parts * ranks) == 0
+                cut.dim is None or named[name][cut.dim] % (cut.parts * ranks) == 0
                 for name, cut in cuts.items()
                 if name in named
             )
@@ -206,8 +224,15 @@ def _candidates(experts: Experts, ranks: int) -> Iterator[dict[str, Cut]]:
                 yield cuts
 
 
-def _cut(name: str, shape: tuple[int, ...], experts: Experts, turned: bool, parts: int) -> Cut:
-    last = _LAST.search(name) is not None
+def _last_ones(named: Collection[str]) -> Iterator[set[str]]:
+    """Parameters that may be of experts' last products: by their names, or those of the last layer of experts in a list."""
+    yield {name for name in named if _LAST.search(name)}
+    layer = next((name.rpartition(".")[0] for name in reversed(list(named)) if EACH in name), None)
+    if layer is not None:
+        yield {name for name in named if name.rpartition(".")[0] == layer}
+
+
+def _cut(last: bool, shape: tuple[int, ...], experts: Experts, turned: bool, parts: int) -> Cut:
     if shape[0] != experts.count:  # experts' rows, one expert's after another's
         return Cut(0, experts.count)
     if len(shape) == 1:
@@ -226,10 +251,10 @@ def _adds_up(experts: Experts, cuts: Mapping[str, Cut], ranks: int) -> bool:
     tokens = torch.randn(_TOKENS, experts.features, generator=generator)
     routes = torch.tensor([[0], [1], [0], [1], [1]]), torch.ones(_TOKENS, 1)
     try:
-        whole = Local(experts.module, (experts.count, 2))(parameters, False, tokens, *routes)
+        whole = Local(experts.module, (experts.count, 2), lists=experts.lists)(parameters, False, tokens, *routes)
         total = torch.zeros_like(whole)
         for rank in range(ranks):
-            code = Local(experts.module, (experts.count, 2), ranks)
+            code = Local(experts.module, (experts.count, 2), ranks, experts.lists)
             total += code({n: _share(p, cuts[n], ranks, rank) for n, p in parameters.items()}, False, tokens, *routes)
         return _close(total, whole)
     except Exception:  # as above

@@ -115,16 +115,15 @@ CASES = {
     2: {
         "not compiled": Case(GPT_OF, gpt_plan(4), Grid(2), backend=None),
         "gx": Case(GPT_OF, gpt_plan(4), Grid(2), backend="inductor"),
-        "gy": Case(GPT_OF, gpt_plan(4), Grid(1, 2)),
         "gz": Case(TIED, gpt_plan(4), Grid(1, 1, 2)),
         "no plan": Case(GPT_OF, {}, Grid(2)),
         "left as it is": Case(GPT_OF, gpt_plan(4), Grid(2), whole=False, options=Options()),
         "odd": Case(Odd, ODD, Grid(2), whole=False),
-        "llama": Case(llama, "auto", Grid(2), loss=loss_of),
         "gpt2": Case(gpt2, "auto", Grid(1, 2), loss=loss_of),
     },
     4: {
         "gx, gz": Case(TIED, gpt_plan(4), Grid(2, 1, 2), backend="inductor"),
+        "gy": Case(GPT_OF, gpt_plan(4), Grid(1, 2, 1, 2)),
         "gx, gy": Case(GPT_OF, gpt_plan(4), Grid(2, 2)),
         "gy, gz": Case(TIED, gpt_plan(4), Grid(1, 2, 2)),
         "no plan": Case(GPT_OF, {}, Grid(1, 2, 2)),

@@ -250,10 +250,13 @@ def test_folders_of_the_users_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "block"),
-    [("axonn_tp", {"tensor_parallel": {}}), ("ted_moe", {"ted": {}}), ("samo", {"samo": {"sparsity": 0.5}})],
+    ("name", "block", "form"),
+    [
+        ("axonn_tp", {"tensor_parallel": {}}, "{}.py"),
+        ("ted_moe", {"ted": {}}, "{}/__init__.py"),
+        ("samo", {"samo": {"sparsity": 0.5}}, "{}.py"),
+    ],
 )
-@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py"])
 def test_a_module_that_hides_ours_is_refused_where_it_is_needed(
     name: str, block: Any, form: str, started: Start, tmp_path: Path
 ) -> None:

@@ -27,7 +27,9 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "expert, ZeRO-1": ({"ted": {"expert": 2}}, 1),
     "tensor, ZeRO-2": ({"ted": {"tensor": 2}}, 2),
     "grid, ZeRO-1": ({"ted": {}, "tensor_parallel": {"gx": 2, "gy": 1, "gz": 2, "plan": "auto"}}, 1),
+    "lists, ZeRO-1": ({"ted": {"expert": 2}}, 1),
 }
+MODELS = {"lists, ZeRO-1": "a list"}
 
 
 def start(block: dict[str, Any], stage: int, model: nn.Module | None = None, **settings: Any) -> Any:
@@ -68,8 +70,8 @@ def train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
-def serial_losses(number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = mixture("Mixtral")
+def serial_losses(number: int, name: str = "Mixtral") -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = mixture(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
     with in_float64():
@@ -87,20 +89,21 @@ def trained(folder: str) -> dict[str, tuple[float, float]]:
     """Of losses and of the whole weights at the end, which another layout begins where the first has stopped."""
     found = {}
     for name, (block, stage) in CASES.items():
-        engine = start(block, stage)
+        of = MODELS.get(name, "Mixtral")
+        engine = start(block, stage, mixture(of))
         readings = readers(engine)[1]
         losses = train(engine, range(2))
         engine.save_checkpoint(f"{folder}/{name}")
         again = {"ted": {"expert": 1}} if readings == 4 else {"ted": {"tensor": 2, "expert": 1, "fused": False}}
         engine.destroy()
-        other = mixture("Mixtral")
+        other = mixture(of)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.fill_(3.0)
         engine = start(again, 1, other)
         engine.load_checkpoint(f"{folder}/{name}")
         losses += train(engine, range(2, STEPS))
-        expected, weights = serial_losses(readings)
+        expected, weights = serial_losses(readings, of)
         state = engine.module.state_dict()
         engine.save_16bit_model(folder, f"{stage}.bin")
         dist.barrier()

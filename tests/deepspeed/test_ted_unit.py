@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch.distributed as dist
 
+from axonn_plugins.hosts.deepspeed.ted.unit import refuse_whole
 from tests.deepspeed.ted_training import STEPS, Case, serial_run, start, train
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
@@ -94,3 +95,10 @@ def test_trains_what_one_process_trains(found: Any, name: str) -> None:
     assert kind == "TedUnitEngine"
     expected, _ = serial_run(case, [8 // tensor] * STEPS)
     assert losses == pytest.approx(expected, rel=2e-2 if case.dtype == "bf16" else 2e-5)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_the_unit_splits_them() -> None:
+    with pytest.raises(ValueError, match="optimizer.type = Muon looks at whole matrices, and the mpu's 2 tensor ranks"):
+        refuse_whole("Muon", 2)
+    refuse_whole("Muon", 1)
+    refuse_whole("AdamW", 2)

@@ -55,6 +55,7 @@ CASES = {
     "selective": Case(config={"recompute_granularity": "selective"}),
     "sharded": Case(ddp={"use_distributed_optimizer": True}),
     "overlapped": Case(micro_batches=2, ddp={**SHARDED, "overlap_param_gather": True}, model=TIED.model),
+    "packed": LLAMA.on(None, packed=(5, 1, 10)),
     "sgd": Case(optimizer={"optimizer": "sgd", "lr": 1.0}, config=LLAMA.config),
     "fp16": Case(dtype=torch.float16, ddp={"grad_reduce_in_fp32": True}),
     "bf16": Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True, **SHARDED}),

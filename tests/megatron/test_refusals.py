@@ -9,13 +9,14 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.hosts.megatron import engine
+from axonn_plugins.hosts.megatron import engine, spec
 from axonn_plugins.hosts.megatron.embedding import VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
-from axonn_plugins.hosts.megatron.refusals import check_config
+from axonn_plugins.hosts.megatron.refusals import check_config, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
 from tests.distributed import run_ranks
 from tests.megatron import engine_double, training
@@ -161,3 +162,22 @@ def test_a_stream_in_float32_goes_into_layers_of_bf16() -> None:
     stock = run_ranks(training.train_all, 1, {"plain": plain})[0]["plain"]["losses"]
     found = run_ranks(training.train_all, 2, {"wide": wide})[0]["wide"]["losses"]
     assert max(abs(f - w) / w for f, w in zip(found, stock, strict=True)) < 1e-3
+
+
+class MambaModel:
+    """Called as Megatron's, which only a script's imports named before."""
+
+
+class OwnMamba(MambaModel):
+    """A model derived from it."""
+
+
+def test_models_whose_layers_are_not_replaced_are_refused_when_they_are_made() -> None:
+    with pytest.raises(
+        ConfigError, match=r"axonn3d does not split Mamba \(OwnMamba\): its mixers are kernels of mamba_ssm"
+    ):
+        check_model(OwnMamba)
+    check_model(GPTModel)
+    made = object.__new__(OwnMamba)
+    with pytest.raises(ConfigError, match="Mamba"):
+        spec._of_models_that_are_split(lambda self: None)(made)

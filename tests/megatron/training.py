@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -57,6 +58,7 @@ class Case:
         context: ranks that share a sequence.
         batch: sequences that all ranks read in a step.
         masked: leave targets out of the loss, more in some places than in others.
+        packed: lengths of the sequences that lie end to end in a row; Megatron's own layers see them by a mask.
     """
 
     settings: Settings | None = None
@@ -75,6 +77,7 @@ class Case:
     context: int = 1
     batch: int = BATCH
     masked: bool = False
+    packed: tuple[int, ...] = ()
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
         """The same run on a grid."""
@@ -275,7 +278,7 @@ def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
     here = slice(first, first + size * case.micro_batches)
     mine = iter(zip(tokens[here].split(size), weights[here].split(size), strict=True))
     results = get_forward_backward_func()(
-        forward_step_func=_forward,
+        forward_step_func=partial(_forward, case.packed, case.settings is not None),
         data_iterator=mine,
         model=model,
         num_microbatches=case.micro_batches,
@@ -306,8 +309,26 @@ def loss_of(model: Any, tokens: torch.Tensor, weights: torch.Tensor | None = Non
     return model(here["tokens"], here["positions"], here["attention_mask"], labels=here["labels"], loss_mask=weights)
 
 
-def _forward(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+def packed_loss_of(model: Any, tokens: torch.Tensor, lengths: tuple[int, ...], by_lengths: bool) -> torch.Tensor:
+    """The same where each row is sequences end to end, and all rows lie in one; told by where sequences begin, or by a mask."""
+    every = torch.tensor(lengths).repeat(len(tokens))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), every.cumsum(0)]).int()
+    longest, number = max(lengths), torch.arange(len(every)).repeat_interleave(every)
+    positions = torch.arange(len(number)) - starts[:-1].repeat_interleave(every)
+    mask = (number[:, None] != number).logical_or(torch.ones(len(number), len(number), dtype=torch.bool).triu(1))
+    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+    told = {"packed_seq_params": packed} if by_lengths else {}
+    inputs, labels = (part.reshape(1, -1) for part in (tokens[:, :-1], tokens[:, 1:]))
+    losses = model(inputs, positions[None], None if by_lengths else mask[None, None], labels=labels, **told)
+    return losses.view(len(tokens), -1)
+
+
+def _forward(
+    lengths: tuple[int, ...], by_lengths: bool, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any
+) -> tuple[torch.Tensor, Any]:
     tokens, weights = next(batches)
+    if lengths:
+        return packed_loss_of(model, tokens, lengths, by_lengths), partial(_sum, weights)
     weights = get_batch_on_this_cp_rank({"weights": weights})["weights"]
     return loss_of(model, tokens, weights), partial(_sum, weights)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.pccl.build import compiler
+from tests.matrix import thorough
 
 ENGINE = Path(__file__).parents[2] / "plugins" / "axonn_plugins" / "pccl" / "csrc"
 NATIVE = Path(__file__).parent / "native"
@@ -24,7 +25,7 @@ def _run(*command: object) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+@pytest.fixture(scope="module", params=["thread", thorough("address,undefined")])
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs in one, compiled with a sanitizer, in a folder of its name."""
     folder = tmp_path_factory.mktemp(request.param.split(",")[0])

@@ -138,6 +138,7 @@ WRONG = [
     ("--model layers=2,layers=3,hidden=64,heads=4", "gives layers twice"),
     ("--whole --mode paper", "not with --mode paper"),
     ("--attention plain --strategy axonn", "not with --strategy axonn"),
+    ("--attention latest --mode roofline", '--attention = "latest" is not of --mode roofline'),
     ("--attention flash", '--attention = "flash" is not known'),
     ("--machine emulated-5bit", 'use "emulated"'),
     ("--model unet-1b --sequence 64", "whose samples are images"),
@@ -187,6 +188,14 @@ def test_a_fit_is_not_begun_that_cannot_be_written(capsys):
         '--fit = "no/such/folder/a.toml" cannot be written'
         in run("plan --validate --fit no/such/folder/a.toml", capsys)[2]
     )
+
+
+@pytest.mark.parametrize("option", ["--ted experts=4", "--interleave = 2", "--mode paper"])
+def test_sizes_of_grids_beside_what_grids_do_not_know(option, capsys):
+    code, _, err = run(
+        f"plan --model gpt-5b --machine a100 --gpus 8 --batch 8 --fix gz=4 {option.replace(' = ', ' ')}", capsys
+    )
+    assert code == 2 and f"names gz, sizes of --strategy axonn, with which {option} is not modelled; use n1" in err
 
 
 def test_wrong_tokens_per_batch(capsys):

@@ -29,10 +29,15 @@ def change_arguments(folder: Path, **values: Any) -> None:
     torch.save(told, file)
 
 
-def test_megatrons_arguments_are_read_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are of its own kinds, too, and say how positions are scaled."""
+@pytest.mark.parametrize("by_name", [False, True], ids=["by value", "by name"])
+def test_megatrons_arguments_are_read_without_megatron(
+    by_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of its own kinds, too, and say how positions are scaled; releases of Python differ in how they write an enum's member."""
     folder = megatron_folder(tmp_path, "llama")
     Backend = enum.Enum("Backend", ["auto"], module="megatron_that_is_not_there")  # noqa: N806
+    written = lambda one, _: (getattr, (Backend, one.name)) if by_name else (Backend, (one.value,))  # noqa: E731
+    monkeypatch.setattr(Backend, "__reduce_ex__", written)
     module = ModuleType(Backend.__module__)
     vars(module)["Backend"] = Backend
     with monkeypatch.context() as there:

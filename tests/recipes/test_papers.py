@@ -26,6 +26,7 @@ from axonn_recipes.papers.experiments import EXPERIMENTS, measured, stages
 from axonn_recipes.papers.experiments.ranks import halving
 from axonn_recipes.papers.found import Found
 from axonn_recipes.papers.verdict import judge
+from axonn_recipes.planner import figures
 from tests.distributed import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "coverage.md"
@@ -159,7 +160,7 @@ def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
 def test_numbers_that_stand_in_two_files_are_the_same() -> None:
     numbers = {one.what: one for one in NUMBERS}
     others = elsewhere.elsewhere()
-    assert len(others) == 79 and set(others) <= set(numbers)
+    assert len(others) == 95 and set(others) <= set(numbers)
     assert not [what for what, other in others.items() if other.contradicts(numbers[what].published)]
 
 
@@ -197,6 +198,16 @@ def test_a_number_that_changes_in_another_file_changes_the_verdict(
     (one,) = (one for one in judged.compared if one.contradicted)
     assert one.verdict == "differs" and one.contradicted.partition(" has ")[0].endswith(file)
     assert f"differs: {one.contradicted}" in page.cells(one)
+
+
+def test_a_measured_point_that_changes_in_the_figures_file_changes_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    (chosen,) = select(ROWS, "004 fig a1")
+    obtained = dict.fromkeys(chosen.runs, Found({one.what: one.published for one in chosen.numbers}))
+    measured = figures.all_gather()
+    measured["2 a node"][-1] *= 1.25
+    monkeypatch.setattr(figures, "all_gather", lambda: measured)
+    monkeypatch.setattr(verdict_of, "elsewhere", elsewhere.elsewhere.__wrapped__)
+    assert judge(chosen, obtained).verdict == "differs: 1 of 17"
 
 
 def test_models_agree_and_differ(results: dict[str, Found]) -> None:

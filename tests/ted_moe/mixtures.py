@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, sync_gradients
+from axonn_tp.checkpoint.dealt import DealtNames
 from tests.axonn_tp.families import GROUPED, VOCABULARY, hf, in_float64
+from tests.ted_moe.listed import LISTED, Listed
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
@@ -55,7 +57,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def mixture(name: str) -> nn.Module:
     """The serial model in float64; the first two experts of each router are tied."""
     torch.manual_seed(1)
-    model = hf(f"{name}ForCausalLM", **{**GROUPED, **MIXTURES[name]}).double()
+    model = Listed(name) if name in LISTED else hf(f"{name}ForCausalLM", **{**GROUPED, **MIXTURES[name]})
+    model.double()
     for each, parameter in model.named_parameters():
         parameter.data = 0.2 * torch.randn(parameter.shape, dtype=torch.float64) + (parameter.dim() == 1)
         if each.endswith(("gate.weight", "router.weight")) and 1 < parameter.shape[0] <= 8:
@@ -94,7 +97,9 @@ def difference(name: str, sizes: dict[str, int], ted: dict[str, Any]) -> tuple[f
     sync_gradients(model.parameters(), mesh)
     total, expected = serial(name, grid.readers)
     worst = 0.0
-    for each, parameter in model.named_parameters():
+    names = DealtNames(model)
+    for own, parameter in model.named_parameters():
+        each = names.outward(own)
         if each in expected:
             layout, on = layout_of(parameter), mesh.over(layout_of(parameter).grid)
             wanted = layout.shard(expected[each], on.grid, on.coordinates)

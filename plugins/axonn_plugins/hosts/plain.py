@@ -31,7 +31,7 @@ from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins, step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
-from axonn_tp.checkpoint.dealt import DealtNames
+from axonn_tp.checkpoint.dealt import DealtNames, still_here
 from axonn_tp.grid.device import device_of_rank
 
 _AXES = ("x", "y", "z", "data")
@@ -136,6 +136,7 @@ def compose(
         _mask_labels(model, mask, mesh)
     run._composition = Composition(found, stage, run)
     names = run.serial_names()
+    trained = still_here(trained)
     settings = run._composition.settings(set(trained), names)
     groups = [{"params": [(names[parameter], parameter) for parameter in trained]}]
     try:

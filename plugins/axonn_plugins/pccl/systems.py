@@ -48,12 +48,13 @@ class Systems(ABC):
             return self.library(*cell)
         if system == "Cray MPICH":
             return self.mpich(*cell)
-        total = megabytes * MB
         if system == "PCCL":
-            simulated = self._simulated(self.transport(), *PUBLISHED, collective, processes, total)
-            return simulated + self.shuffle(megabytes)
-        ours = min(self._simulated(self.transport(), *one, collective, processes, total) for one in OURS)
-        return min(ours, self.library(*cell))
+            return self.scheduled(PUBLISHED, *cell) + self.shuffle(megabytes)
+        return min(*(self.scheduled(one, *cell) for one in OURS), self.library(*cell))
+
+    def scheduled(self, algorithm: tuple[str, int], collective: str, processes: int, megabytes: int) -> float:
+        """Seconds of one of our algorithms (name, chunks) with PCCL's messages."""
+        return self._simulated(self.transport(), *algorithm, collective, processes, megabytes * MB)
 
     def times(self, processes: Sequence[int], sizes: Sequence[int]) -> dict[Key, float]:
         """Of all systems, collectives, numbers of processes and MB."""

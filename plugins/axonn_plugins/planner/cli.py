@@ -17,6 +17,7 @@ from axonn_plugins.observe.files import put
 from axonn_plugins.planner import existing, files, machine, model, report, validate, values
 from axonn_plugins.planner.answer import EVERY, Answer, AnyStrategy, Question, answer
 from axonn_plugins.planner.check import Checked, check
+from axonn_plugins.planner.rates import latest_attention
 from axonn_plugins.planner.runnable import runnable
 from axonn_plugins.planner.schedules import SCHEDULES, Schedule
 from axonn_plugins.planner.setting import Setting
@@ -46,7 +47,7 @@ class Options:
         whole: also output layer and loss, the optimizer's step, residual sums.
         offload: float32 weights and the optimizer's state are in host memory.
         precision: of products; fp8 in the calibrated mode.
-        attention: fused: one kernel; plain: scores are written to memory.
+        attention: fused: one kernel; latest: at the rate of FlashAttention-2 on A100, 3 on H100; plain: scores are written to memory.
         top: configurations to list.
         tokens: positions to train on, such as 2T, for the days that this takes.
         explain: why the best wins, what does not fit, what would change it.
@@ -91,7 +92,7 @@ class Options:
     whole: bool = False
     offload: bool = False
     precision: Literal["bf16", "fp8"] = "bf16"
-    attention: Literal["fused", "plain"] = "fused"
+    attention: Literal["fused", "latest", "plain"] = "fused"
     top: str = "10"
     tokens: str | None = None
     explain: bool = False
@@ -141,13 +142,17 @@ def _questions(parsed: Options) -> tuple[list[Question], existing.Existing | Non
     strategy = parsed.strategy if isinstance(trained, model.Transformer) else _unets(parsed)
     where = replace(machine.load(parsed.machine), collectives=parsed.collectives)
     mode, fixed, every = parsed.mode, values.fixed(parsed.fix), values.gpus(parsed.gpus)
+    if parsed.attention == "latest":
+        if mode != "calibrated":
+            raise ConfigError(f'--attention = "latest" is not of --mode {mode}; leave one of the two out')
+        where = latest_attention(where)
     setting = Setting(
         recompute=parsed.recompute,
         interleave=values.number("interleave", parsed.interleave),
         sparsity=values.sparsity(parsed.samo),
         experts=values.experts(parsed.ted),
         whole=parsed.whole,
-        fused=parsed.attention == "fused",
+        fused=parsed.attention != "plain",
         offload=parsed.offload,
         fp8=parsed.precision == "fp8",
         schedule=parsed.schedule,
@@ -254,9 +259,20 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
             f"{more} is modelled for 1d, 2d and summa in --mode roofline, not with {which}; leave one of the two out"
         )
     apart = bool(mode == "paper" or _other_schedule(setting) or setting.experts or more)
-    return tuple(
+    found = tuple(
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
+    if not found:
+        why = (
+            f"--ted experts={setting.experts}"
+            if setting.experts
+            else _other_schedule(setting) or more or f"--mode {mode}"
+        )
+        raise ConfigError(
+            f"--fix names {', '.join(fixed)}, sizes of --strategy axonn, with which {why} is not modelled; use {', '.join(values.PIPELINED)}, or "
+            "leave one of the two out"
+        )
+    return found
 
 
 def _known(strategies: tuple[AnyStrategy, ...], trained: model.Model) -> tuple[AnyStrategy, ...]:

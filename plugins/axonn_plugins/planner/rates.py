@@ -16,6 +16,9 @@ Unit = Literal["tensor", "attention", "vector"]
 _SUSTAINED = 0.8
 """Of the peak, where no large product was measured: from 0.51 (MI300X) to 0.87 (A100) in stas00/ml-engineering."""
 _BANDWIDTHS = ("memory_bandwidth", "host_bandwidth", "fast_bandwidth", "slow_bandwidth")
+_LATEST = 0.6
+"""Of the peak of products, what causal attention's forward reaches with heads of 128 and 8,192 positions: FlashAttention-2 190 Tflop/s on
+an A100 (Dao 2023, arXiv 2307.08691), FlashAttention-3 600 on an H100 (Shah et al. 2024, arXiv 2407.08608)."""
 _LAUNCH = 4e-6
 """Seconds between a kernel's start and the next one's, of GPUs that are kept busy."""
 
@@ -47,6 +50,17 @@ def spent(machine: Machine, unit: Unit, flops: Number, moved: Number, back: bool
 def vector_cost(machine: Machine) -> float:
     """Operations of products that take as long as one of fused attention's softmax; none where its rate was measured as a whole."""
     return 0.0 if machine.calibration else machine.tensor / machine.vector
+
+
+def latest_attention(machine: Machine) -> Machine:
+    """A machine whose attention is as fast as its latest kernels' authors measured it, unless its file says how fast it is.
+
+    Raises:
+        ConfigError: of its kind there are no such kernels.
+    """
+    if machine.device == "cpu" or not machine.bf16:
+        raise ConfigError(f'--attention = "latest" is of GPUs with bf16, which {machine.name} is not; use fused')
+    return machine if machine.attention else replace(machine, attention=_LATEST * machine.tensor)
 
 
 def in_precision(machine: Machine, setting: Setting) -> Machine:

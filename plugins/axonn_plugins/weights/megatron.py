@@ -106,6 +106,15 @@ def _check(config: Any) -> None:
         )
 
 
+class _Missing(type):
+    """The kind of classes that are not installed, with any member: some releases of Python 3.11 write an enum's as `getattr(class, name)`."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls()
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes something of kinds that are not installed, such as Megatron's, which its arguments are also of."""
 
@@ -113,7 +122,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError):
-            return type(name, (), {"__init__": lambda self, *arguments: None})
+            return _Missing(name, (), {"__init__": lambda self, *arguments: None})
 
 
 def _told(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Published numbers of the rows that other data files have, too: the planner's corpus and the collectives' numbers. Both must say the same."""
+"""Published numbers that other data files have, too: the planner's corpus, the collectives', an all-gather's times. Both must say the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from axonn_plugins.pccl import published
 from axonn_plugins.planner import corpus, files
+from axonn_plugins.planner.uncertainty import LARGE
+from axonn_recipes.planner import figures
 
 NEAR = 0.01
 """Share by which they may be apart, for one is rounded, or the other's inverse."""
@@ -29,7 +31,7 @@ class Other(NamedTuple):
 @cache
 def elsewhere() -> dict[str, Other]:
     """By the names that the rows have for them."""
-    found = dict(_collectives())
+    found = dict((*_collectives(), *_all_gather()))
     for name in ("gordon_bell", "four_frameworks", "experts", "pruned"):
         for one in corpus.read(files.ours("corpus")[name]):
             size = one.model.removeprefix("gpt-").upper()
@@ -41,6 +43,14 @@ def elsewhere() -> dict[str, Other]:
             }[name]
             found[what] = Other(f"planner/corpus/{name}.toml", one.value)
     return found
+
+
+def _all_gather() -> Iterator[tuple[str, Other]]:
+    measured = figures.all_gather()
+    for near in (2, 4):
+        for size, taken in zip(measured["bytes"], measured[f"{near} a node"], strict=True):
+            if size >= LARGE:
+                yield f"{near} a node, {size / 2**20:g} MiB", Other("recipes/planner/all_gather.toml", taken / 1e3)
 
 
 def _collectives() -> Iterator[tuple[str, Other]]:

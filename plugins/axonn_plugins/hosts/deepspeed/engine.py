@@ -36,6 +36,7 @@ from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
+from axonn_plugins.hosts.deepspeed.ted.left_out import let_go
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.hosts.deepspeed.tracing import trace
@@ -157,6 +158,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         agree(problem, facts | {f"the plan of {name}": repr(layer) for name, layer in split.plan.items()})
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
+        if block.ted is not None:
+            let_go(optimizer, keywords)
         if isinstance(optimizer, torch.optim.Optimizer):
             split_states(optimizer, self.mesh)
         replicas.share_samplers(self.mesh)

@@ -18,6 +18,7 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
@@ -27,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
+from axonn_plugins.hosts.megatron.packed import PackedAttention
 from axonn_plugins.hosts.megatron.randomness import HEADS, HeadsDropout
 from axonn_plugins.hosts.megatron.settings import TRAVEL
 from axonn_tp.comm.collectives import all_gather, all_reduce, gather_to
@@ -60,7 +62,10 @@ def shared(tokens: int, how: str | None = None) -> Shared:
 def _of_shared_sequences(original: Callable[[Any], type]) -> Callable[[Any], type]:
     @wraps(original)
     def core_attention(self: Any) -> type:
-        return ContextAttention if ranks() > 1 else original(self)
+        if ranks() > 1:
+            return ContextAttention
+        chosen = original(self)
+        return PackedAttention if chosen is DotProductAttention else chosen
 
     return core_attention
 

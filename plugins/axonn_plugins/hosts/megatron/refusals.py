@@ -10,7 +10,7 @@ from typing import Any
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron import engine
-from axonn_plugins.hosts.megatron.features import EIGHT_BITS, FEATURES, SHARED, Feature
+from axonn_plugins.hosts.megatron.features import EIGHT_BITS, FEATURES, MODELS, SHARED, Feature
 from axonn_plugins.hosts.megatron.known import KNOWN
 from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
 
@@ -63,6 +63,23 @@ def check_config(config: Any) -> None:
         raise ConfigError(
             f"fp8 = {config.fp8!r} needs transformer-engine, 2.2 or later, which is not installed; install it, or set None"
         )
+
+
+def check_model(kind: type) -> None:
+    """Refuse a model whose layers are not replaced: a script of one's own may import several kinds.
+
+    Args:
+        kind: the model's class.
+
+    Raises:
+        ConfigError: says which, and why.
+    """
+    for base in kind.__mro__:
+        if base.__name__ in MODELS:
+            model, why = MODELS[base.__name__]
+            raise ConfigError(
+                f"axonn3d does not split {model} ({kind.__name__}): {why}; use GPTModel, or leave the grid out"
+            )
 
 
 def _check_start(args: Any) -> None:

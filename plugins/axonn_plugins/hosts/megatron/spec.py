@@ -37,7 +37,7 @@ from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
-from axonn_plugins.hosts.megatron.refusals import check_config
+from axonn_plugins.hosts.megatron.refusals import check_config, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.sharing import heads_over, share_of_stream, stream_over, whole_stream
 from axonn_tp.comm.collectives import gather_to
@@ -72,6 +72,7 @@ def install(settings: Settings) -> None:
     _originals.wrap(transformer_block.TransformerBlock, "forward", _gives_whole)
     _originals.wrap(rotary_pos_embedding.RotaryEmbedding, "get_rotary_seq_len", _of_whole_sequence)
     _originals.wrap(gpt_model.GPTModel, "__init__", _with_forward)
+    _originals.wrap(language_module.LanguageModule, "__init__", _of_models_that_are_split)
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
@@ -82,6 +83,15 @@ def install(settings: Settings) -> None:
     seed = seeded(megatron_random.model_parallel_cuda_manual_seed)
     for module in (megatron_random, tensor_parallel):
         _originals.replace(module, "model_parallel_cuda_manual_seed", seed)
+
+
+def _of_models_that_are_split(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_model(type(self))
+        original(self, *args, **kwargs)
+
+    return init
 
 
 def _providers() -> list[type]:

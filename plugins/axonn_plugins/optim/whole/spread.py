@@ -82,6 +82,10 @@ class Spread:
         """The ranks that hold anything of the parameter that this rank does: all, but for experts' other homes."""
         return _alike(self.grid, rank, frozenset(self.layout.home))
 
+    def home(self, rank: int) -> tuple[int, int]:
+        """Which of the homes a rank has the parameter of, and how many there are."""
+        return self.layout.home_at(self.grid, self.grid.coordinates(rank)), self.layout.homes(self.grid)
+
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that together hold each element once, this one among them."""
         shared = frozenset(() if self.share is None else self._summed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,22 +120,35 @@ class WholeStep:
             inner: with the options of the groups and, by segments' weights, the states.
             factor: by which gradients are multiplied; None: by nothing.
         """
-        arrived = torch.tensor([float(matrix.entry.arrived) for matrix in self._matrices], device=self._mesh.device)
-        if self._group is not None:
-            dist.all_reduce(arrived, dist.ReduceOp.MAX, group=self._group)
-        came = {matrix for matrix, flag in zip(self._matrices, arrived.tolist(), strict=True) if flag}
+        came, here = self._arrived()
         changed: dict[int, dict[str, Any]] = {}
         for chunk in self._chunks:
             chunk = [matrix for matrix in chunk if matrix in came]
             if chunk:
                 group, rule = chunk[0].entry.group, chunk[0].rule
                 held = [self._held(matrix, inner, factor) for matrix in chunk]
+                held = [one if matrix in here else _copied(one) for matrix, one in zip(chunk, held, strict=True)]
                 self._step(chunk, held, inner.param_groups[group])
                 for matrix, one in zip(chunk, held, strict=True):
-                    self._keep(matrix, one, inner)
+                    if matrix in here:
+                        self._keep(matrix, one, inner)
                 changed[group] = getattr(rule, "after", {})
         for group, options in changed.items():
             inner.param_groups[group].update({key: value for key, value in options.items() if key != "params"})
+
+    def _arrived(self) -> tuple[set[_Matrix], set[_Matrix]]:
+        """The matrices of which any rank has a gradient, and those of which one does that has the same as this rank: experts have homes."""
+        places = [matrix.spread.home(self._rank) for matrix in self._matrices]
+        flags = [[0.0] * homes for _, homes in places]
+        for matrix, row, (home, _) in zip(self._matrices, flags, places, strict=True):
+            row[home] = float(matrix.entry.arrived)
+        arrived = torch.tensor([flag for row in flags for flag in row], device=self._mesh.device)
+        if self._group is not None:
+            dist.all_reduce(arrived, dist.ReduceOp.MAX, group=self._group)
+        rows = [row.tolist() for row in arrived.split([homes for _, homes in places])]
+        told = list(zip(self._matrices, rows, places, strict=True))
+        came = {matrix for matrix, row, _ in told if any(row)}
+        return came, {matrix for matrix, row, (home, _) in told if row[home]}
 
     def _step(self, chunk: Chunk, held: list[Held], options: Mapping[str, Any]) -> None:
         rule, found = chunk[0].rule, list[list[Tensor] | None]()
@@ -248,6 +263,12 @@ class WholeStep:
         known = {matrix.entry: matrix.known for matrix in other._matrices}
         for matrix in self._matrices:
             matrix.known = known[matrix.entry]
+
+
+def _copied(held: Held) -> Held:
+    """A copy to be stepped in vain, where ranks with another home's gradient need this one at their calls."""
+    state = {key: value.clone() for key, value in held.state.items()}
+    return replace(held, weights=held.weights.clone(), known=copy.deepcopy(held.known), state=state)
 
 
 def _of(entry: Entry, segment: Segment) -> Tensor:

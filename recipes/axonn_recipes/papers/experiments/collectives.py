@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -17,13 +17,16 @@ from torch import nn
 
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.pccl import simulate_cli
+from axonn_plugins.pccl.calibration import Calibrated, load
+from axonn_plugins.pccl.clusters import CLUSTERS
+from axonn_plugins.pccl.sweep import PUBLISHED
 from axonn_plugins.planner import machine, model
 from axonn_plugins.planner.collectives import point_to_point
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_recipes.papers.data import Value
 from axonn_recipes.papers.experiments.grids import best, less
 from axonn_recipes.papers.found import COUNTED, MODEL, Experiment, Found
-from axonn_recipes.planner.outcome import lines
+from axonn_recipes.planner.outcome import heat, lines
 from axonn_recipes.validation.problems import gpt_plan
 from axonn_tp import Grid
 from axonn_tp import place as placements
@@ -110,6 +113,26 @@ def frontier(folder: Path) -> Found:
             least = ratios("frontier", other, collective, (1024, 2048), (64, 128, 256, 512))
             values[f"{name}: faster than {other} on 1024 and 2048"] = min(least) > 1
     return Found(values, {"curves": _curves("frontier", "RCCL"), "speedup": _by_processes("frontier", "RCCL")})
+
+
+def halving(folder: Path) -> Found:
+    """Figure 6.6 (left): reduce-scatter on Frontier with a ring between nodes, over recursive halving; both with a ring within."""
+    on = Calibrated(CLUSTERS["frontier"], load())
+    ring, halves = (("hierarchical_ring_ring", 1), PUBLISHED)
+    gain = {
+        (count, size): on.scheduled(ring, SCATTER, count, size) / on.scheduled(halves, SCATTER, count, size)
+        for count, size in product(_PROCESSES, SIZES)
+    }
+    values: dict[str, Value] = {
+        "halving is faster than the ring on 2048 GCDs, 16 MB": gain[2048, 16] > 1,
+        "the ring is no slower on 32 GCDs, 1024 MB": gain[32, 1024] < 1.01,
+        "halving gains more with more GCDs and with less data": all(
+            gain[more, smaller] >= gain[count, size]
+            for (count, more), (smaller, size) in product(pairwise(_PROCESSES), pairwise(SIZES))
+        ),
+    }
+    rows = [{"GCDs": count, "MB": size, "speedup": found} for (count, size), found in gain.items()]
+    return Found(values, {"speedup": heat("Halving over the ring, simulated", "GCDs", "MB", rows, "speedup")})
 
 
 def _both(other: str, processes: Iterable[int], sizes: Iterable[int]) -> list[float]:
@@ -245,6 +268,7 @@ EXPERIMENTS = {
     "collectives_libraries": Experiment(libraries, MODEL, 25),
     "collectives_frontier": Experiment(frontier, MODEL, 25),
     "collectives_perlmutter": Experiment(perlmutter, MODEL, 15),
+    "collectives_halving": Experiment(halving, MODEL, 2),
     "collectives_zero_3": Experiment(zero_3, MODEL, 30),
     "collectives_messages": Experiment(messages, COUNTED, 1),
     "collectives_point_to_point": Experiment(point_to_points, MODEL, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,12 @@ def _figure_5(gpt: Rows, vit: Rows) -> dict[str, Value]:
 
 
 def _appendix_1(rows: Rows) -> dict[str, Value]:
-    return {
+    values: dict[str, Value] = {
         "4 GPUs a node gather faster than 2": all(one["seconds, 4 a node"] < one["seconds, 2 a node"] for one in rows)
     }
+    for one, near in product(rows, (2, 4)):
+        values[f"{near} a node, {one['bytes'] / 2**20:g} MiB"] = 1e3 * one[f"seconds, {near} a node"]
+    return values
 
 
 def _appendix_2(gpt: Rows, vit: Rows) -> dict[str, Value]:

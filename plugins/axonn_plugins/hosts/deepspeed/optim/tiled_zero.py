@@ -130,7 +130,8 @@ def use(block: Axonn, raw: Mapping[str, Any]) -> None:
     if block.ted is None or block.ted.tile_size is None:
         return
     stage = _section(raw, "zero_optimization").get("stage", 0)
-    if stage not in (1, 2) and "tile_size" not in block.ted.model_fields_set:
+    whole = needs_whole_matrices(str(_section(raw, "optimizer").get("type", "")))
+    if (stage not in (1, 2) or whole) and "tile_size" not in block.ted.model_fields_set:
         return
     check(raw, block)
     engine.DeepSpeedZeroOptimizer = type(

@@ -38,6 +38,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states_config import take_over, take_over_whole
+from axonn_plugins.hosts.deepspeed.ted.left_out import let_go
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts, without_experts
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_plugins.hosts.deepspeed.whole_parameters import mark
@@ -95,6 +96,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
                 parallelize(model, self.mesh, plan, options(self._split))
             else:
                 split_with_experts(model, self.mesh, self._ted, plan, options(self._split))
+                let_go(optimizer, keywords)
             every, broadcast = self._split.check_every, self._split.broadcast_inputs
             self._replicas = ReplicaWatch(self.mesh, model, every, broadcast, stage=True)
         keep = self._ted is not None and self._ted.communication_aware_checkpointing

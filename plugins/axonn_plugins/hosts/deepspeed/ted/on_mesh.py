@@ -111,13 +111,14 @@ def find_split(
         return MeshSplit({"*": LayerPlan("replicated")}, topology=topology)
     mixtures = blocks_of(model, others) if grid.gx * grid.gy > 1 else {}
     if plan == "auto":
-        with stand_ins(model, boundary=True), adapters.stand_ins(model, mixtures):
+        with stand_ins(model, boundary=True), adapters.stand_ins(model, mixtures, others):
             plan, report = auto_plan(model, grid, example_inputs, options)
     elif isinstance(plan, str):
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     else:
         _refuse_experts_in(plan, model, [*layers, *others])
-    whole = {f"{name}.*" if name else "*": LayerPlan("replicated") for name in (*layers, *mixtures)}
+    listed = [name for name, experts in others.items() if experts.lists]
+    whole = {f"{name}.*" if name else "*": LayerPlan("replicated") for name in (*layers, *mixtures, *listed)}
     named = whole | {pattern: LayerPlan.of(pattern, layer) for pattern, layer in plan.items()}
     return MeshSplit(named, place(model, grid, named, options), report, topology, others, cuts)
 

@@ -23,6 +23,7 @@ from axonn_plugins.config import ConfigError, Ted
 from axonn_plugins.hosts.deepspeed.agreement import agree, check_shapes, facts_of
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
+from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
 from axonn_plugins.hosts.deepspeed.ted.experts import (
     Weights,
     exchange_weights,
@@ -51,6 +52,7 @@ class TedUnitEngine(CheckedCheckpoints, MaskedLabels):
             check_shapes(model)
             mask_of(config_class.axonn, model)
             expert, tensor, split = expert_ranks(layers), _tensor_ranks(mpu), _said(block, layers)
+            refuse_whole(str(config_class.optimizer_name or type(optimizer).__name__), tensor)
             facts = {
                 **facts_of(model, config_class.axonn_raw, optimizer, keywords),
                 "experts that the script has split": str(split),
@@ -119,6 +121,23 @@ class TedUnitEngine(CheckedCheckpoints, MaskedLabels):
         """DeepSpeed's clean-up, and ours."""
         super().destroy()
         self._tables.leave()
+
+
+def refuse_whole(optimizer: str, tensor: int) -> None:
+    """Refuse an optimizer of whole matrices where ranks have parts of them that DeepSpeed's own would take for whole.
+
+    Args:
+        optimizer: its name.
+        tensor: ranks of the mpu that split layers.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if tensor > 1 and needs_whole_matrices(optimizer):
+        raise ValueError(
+            f"optimizer.type = {optimizer} looks at whole matrices, and the mpu's {tensor} tensor ranks have parts of them; leave the mpu out and write "
+            "tensor, or use an element-wise one such as AdamW"
+        )
 
 
 def _tensor_ranks(mpu: Any) -> int:

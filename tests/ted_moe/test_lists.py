@@ -1,0 +1,148 @@
+"""Experts in lists, one module each: dealt out, split, saved and loaded as one process has them, or refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axonn_plugins.config import Ted
+from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
+from axonn_tp import Grid, Mesh
+from axonn_tp.checkpoint.dealt import still_here
+from ted_moe.adapters import find, splittable
+from tests.distributed import run_ranks
+from tests.ted_moe.listed import FEATURES, LISTED, Gated, Itself, Parallel, mixed, normed, stacked
+from tests.ted_moe.mixtures import LAYOUTS, difference, mixture
+
+FEW = ("expert and tensor", "whole experts", "y and z", "tensor and shares")
+
+
+def differences(kind: str, layouts: list[str]) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    found = {layout: difference(kind, *LAYOUTS[layout]) for layout in layouts}
+    return found, loaded_and_given(kind)
+
+
+def loaded_and_given(kind: str) -> list[str]:
+    """Faults of `state_dict` and `load_state_dict` where experts are over two ranks and split over two."""
+    model, whole = mixture(kind), {name: torch.rand_like(value) for name, value in mixture(kind).state_dict().items()}
+    given = list(model.parameters())
+    mesh = Mesh(Grid(gx=2, gdata=2))
+    split_with_experts(model, mesh, Ted.model_validate({}))
+    faults = [] if {*map(id, still_here(given))} == {*map(id, model.parameters())} else ["others' parameters are left"]
+    for assign in (False, True):
+        model.load_state_dict(whole, assign=assign)
+        again = model.state_dict()
+        faults += [name for name in whole if name not in again or not torch.equal(again[name], whole[name])]
+    faults += (
+        []
+        if all(hasattr(p, "axonn_layout") for name, p in model.named_parameters() if ".experts." in name)
+        else ["no layout after assigning"]
+    )
+    last = next(name for name in reversed(whole) if ".experts." in name and ".3." in name)
+    other = {"blocks.0.moe.experts.9.extra": torch.ones(1), last: torch.ones(1)}
+    lacking = {name: value for name, value in whole.items() if ".0." not in name.partition("experts.")[2]}
+    with pytest.raises(RuntimeError) as said:
+        model.load_state_dict(lacking | other)
+    missing = [name for name in whole if name not in lacking]
+    faults += [name for name in (*missing, *other) if name not in str(said.value)]
+    mesh.destroy()
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("a list within", FEW),
+        pytest.param("a list", tuple(LAYOUTS), marks=pytest.mark.families),
+        pytest.param("parallel lists", tuple(LAYOUTS), marks=pytest.mark.families),
+        pytest.param("experts with norms", tuple(LAYOUTS), marks=pytest.mark.families),
+    ],
+)
+def test_layouts_equal_one_process(kind: str, layouts: tuple[str, ...]) -> None:
+    for found, faults in run_ranks(differences, 4, kind, list(layouts)):
+        assert len(found) == len(layouts) and not faults
+        assert not {layout: far for layout, far in found.items() if max(far) > 1e-10}
+
+
+def test_each_expert_is_split_where_its_shares_add_up() -> None:
+    found = {kind: next(iter(find(mixture(kind)).values())) for kind in LISTED}
+    assert {kind: (one.count, one.features, one.refusal) for kind, one in found.items()} == {
+        kind: (6 if kind == "a list" else 4, FEATURES, None) for kind in LISTED
+    }
+    cuts = splittable(found["a list within"], 2)
+    assert cuts is not None and {name: cut.dim for name, cut in cuts.items()} == {
+        **{"each": None, "scale": None, "mlps.*.0.weight": 1, "mlps.*.0.bias": 1},
+        **{"mlps.*.2.weight": 2, "mlps.*.2.bias": None},
+    }
+    assert cuts["mlps.*.2.bias"].once and cuts["scale"].common and not cuts["each"].common
+    assert splittable(found["experts with norms"], 2) is None
+
+
+class Uneven(Parallel):
+    """Lists of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.extra = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+
+
+class Scaled(nn.Module):
+    """An expert with what a checkpoint would hold beside its parameters, or by its number."""
+
+    def __init__(self, scale: float, kept: bool) -> None:
+        super().__init__()
+        self.inner = stacked()
+        self.register_buffer("scale", torch.tensor(scale), persistent=kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class Named(nn.Module):
+    """A container whose experts go by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.experts = 4, nn.ModuleDict({f"expert_{n}": stacked() for n in range(4)})
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return mixed(lambda number, rows: self.experts[f"expert_{number}"](rows), 4, x, indices, weights)
+
+
+class Summed(Itself):
+    """Not the sum of weighted experts."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x, indices, weights))
+
+
+def tied() -> Itself:
+    """Experts of which two share a layer."""
+    experts = Itself(Gated() for _ in range(4))
+    experts[3].w2 = experts[0].w2
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        (Uneven, "holds lists of different lengths"),
+        (tied, "has experts in the list itself that share a parameter"),
+        (lambda: Itself(Scaled(2.0, True) for _ in range(4)), "with the buffer scale, which a checkpoint would hold"),
+        (lambda: Itself(Scaled(float(n), False) for n in range(1, 5)), "computes something else for equal weights"),
+        (lambda: Itself([*(normed() for _ in range(3)), nn.Sequential(*normed()[:1], nn.Tanh(), *normed()[1:])]), "nn.ModuleList"),
+        (Named, "has modules alike in the nn.ModuleDict experts"),
+        (lambda: Summed(Gated() for _ in range(4)), "does not give the weighted sum"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_dealt_out_is_named_with_the_reason(experts: Any, reason: str) -> None:
+    (found,) = find(nn.ModuleDict({"experts": experts()})).values()
+    assert found.refusal is not None and reason in found.refusal
+
+
+def test_equal_buffers_that_no_checkpoint_holds_are_taken() -> None:
+    (found,) = find(nn.ModuleDict({"mixed": Itself(Scaled(2.0, False) for _ in range(4))})).values()
+    assert (found.refusal, found.count) == (None, 4)
