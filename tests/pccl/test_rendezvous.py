@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -10,7 +12,7 @@ from axonn_plugins.pccl.build import BuildError
 from axonn_plugins.pccl.builder import _WINDOW
 from axonn_plugins.pccl.choice import Choice
 from axonn_plugins.pccl.contest import candidates
-from axonn_plugins.pccl.links import Member
+from axonn_plugins.pccl.links import LinkError, Member
 from axonn_recipes.bench_scale.collectives import Meeting, nodes, program
 from axonn_recipes.bench_scale.collectives import member as far
 
@@ -49,6 +51,31 @@ def test_all_are_told_who_cannot_take_part() -> None:
     rendezvous.tell_failure(store, 0, ValueError("no interface"))
     with pytest.raises(BuildError, match="rank 0 of the group cannot use pccl: no interface"):
         rendezvous.secret_of(store, 3)
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(LinkError, match="pccl: rank 0 of the group did not come to its start"):
+        rendezvous.secret_of(store, 3)
+    for rank in (0, 2):
+        rendezvous.tell(store, rank, far(rank), "here", "alike")
+    for rank in (0, 2):
+        with pytest.raises(LinkError, match="pccl: rank 1, 3 of the group did not come to its start"):
+            rendezvous.roll_of(store, rank, 4)
+    for rank in (1, 3):
+        rendezvous.tell(store, rank, far(rank), "here", "alike")
+    with pytest.raises(LinkError, match="pccl: rank 0 of the group did not come to its start"):  # it has ended since
+        rendezvous.roll_of(store, 2, 4)
+
+
+def test_a_store_that_has_gone_is_said_to_have() -> None:
+    class Gone:
+        def get(self, key: str) -> bytes:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(LinkError, match="pccl: the store where the ranks of the group meet has gone"):
+        rendezvous.secret_of(Gone(), 2)
 
 
 def test_a_member_asks_for_as_much_however_many_there_are() -> None:

@@ -22,7 +22,7 @@ from axonn_plugins.pccl import rendezvous
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.build import BuildError, load
-from axonn_plugins.pccl.choice import Choice, Measured, choose, prescribed
+from axonn_plugins.pccl.choice import Choice, Measured, at_desks, choose, prescribed
 from axonn_plugins.pccl.interfaces import node_name
 from axonn_plugins.pccl.links import Fabric, Gone, Group, LinkError, Member
 from axonn_plugins.pccl.network import Network
@@ -213,7 +213,7 @@ class Planner:
         self.measured = Measured()
         self.network: Network | None = None
         self.fixed: Choice | None = None
-        self._made: dict[tuple[str, Choice, int], Any] = {}
+        self._made: dict[tuple[str, Choice, int, bool], Any] = {}
         self._rank_of = {number: at for at, number in enumerate(numbers)}
         self._reaching: set[int] = set()
 
@@ -229,9 +229,10 @@ class Planner:
         name = COLLECTIVES[collective]
         name = "all_reduce" if name in ("barrier", "reduce") else name
         choice = self.choose(name, size)
-        if (name, choice, root) not in self._made:
-            self._made[name, choice, root] = self._make(name, choice, root, size, call)
-        return self._made[name, choice, root]
+        desks = self.fixed is None and self.options.algorithm == "auto" and at_desks(name, size, self.nodes)
+        if (name, choice, root, desks) not in self._made:
+            self._made[name, choice, root, desks] = self._make(name, choice, root, desks, size, call)
+        return self._made[name, choice, root, desks]
 
     def choose(self, collective: str, size: int) -> Choice:
         """Choose the algorithm of a collective of `size` bytes, all blocks together; the same on every rank."""
@@ -240,12 +241,13 @@ class Planner:
         asked = prescribed(self.options, collective, size, len(self.members))
         return asked or self.measured.choose(collective, size, native=False) or choose(collective, size, self.nodes)
 
-    def _make(self, collective: str, choice: Choice, root: int, size: int, call: int) -> Any:
+    def _make(self, collective: str, choice: Choice, root: int, desks: bool, size: int, call: int) -> Any:
         make = algorithms(collective, len(self.members))[choice.algorithm]
         options = {"root": root} if collective == "broadcast" else {}
         program = make(collective, self.rank, len(self.members), self.nodes, choice.chunks, **options)
-        self.meet(receivers(program), f"{collective} of {size} bytes", call)
-        return for_engine(program, zlib.crc32(repr((choice, root)).encode()))
+        others = [rank for rank in range(len(self.members)) if rank != self.rank]
+        self.meet(others if desks else receivers(program), f"{collective} of {size} bytes", call)
+        return for_engine(program, zlib.crc32(repr((choice, root, desks)).encode()), desks)
 
     def meet(self, peers: Sequence[int], what: str, call: int = 0) -> None:
         """Make the links to the group's ranks `peers` that are not there.
@@ -302,16 +304,17 @@ class Planner:
         self.fabric.core.give_up(self._key, why)
 
 
-def for_engine(program: Program, digest: int) -> Any:
+def for_engine(program: Program, digest: int, desks: bool = False) -> Any:
     """The engine's form of a program.
 
     Args:
         program: a rank's.
         digest: of what must be the same on all ranks.
+        desks: whether it may be done in the node's shared memory instead.
     """
     flat = flatten(program)
     sizes = (flat["size"][0], flat["rank"][0], flat["chunks"][0], flat["work_slots"][0])
-    return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"])
+    return load().Program(*sizes, digest, flat["ops"], flat["spans"], flat["after"], desks)
 
 
 def receivers(program: Program) -> list[int]:

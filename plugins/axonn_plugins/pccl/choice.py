@@ -17,6 +17,8 @@ WINDOW = "window"
 _FEW_MESSAGES, _FEW_STEPS = 2**18, 2**21  # bytes up to which these cost more than bytes do
 _SMALL_BLOCK = 2**15  # bytes of one node's; larger ones, several of them in a message, get into each other's way
 
+_DESK, _MOST_AT_DESKS = 2**17, 16  # bytes, as in csrc/desk.hpp; ranks, of which each looks at all others
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -160,6 +162,19 @@ def choose(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> Choice
     chunks = min(4, max(1, size // len(nodes) // _SMALL_BLOCK))
     # With more ranks a node, a flat ring carries noticeably more over its link.
     return Choice("hierarchical_ring_direct", chunks)
+
+
+def at_desks(collective: str, size: int, nodes: Sequence[Sequence[int]]) -> bool:
+    """True if a collective is done at desks, which the ranks of a node have in memory that all of them see (csrc/desk.hpp).
+
+    Args:
+        collective: its name.
+        size: bytes of all blocks.
+        nodes: the group's ranks by node.
+    """
+    ranks = sum(map(len, nodes))
+    part = -(-size // ranks) if collective == "all_gather" else size
+    return collective != "broadcast" and len(nodes) == 1 and 1 < ranks <= _MOST_AT_DESKS and part <= _DESK
 
 
 def prescribed(options: Options, collective: str, size: int, ranks: int) -> Choice | None:

@@ -10,14 +10,17 @@ import ipaddress
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, overload
 
+import torch.distributed as dist
+
 from axonn_plugins.pccl.build import BuildError
-from axonn_plugins.pccl.links import Member
+from axonn_plugins.pccl.links import LinkError, Member
 
 _IDENTITY = 32  # hexadecimal digits
+_NAMED = 8  # in an error, of those that have not come
 
 
 class Members(Sequence[Member]):
@@ -78,8 +81,10 @@ def secret_of(store: Any, size: int) -> bytes:
 
     Raises:
         BuildError: rank 0 has none, for it cannot take part.
+        LinkError: it has not come.
     """
-    secret = bytes.fromhex(_checked(json.loads(store.get("secret")))["secret"])
+    with _named(store, ["secret"]):
+        secret = bytes.fromhex(_checked(json.loads(store.get("secret")))["secret"])
     if store.add("read", 1) == size:
         with suppress(RuntimeError):  # a store of the user's own may have no such call
             store.delete_key("secret")
@@ -91,13 +96,14 @@ def roll_of(store: Any, rank: int, size: int) -> Roll:
 
     Raises:
         BuildError: one cannot take part; the same on every rank.
+        LinkError: some have not come.
     """
-    if rank == 0:
-        store.set(
-            "roll",
-            _packed([json.loads(record) for record in store.multi_get([f"member{other}" for other in range(size)])]),
-        )
-    found = _checked(json.loads(zlib.decompress(store.get("roll"))))
+    keys = [f"member{other}" for other in range(size)]
+    with _named(store, keys):
+        if rank == 0:
+            store.set("roll", _packed([json.loads(record) for record in store.multi_get(keys)]))
+        packed = store.get("roll")
+    found = _checked(json.loads(zlib.decompress(packed)))
     names, options = found["names"], found["all options"]
     identities = found["identities"]
     return Roll(
@@ -124,6 +130,28 @@ def reachable(roll: Roll, ranks: Sequence[int]) -> None:
                 f"pccl: rank {rank} would listen at {' and '.join(hosts)}, where no other node reaches it; "
                 "name a network interface in AXONN_PCCL_INTERFACES, or give MASTER_ADDR as an address that other nodes use"
             )
+
+
+@contextmanager
+def _named(store: Any, keys: Sequence[str]) -> Iterator[None]:
+    """Who has not come, by the keys that the group's ranks have yet to write, in place of the store's words.
+
+    Raises:
+        LinkError: the time is over, or the store has gone.
+    """
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise LinkError(
+            "pccl: the store where the ranks of the group meet has gone; who holds it, as a rule rank 0 of the job, has ended"
+        ) from error
+    except dist.DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])] or ["0"]
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise LinkError(
+            f"pccl: rank {', '.join(missing[:_NAMED])}{more} of the group did not come to its start within the group's timeout; "
+            "it has ended, is held up, or makes other groups"
+        ) from error
 
 
 def _packed(records: Sequence[dict[str, Any]]) -> bytes:

@@ -39,7 +39,7 @@ class Options:
         seed: of the faults.
         nodes: that have ranks; one more is the head, where they find each other.
         ranks_per_node: on each.
-        steps: of a job.
+        steps: of a job; beyond some 800 rounding on other grids has grown past the tolerance of 1e-9.
         save_every: steps between its checkpoints.
         every: seconds from fault to fault, in the mean.
         patience: seconds without a step after which a job counts as hung, faults not counted.

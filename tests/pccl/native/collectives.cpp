@@ -13,6 +13,8 @@ struct Call {
   std::string error = "never done";
 };
 
+uint64_t laid = 0;
+
 void round(std::mt19937_64& draw) {
   int size = 1 + static_cast<int>(draw() % 6), calls = 1 + static_cast<int>(draw() % 12);
   std::vector<std::unique_ptr<Engine>> engines;
@@ -38,12 +40,13 @@ void round(std::mt19937_64& draw) {
       for (size_t i = 0; i < one.input.size(); ++i) sum[gather ? rank * each + i : i] += one.input[i];
       one.output.resize(elements, -1);
     }
-    bool in_place = !gather && draw() % 2;
+    bool in_place = !gather && draw() % 2, desks = draw() % 2;
     for (int rank = 0; rank < size; ++rank) {
       Call& one = made[rank][call];
       one.wanted = sum;
       if (size == 1 || in_place) one.output = sum.size() && !gather ? one.input : one.output;
-      auto program = gather ? all_gather(size, rank, chunks) : all_reduce(size, rank, chunks);
+      auto program = std::make_shared<Program>(*(gather ? all_gather(size, rank, chunks) : all_reduce(size, rank, chunks)));
+      program->desks = desks && size > 1;
       void* input = in_place ? one.output.data() : one.input.data();
       bool here = draw() % 2;
       starts[rank].push_back([=, &one, &left](Engine& engine) {
@@ -63,6 +66,7 @@ void round(std::mt19937_64& draw) {
     });
   for (std::thread& caller : callers) caller.join();
   while (left > 0) usleep(200);
+  for (auto& engine : engines) laid += engine->laid();
   engines.clear();
   for (auto& of : made)
     for (Call& one : of) {
@@ -110,5 +114,6 @@ void run(int, char** arguments) {
   int rounds = std::atoi(arguments[1]);
   for (int i = 0; i < rounds; ++i) round(draw);
   for (int i = 0; i < rounds; ++i) alike(draw);
+  CHECK(rounds < 20 || laid > 0);
   std::printf("%d rounds\n", rounds);
 }

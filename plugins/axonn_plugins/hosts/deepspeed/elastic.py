@@ -11,6 +11,12 @@
         engine.step()
 
 The batch of a step is the same on any number of ranks, so train_batch_size must be given; what ranks do not take at a time they accumulate.
+
+The Trainer of transformers deals out samples itself, and finds its place among them when it resumes: it needs `join` alone, and a size that is "auto"::
+
+    config = elastic.join("ds_config.json", model)  # before TrainingArguments
+    trainer = Trainer(model, TrainingArguments(folder, deepspeed=config, ...), ...)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
 """
 
 from __future__ import annotations
@@ -86,6 +92,7 @@ def usable(raw: Mapping[str, Any], model: nn.Module, world: int) -> tuple[int, s
     """
     settings = parse(raw["axonn"]).tensor_parallel
     assert settings is not None
+    raw = {key: value for key, value in raw.items() if value != "auto"}  # which the Trainer fills in
     plan = (
         auto_plan(model, Grid(gx=2, gy=2), options=options(settings))[0]
         if settings.plan == "auto"

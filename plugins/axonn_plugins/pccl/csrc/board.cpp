@@ -38,6 +38,12 @@ Mapping map_sealed(int memory, size_t least, bool writes) {
   return {static_cast<char*>(base), bytes};
 }
 
+Board::Board(int memory, bool own) : mapping_(map_sealed(memory, 1, own)), room_(mapping_.bytes) {
+  if (mapping_.bytes < 2 * Directory::kBytes) return;
+  room_ = (mapping_.bytes - Directory::kBytes) / kLine * kLine;
+  directory_.emplace(mapping_.base + room_);
+}
+
 Board::~Board() { munmap(mapping_.base, mapping_.bytes); }
 
 std::optional<size_t> Board::take(size_t bytes) {
@@ -46,7 +52,7 @@ std::optional<size_t> Board::take(size_t bytes) {
     if (begin - from >= bytes) break;
     from = (end + kLine - 1) / kLine * kLine;
   }
-  if (!has(from, bytes)) return std::nullopt;
+  if (from > room_ || bytes > room_ - from) return std::nullopt;
   taken_[from] = from + bytes;
   return from;
 }

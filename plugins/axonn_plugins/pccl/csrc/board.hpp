@@ -2,7 +2,9 @@
 // copies it from here in a way that is easy on the processor's caches.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <optional>
 
@@ -17,13 +19,54 @@ struct Mapping {
 // would end this process.
 Mapping map_sealed(int memory, size_t least, bool writes);
 
+inline constexpr uint64_t kNoDesk = ~uint64_t{0} - 1;
+
+// At a board's end: where the desk of each group is, or that there is none. A group has as long a desk on all ranks as it lives.
+class Directory {
+ public:
+  static constexpr size_t kBytes = 4096;
+  explicit Directory(char* at) : rows_(reinterpret_cast<Row*>(at)) {}
+
+  // Where there is no room nothing is listed any more.
+  void list(uint64_t group, uint64_t place) {
+    Row& full = rows_[0];
+    for (size_t row = 1; row < kRows; ++row) {
+      if (rows_[row].group.load() != 0) continue;
+      rows_[row].place.store(place + 1);
+      rows_[row].group.store(group);
+      return;
+    }
+    full.place.store(1);
+  }
+  // Where it is; kNoDesk, or nothing where that is not known yet.
+  std::optional<uint64_t> find(uint64_t group) const {
+    bool full = rows_[0].place.load() != 0;
+    for (size_t row = 1; row < kRows; ++row)
+      if (rows_[row].group.load() == group) return rows_[row].place.load() - 1;
+    return full ? std::optional(kNoDesk) : std::nullopt;
+  }
+  void strike(uint64_t group) {
+    for (size_t row = 1; row < kRows; ++row)
+      if (rows_[row].group.load() == group) rows_[row].group.store(0);
+  }
+
+ private:
+  struct Row {
+    std::atomic<uint64_t> group, place;
+  };
+  static constexpr size_t kRows = kBytes / sizeof(Row);
+  Row* rows_;
+};
+
 class Board {
  public:
   // As map_sealed.
-  Board(int memory, bool own) : mapping_(map_sealed(memory, 1, own)) {}
+  Board(int memory, bool own);
   ~Board();
   Board(const Board&) = delete;
 
+  // Of a board that has room for one.
+  std::optional<Directory>& directory() { return directory_; }
   // Where there is room for so many bytes, if anywhere.
   std::optional<size_t> take(size_t bytes);
   void give_back(size_t at) { taken_.erase(at); }
@@ -32,6 +75,8 @@ class Board {
 
  private:
   Mapping mapping_;
+  std::optional<Directory> directory_;
+  size_t room_;
   std::map<size_t, size_t> taken_;  // ends, by where they begin
 };
 

@@ -119,6 +119,7 @@ void Engine::serve(const epoll_event* events, int count) {
     if (id != kWake) guarded([&, i] { on_event(id, events[i].events); }, id);
   }
   poll_shared();
+  poll_desks();
   read_next();
   bury();
   guarded([this] { feel_pulses(); }, kWake);
@@ -145,6 +146,7 @@ Turn Engine::take_over() {
 
 // Whether all that a run sends stays on this node.
 bool Engine::near(const Run& run) const {
+  if (run.sits) return true;
   auto group = groups_.find(run.group);
   return group != groups_.end() && std::ranges::all_of(run.program->ops, [&](const Op& op) {
     if (op.kind != Kind::kSend) return true;
@@ -159,7 +161,7 @@ void Engine::lead(Begun begun) {
   Clock::time_point began = Clock::now(), until = began + kSpin;
   bool spins = began > yields_from.load() && near(*begun.run);
   for (int tries = 0; !begun.run->over; ++tries) {
-    if (spins && (poll_shared() | read_next())) until = Clock::now() + kSpin;
+    if (spins && (poll_shared() | poll_desks() | read_next())) until = Clock::now() + kSpin;
     if (begun.run->over) break;
     Clock::time_point now = Clock::now();
     bool spin = spins && now < until;

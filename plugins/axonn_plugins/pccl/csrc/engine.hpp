@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "desk.hpp"
 #include "frame.hpp"
 #include "link.hpp"
 #include "program.hpp"
@@ -50,6 +51,8 @@ struct Run {
   size_t left = 0;
   std::map<int32_t, size_t> shown;  // places on the board, by the first op that sends what lies there
   bool advancing = false, over = false;
+  bool sits = false, lies = false;  // it is done at desks, and its part lies there
+  int part = 0;                     // of those
   size_t inquiries = 0;
   std::chrono::duration<double> timeout;
   Clock::duration patience;
@@ -104,6 +107,8 @@ class Engine {
   std::string broken(uint64_t group);
   // How often this rank has asked another what it waits for.
   uint64_t questions() const { return questions_; }
+  // How many parts of calls this rank has laid on its desks.
+  uint64_t laid() const { return laid_; }
 
   // Begins a collective; `done` is called once, by the thread that serves the links. The signature's elements are those of all
   // blocks. `timeout`: in seconds, the group's where it is 0. `here`: the caller, which has nothing to do until it is done,
@@ -197,6 +202,7 @@ class Engine {
   Turn take_over();
   Begun start(const std::shared_ptr<Run>& run, bool here);
   void launch(const std::shared_ptr<Run>& run);
+  void carry_out(Run& run);
   bool near(const Run& run) const;
   // What is thrown on the way (there is no memory for a message) ends what is under way, never the process.
   template <class Step>
@@ -239,6 +245,21 @@ class Engine {
   bool rest();
   void awake();
   void bury();
+
+  bool sit(Run& run);
+  bool poll_desks();
+  bool go_on(uint64_t group);
+  void open(uint64_t key, Desks& desks);
+  void call_all(const Group& group);
+  void lay(Run& run, Desks& desks);
+  bool arrived(const Run& run, const Desks& desks, size_t rank) const;
+  bool same_header(const Run& run, const Desks& desks, size_t rank) const;
+  bool agrees(const Run& run, const Desks& desks, size_t rank);
+  void take(Run& run, Desks& desks);
+  void rise(Run& run);
+  std::vector<int> missing(const Run& run) const;
+  void fail_for_lost(const Run& run);
+  void leave_desk(uint64_t key, const Group& group);
 
   void advance(Run& run);
   void begin(Run& run, int32_t op);
@@ -324,14 +345,16 @@ class Engine {
   std::map<Slot, std::list<Early>> unasked_;  // such messages that no receive has asked for, in the order in which they came
   std::map<Order, Early> ripe_;  // messages that lie elsewhere, and are wanted by now
   size_t paused_ = 0;  // links
-  std::atomic<uint64_t> questions_ = 0;
+  std::atomic<uint64_t> questions_ = 0, laid_ = 0;
   std::map<Key, Posted> unread_;  // sent as kRemote or kBoard, not acknowledged yet
   std::unique_ptr<Board> board_;
   struct Owed {
     uint64_t group;
     std::set<int> peers;
   };
-  std::map<size_t, Owed> owed_;  // on it, of calls that were given up: who may still be reading
+  std::map<size_t, Owed> owed_;  // on it, of calls that were given up and groups that were left: who may still be reading
+  std::map<uint64_t, Desks> desks_;
+  std::vector<uint64_t> busy_desks_;  // groups with calls there
   std::vector<std::shared_ptr<Run>> past_;  // runs that are over, kept while a function further up may look at them
 };
 

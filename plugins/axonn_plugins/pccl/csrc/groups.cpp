@@ -70,6 +70,7 @@ void Engine::remove_group(uint64_t key, const std::string& what, uint64_t sequen
       if (ended.why.empty())
         for (uint64_t id : links_of(group))
           if (ended.told.insert(id).second) tell_left(*links_.at(id), key, sequence);
+      leave_desk(key, group);
       removed_.emplace(key, std::move(ended));
       groups_.erase(found);
     }

@@ -84,8 +84,10 @@ Engine::Awaited Engine::awaited(const Run& run) const {
   for (auto* list : {&posted_, &unread_})
     for (auto& [at, posted] : *list)
       if (posted.run == &run) add(std::get<2>(at), std::get<3>(at));
-  auto wanted = wanted_.find({run.group, run.program->ops[0].tag});
-  if (run.point() && wanted != wanted_.end() && std::ranges::find(wanted->second, &run) != wanted->second.end()) {
+  if (run.sits)
+    for (int peer : missing(run)) add(peer, 0);
+  auto wanted = run.point() ? wanted_.find({run.group, run.program->ops[0].tag}) : wanted_.end();
+  if (wanted != wanted_.end() && std::ranges::find(wanted->second, &run) != wanted->second.end()) {
     const Group& group = groups_.at(run.group);
     for (int peer : group.peers)
       if (peer != group.peers[group.rank] && may_bring(run, peer)) add(peer, 0);

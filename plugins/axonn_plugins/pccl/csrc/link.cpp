@@ -191,6 +191,10 @@ bool Link::write(Message& message) {
 // Where it cannot be, the peer has been woken already, or has gone, which is an event of its own.
 void Link::ring_bell() const { [[maybe_unused]] ssize_t sent = send(socket, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL); }
 
+void Link::call() const {
+  if (shared && shared->out().sleeps()) ring_bell();
+}
+
 void Link::hear() {
   char bells[64];
   ssize_t got = recv(socket, bells, sizeof bells, MSG_DONTWAIT);

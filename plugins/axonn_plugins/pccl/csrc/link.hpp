@@ -80,7 +80,7 @@ struct Link {
   pid_t process = 0;
   std::unique_ptr<SharedMemory> shared;  // what the bytes go through; the socket then only wakes, and ends
   bool ended = false;                    // that socket has
-  std::unique_ptr<Board> board;          // the peer's, of what comes in
+  std::shared_ptr<Board> board;          // the peer's, of what comes in
   bool boarded = false;                  // the peer has ours
   std::string broken;                    // why it cannot be written to
   bool incoming = false, wants_write = false, paused = false, hung_up = false;
@@ -109,6 +109,8 @@ struct Link {
   void hear();
   // Whether there is anything to do, where bytes go through memory.
   bool busy() const { return (!paused && shared->in().readable()) || (wants_write && shared->out().writable()); }
+  // Wakes the peer, if it sleeps.
+  void call() const;
   // Has the peer wake this process when there is.
   void sleep() const;
 

@@ -89,6 +89,7 @@ bool Engine::rest() {
   if (!ripe_.empty()) return false;
   asleep_ = true;
   for (Link* link : shared_) link->sleep();
+  if (poll_desks()) return false;
   return std::ranges::none_of(shared_, [](Link* link) { return link->busy(); });
 }
 
@@ -151,6 +152,10 @@ void Engine::lose(uint64_t id, const std::string& why) {
   for (auto& [slot, runs] : wanted_)
     for (Run* run : runs)
       if (!heard && may_bring(*run, peer)) note(run);
+  for (uint64_t group : busy_desks_) {
+    Run* run = desks_.at(group).calls.front();
+    if (!heard && std::ranges::count(missing(*run), peer)) note(run);
+  }
   note(link->sink.run);
   for (const Message& message : link->queue) note(message.run);
   for (auto& [group, text] : broken) fail_group(group, text, true);

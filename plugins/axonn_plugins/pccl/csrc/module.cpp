@@ -6,8 +6,10 @@ namespace pccl {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init([](int size, int rank, int chunks, int work_slots, uint32_t digest, const std::vector<int32_t>& ops,
-                       const std::vector<int32_t>& spans, const std::vector<int32_t>& after) {
-        return std::make_shared<Program>(Program::parse(size, rank, chunks, work_slots, digest, ops, spans, after));
+                       const std::vector<int32_t>& spans, const std::vector<int32_t>& after, bool desks) {
+        auto made = std::make_shared<Program>(Program::parse(size, rank, chunks, work_slots, digest, ops, spans, after));
+        made->desks = desks;
+        return made;
       }));
   py::class_<Core, std::shared_ptr<Core>>(module, "Core")
       // Never destroyed: its threads may need the interpreter, which may be gone by then, and a forked child has none of them.
@@ -18,6 +20,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         core.engine.add_group(key, std::move(peers), std::move(ranks), rank, timeout);
       })
       .def("questions", [](Core& core) { return core.engine.questions(); })
+      .def("laid", [](Core& core) { return core.engine.laid(); })
       .def("broken", [](Core& core, uint64_t key) { return core.engine.broken(key); })
       .def("give_up", [](Core& core, uint64_t key, const std::string& why) { core.engine.give_up(key, why); });
   module.def("backend", [](std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout,

@@ -56,6 +56,7 @@ struct Program {
   int32_t size = 0, rank = 0, chunks = 1, work_slots = 0;
   uint32_t digest = 0;
   std::vector<Op> ops;
+  bool desks = false;  // it may be done at desks instead, as all ranks are on a node
 
   // From the flat lists of program.py; throws std::invalid_argument where they are not a program.
   static Program parse(int32_t size, int32_t rank, int32_t chunks, int32_t work_slots, uint32_t digest,

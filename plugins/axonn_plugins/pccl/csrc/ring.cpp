@@ -41,7 +41,7 @@ ssize_t Ring::write(const iovec* parts, int count, bool& bell) {
   own_ += done;
   // Before it looks whether the reader sleeps, who looks for bytes once more after saying so: one of them sees the other.
   control_->written.store(own_);
-  bell = control_->reader_sleeps.load() && control_->reader_sleeps.exchange(0);
+  bell = sleeps();
   return static_cast<ssize_t>(done);
 }
 

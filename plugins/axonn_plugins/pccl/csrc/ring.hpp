@@ -37,6 +37,8 @@ class Ring {
   bool readable() const { return control_->written.load() != own_; }
   bool writable() const { return own_ - control_->read.load() < capacity_; }
 
+  // Whether the other end asked to be woken, and does not know yet that it is.
+  bool sleeps() { return control_->reader_sleeps.load() && control_->reader_sleeps.exchange(0); }
   // Asks to be woken, or no longer.
   void sleep(bool asleep) { control_->reader_sleeps.store(asleep); }
   void wait_for_room() { control_->writer_waits.store(1); }

@@ -85,23 +85,29 @@ void Engine::launch(const std::shared_ptr<Run>& run) {
   }
   for (auto& [peer, left] : found->second.left)
     if (!run->receives() && in_vain(*run, peer, left)) return on_left(run->group, peer, Departure(left));
-  run->work = std::make_unique_for_overwrite<char[]>(run->program->work_slots * run->buffers.longest * run->buffers.element);
-  run->buffers.work = run->work.get();
-  const auto& ops = run->program->ops;
-  run->left = ops.size();
-  run->finished.resize(ops.size());
-  run->waits.reserve(ops.size());
-  run->ready.reserve(ops.size());
+  if (!sit(*run)) carry_out(*run);
+}
+
+// By its program.
+void Engine::carry_out(Run& run) {
+  run.work = std::make_unique_for_overwrite<char[]>(run.program->work_slots * run.buffers.longest * run.buffers.element);
+  run.buffers.work = run.work.get();
+  const auto& ops = run.program->ops;
+  run.left = ops.size();
+  run.finished.resize(ops.size());
+  run.waits.reserve(ops.size());
+  run.ready.reserve(ops.size());
   for (size_t i = 0; i < ops.size(); ++i) {
-    run->waits.push_back(ops[i].waits);
-    if (ops[i].waits == 0) run->ready.push_back(static_cast<int32_t>(i));
+    run.waits.push_back(ops[i].waits);
+    if (ops[i].waits == 0) run.ready.push_back(static_cast<int32_t>(i));
   }
-  advance(*run);
+  advance(run);
 }
 
 // Nothing may touch the run's memory from here on.
 void Engine::forget(Run& run) {
   run.over = true;
+  rise(run);
   owe(run);
   std::erase_if(posted_, [&](auto& item) { return item.second.run == &run; });
   std::erase_if(unread_, [&](auto& item) { return item.second.run == &run; });
@@ -267,6 +273,8 @@ void Engine::owe(const Run& run) {
 
 // A peer reads nothing of the group any more, or of any group.
 void Engine::settle(int peer, std::optional<uint64_t> group) {
+  for (auto& [key, desks] : desks_)
+    if (key == group.value_or(key)) desks.over.insert(peer);
   for (auto owed = owed_.begin(); owed != owed_.end();) {
     if (owed->second.group == group.value_or(owed->second.group)) owed->second.peers.erase(peer);
     if (!owed->second.peers.empty()) {

@@ -153,6 +153,7 @@ void Engine::on_body(Link& link) {
   if (header.frame == Frame::kOver && !link.incoming) return settle(link.peer, header.group);
   // After what may have to be read, for links keep the order of what they carry.
   if (header.frame == Frame::kError && link.incoming) tell(link, Frame::kOver, header.group, 0, nullptr, 0);
+  if (header.frame == Frame::kLeft) settle(link.peer, header.group);
   if (kind == Sink::Kind::kDiscard || header.frame == Frame::kOver) return;
   if (header.frame == Frame::kAsk) return on_ask(link, header);
   if (header.frame == Frame::kState) return on_state(link, header, own);
