@@ -33,9 +33,9 @@ test: style compiler ## lint, and run the tests; make test ARGS="-k mesh"
 	@# mypy takes a minute of one core, and so runs beside the tests.
 	@$(MAKE) --no-print-directory -j 2 types suite
 
-# Four files of tests at a time, of two on each of two cores: most compute, but some wait. tests/conftest.py orders them.
+# Two files of tests at a time: most start ranks, but some wait, and some compute in one process. tests/conftest.py orders them.
 suite:
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
 
 docs: $(READY) ## build the documentation into the folder site, without network once its tools are there
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[docs]'

@@ -7,7 +7,7 @@ Processes are scheduled as batches: gloo's threads turn on messages that nobody 
 from the rank that is about to ask (a quarter of the suite's processor time).
 
 Each test worker keeps to its share of the cores: ranks wait for each other a thousand times a second, and do so on one core
-without waking another (a fifth of the processor time). Two workers share a core, as some tests wait for time to pass.
+without waking another (a fifth of the processor time).
 
 Garbage is collected seldom: what a rank leaves behind lives no longer than its test (a tenth of the processor time). What all tests
 import is set apart from it: a search for a plan collects garbage, which took longer than the search.

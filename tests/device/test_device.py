@@ -197,6 +197,7 @@ NOT_ASKED_OF_A_DEVICE = {
     "axonn_tp/checkpoint/ranks.py": "the same",
     "plugins/axonn_plugins/pipeline/lead.py": "gloo's group",
     "ted_moe/adapters/lists.py": "no case has lists of experts on the device",
+    "plugins/axonn_plugins/hosts/transformers/balance.py": "no case has Switch or NLLB's router losses on the device",
     "plugins/axonn_plugins/pccl/device_tuner.py": "calls that are timed, the device is waited for behind each",
     "plugins/axonn_plugins/observe/doctor.py": "a command of its own",
     "plugins/axonn_plugins/ted/regression_training.py": "training that is compared, by a command of its own",
