@@ -19,7 +19,7 @@ BLOCK = tl.constexpr(_BLOCK)
 CHUNK = 1024
 """Kept elements that a program handles."""
 ADAM_WARPS = 8
-"""Of a program of `adam`: with four, a thread's eight elements take 122 registers on sm_90, and programs fill a quarter of the GPU."""
+"""Warps of a program of `adam`: with four, a thread's eight elements take 122 registers on sm_90, and programs fill a quarter of the GPU."""
 
 PIECE = ("parameter", "index", "bytes", "begin", "gradient", "master", "exp_avg", "exp_avg_sq")
 """Columns of `adam`'s int64 table, a row a piece: addresses, but for these: bytes of an index's element (0: all are kept),

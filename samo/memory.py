@@ -58,7 +58,7 @@ def paper_saving(phi: int, sparsity: float) -> float:
 
 
 def our_bytes(phi: int, sparsity: float, state: int = ADAM, itemsize: int = 2, ranks: int = 1) -> float:
-    """Ours: 2φ + 16fφ with Adam in mixed precision, 4φ + 14fφ in single.
+    """Bytes of this package's state: 2φ + 16fφ with Adam in mixed precision, 4φ + 14fφ in single.
 
     Of kept elements the gradient as the model computes, θ32, the optimizer's state and 2 bytes of index. What
     the step needs besides is one tile's (`predicted`).

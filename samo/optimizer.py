@@ -126,7 +126,7 @@ class Optimizer(FlatOptimizer):
         self._watched = dict.fromkeys(names)
 
     def dense_gradients(self) -> dict[str, Tensor]:
-        """Of the watched parameters, of all ranks and times the loss scale; every rank calls it."""
+        """Gradients of the watched parameters, summed over ranks and times the loss scale; every rank calls it."""
         found = {}
         for entry in self.entries:
             if entry.name in self._watched:

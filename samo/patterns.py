@@ -68,7 +68,7 @@ def n_of_m(
 
 
 def input_dims(model: nn.Module, shards: Shards | None = None) -> dict[Tensor, int]:
-    """By parameter the dim along which its layer's inputs lie, where it is not 1; −1: nobody knows."""
+    """For each parameter the dim along which its layer's inputs lie, where it is not 1; −1: nobody knows."""
     found: dict[Tensor, int] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -265,7 +265,7 @@ class Magnitudes:
     def _edges(
         self, groups: list[Sequence[str]], thresholds: Mapping[str, int], counts: Sequence[int]
     ) -> dict[str, int]:
-        """By parameter, before which position elements at the threshold are pruned, so that these are `counts` of each group."""
+        """For each parameter the position before which elements at the threshold are pruned, so that these are `counts` of each group."""
         names = list(thresholds)
         ties = torch.zeros(len(names), dtype=torch.float64, device=self._device)
         for number, name in enumerate(names):

@@ -26,7 +26,7 @@ class Column(nn.Linear):
 
     groups: Axes
     splits: dict[str, tuple[int, int]]
-    """By parameter: the dim that is split over the tensor ranks, and in how many equal parts, each split by itself."""
+    """For each parameter the dim that is split over the tensor ranks, and in how many equal parts, each split by itself."""
     sums: bool
     """True if this layer itself sums its input's gradient over the tensor ranks."""
 

@@ -85,7 +85,7 @@ class Parameters:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both."""
         return self.shared + self.expert
 
 
@@ -105,7 +105,7 @@ class State:
 
     @property
     def total(self) -> float:
-        """All three."""
+        """Sum of all three."""
         return self.weights + self.gradients + self.optimizer
 
 

@@ -61,7 +61,7 @@ class MoE(nn.Module):
     number = 0
     """In exchanges of tokens, by which ranks that call another layer see it (`Groups.enrol`)."""
     mesh: Mesh | None = None
-    """That of the layers around this one, where they leave activations split over the tensor ranks (`axonn_tp`)."""
+    """The mesh of the layers around this one, where they leave activations split over the tensor ranks (`axonn_tp`)."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class Stash:
         self.spent = True
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """Those of the first forward and of the recomputation."""
+        """Contexts of the first forward and of the recomputation."""
         return self.record(), self.replay()
 
 

@@ -158,7 +158,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             yield tile
 
     def _factor(self) -> Tensor | None:
-        """By what gradients are to be multiplied; notes the norm."""
+        """The factor of the gradients; notes the norm."""
         scale = getattr(self, "grad_scale", None)
         factor = None if scale is None else scale.double().reciprocal().float()
         self.total_norm = None
@@ -196,7 +196,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         return {number: master for number, master in enumerate(masters) if self._live[master] is not master}
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the untiled optimizer over the masters, and "masters", which torch's optimizers ignore, by number."""
+        """The state dict of the untiled optimizer over the masters, and "masters", which torch's optimizers ignore, by number."""
         share_options(self.param_groups, self.inner.param_groups)
         return {**self.inner.state_dict(), "masters": self._masters()}
 

@@ -177,7 +177,7 @@ class _Rectangle(Shard):
     offsets: tuple[int, ...] = ()
 
     def regions(self, place: Place) -> list[Region]:
-        """Itself."""
+        """The place itself: its tensor is not cut further."""
         return [Region(0, self.tensor.stride(), self.offsets, tuple(self.tensor.shape))]
 
 

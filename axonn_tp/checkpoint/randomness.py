@@ -42,7 +42,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def writers_of(state: dict[str, Any], group: dist.ProcessGroup | None) -> list[int]:
-    """By rank, the first that is in the same state, which writes it; every rank of the group calls it, None for one alone."""
+    """For each rank the first rank that is in the same state, which writes it; every rank of the group calls it, None for one alone."""
     if group is None:
         return [0]
     mine = torch.frombuffer(bytearray(_digest(state)), dtype=torch.int64)[:2].clone()

@@ -72,7 +72,7 @@ def send_first(gradients: Iterable[tuple[Tensor, Tensor]], mesh: Mesh) -> None:
 
 
 def _full(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Those of one call, one call after the other."""
+    """Groups of gradients that go in one call, one call after the other."""
     members: list[Tensor] = []
     size = 0
     for gradient in gradients:

@@ -37,7 +37,7 @@ class Block:
 
     @classmethod
     def of(cls, layer: SplitWeight, mesh: Mesh) -> Block:
-        """That of a layer which has just been split."""
+        """Read it off a layer that has just been split."""
         shape = layer.layouts["weight"].block_shape(mesh.grid)
         return cls(graph.name_of(mesh), shape, torch.Size(shape).numel(), mesh.size("z") > 1)
 
@@ -75,7 +75,7 @@ class Way:
 
     @classmethod
     def of(cls, layer: linear.Linear, mesh: Mesh) -> Way:
-        """That of a layer which has just been split."""
+        """Read it off a layer that has just been split."""
         split, grid, whole = layer.split, mesh.grid, layer.split.takes == "whole"
         padded = layer.layouts["weight"].padded(grid)
         first = None

@@ -148,7 +148,7 @@ class _Keys:
 
     @property
     def like(self) -> Tensor:
-        """Of a chunk's shape as it travels."""
+        """An empty tensor of a chunk's shape as it travels."""
         k, v = self.given
         return k.new_empty((*k.shape[:2], self.work.chunks.size, k.shape[-1] + v.shape[-1]))
 
@@ -189,7 +189,7 @@ class _Sums:
 
     @property
     def given(self) -> list[Tensor]:
-        """Of queries, keys and values that were given."""
+        """Zeros like the queries, keys and values that were given, to which gradients are added."""
         if self._made is None:
             self._made = [torch.zeros_like(one) for one in self._like]
         return self._made

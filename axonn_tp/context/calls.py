@@ -79,7 +79,7 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         return self.shared.chunks.tokens
 
     @property
@@ -199,7 +199,7 @@ class Call:
 
 
 def _digest(value: Any) -> tuple:
-    """Of a tensor's shape and values, or of a number or word; the same on every rank."""
+    """Digest of a tensor's shape and values, or of a number or word; the same on every rank."""
     if not isinstance(value, Tensor):
         return (repr(value),) if isinstance(value, (int, float, str, bool, type(None))) else (type(value).__name__,)
     flat = value.detach().reshape(-1)

@@ -187,7 +187,7 @@ class Merged:
 
 
 def sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Of `Merged`'s sink: a probability without a value takes part of every other."""
+    """Gradient of `Merged`'s sink: a probability without a value takes part of every other."""
     delta = (grad * out).sum(-1).to(lse)
     share = (sink.to(lse).view(1, -1, 1) - lse).exp()
     return -(share * delta).sum((0, 2)).to(sink.dtype)

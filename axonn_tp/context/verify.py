@@ -30,10 +30,10 @@ class Runs(Protocol):
     aside: Callable[[], AbstractContextManager]
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
-        """On shares."""
+        """Run the model on this rank's shares of the tokens."""
 
     def whole(self, forward: Callable, model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
-        """On all tokens."""
+        """Run the model on all tokens."""
 
     def forget(self) -> None:
         """Let the next call be the first."""

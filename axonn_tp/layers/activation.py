@@ -49,7 +49,7 @@ class ActivationSplit:
         return tuple(self.coordinates[axis] for axis in AXES if axis in (*self.over, "z", "data"))
 
     def joined(self, other: ActivationSplit) -> ActivationSplit:
-        """Of what is made of two activations."""
+        """Split of a tensor that is made of two activations."""
         over = self.over if set(other.over) <= set(self.over) else tuple(dict.fromkeys((*self.over, *other.over)))
         return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens))
 

@@ -177,7 +177,7 @@ class Materialiser:
 
 
 def _owners(model: nn.Module) -> dict[int, Any]:
-    """By module, the HF model that initialises it: the nearest one that holds it."""
+    """For each module the HF model that initialises it: the nearest one that holds it."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         if callable(getattr(module, "_init_weights", None)) and callable(getattr(module, "post_init", None)):

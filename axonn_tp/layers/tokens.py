@@ -65,7 +65,7 @@ class Tokens:
 
 
 def joined(one: Tokens | None, other: Tokens | None) -> Tokens | None:
-    """Of the result of a function of two activations.
+    """Tokens of the result of a function of two activations.
 
     Raises:
         ValueError: they are shares of different numbers of tokens.
@@ -85,7 +85,7 @@ def joined(one: Tokens | None, other: Tokens | None) -> Tokens | None:
 def followed(
     function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, tokens: Tokens | None
 ) -> Tokens | None:
-    """Of what a function made of an activation.
+    """Tokens of a tensor that a function made of an activation.
 
     Args:
         function: torch's.
@@ -104,7 +104,7 @@ def followed(
 
 
 def _flattened(given: Tensor, made: Tensor) -> Tokens | None:
-    """Of a matrix whose rows were an activation's last dim but one, and those before it."""
+    """Tokens of a matrix whose rows were an activation's last dim but one, and those before it."""
     rows = given.shape[0]
     for dim, size in enumerate(given.shape[1:-1] if made.dim() == 2 else (), 1):
         rows *= size
@@ -126,7 +126,7 @@ def _reshaped(function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor,
 
 
 def _moved(function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, tokens: Tokens) -> Tokens:
-    """Of a function that puts dims into another order: an empty tensor whose sizes are all different shows which."""
+    """Tokens behind a function that puts dims into another order: an empty tensor whose sizes are all different shows which."""
     sizes = list(range(1, given.dim() + 1))
     made = function(torch.empty(sizes, device="meta"), *args[1:], **kwargs)
     return replace(tokens, dim=made.shape.index(sizes[tokens.dim]) - made.dim())
@@ -147,7 +147,7 @@ def _indexed(function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, 
 
 
 def _along(position: int, default: int = -1) -> Callable[..., Tokens]:
-    """Of functions that work along the dims which are their argument number `position`."""
+    """The rule of functions that work along the dims which are their argument number `position`."""
 
     def rule(function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, tokens: Tokens) -> Tokens:
         named = [kwargs[name] for name in ("dim", "dims", "axis") if kwargs.get(name) is not None]
@@ -159,7 +159,7 @@ def _along(position: int, default: int = -1) -> Callable[..., Tokens]:
 
 
 def _contracted(function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, tokens: Tokens) -> Tokens:
-    """Of a product: a share of tokens on its right side is summed over, or spread over other tokens."""
+    """Tokens of a product: a share of tokens on its right side is summed over, or spread over other tokens."""
     others = [getattr(other, "axonn_split", None) for other in (*args, *kwargs.values()) if other is not given]
     many = any(split is not None and split.tokens is not None and split.tokens.ranks > 1 for split in others)
     right = function is not torch.einsum and given is not args[0]

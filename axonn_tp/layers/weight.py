@@ -69,7 +69,7 @@ class SplitWeight(Split):
 
     gathers: Gathers
     axonn_name: str
-    """In the model."""
+    """The layer's name in the model."""
 
     def _split(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         super()._split(mesh, layouts)

@@ -213,7 +213,7 @@ def _check_present(module: Split | CrossEntropyLoss, grid: Grid, name: str) -> N
 
 
 def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) -> dict[str, bool]:
-    """By name of a normal, transposed or head layer: whether features between a pair are scattered over both axes.
+    """For each normal, transposed or head layer, by name: true if features between a pair are scattered over both axes.
 
     All layers of a pair must agree, so all of them scatter or none. The normal layers of a transposed one (q, k and v; gate and up) are
     those before it, and those beside it in a module that has no other, in whatever order they were made.
@@ -241,7 +241,7 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
 
 
 def _only_transposed(model: nn.Module, named: Mapping[str, LayerPlan]) -> dict[str, str]:
-    """By module that holds one transposed layer, that layer."""
+    """The transposed layer of each module that holds just one."""
     holders: dict[str, list[str]] = {}
     for name, _ in model.named_modules():
         if name in named and named[name].kind == "transposed":
@@ -257,7 +257,7 @@ def _join(sets: list[set[str]], names: set[str]) -> None:
 
 
 def readers(model: nn.Module, named: Mapping[str, LayerPlan]) -> dict[str, tuple[str, ...]]:
-    """By name of a normal linear that reads the same tensor as others, the names of all of them.
+    """For each normal linear that reads the same tensor as others, by name, the names of all of them.
 
     Presumed of equally wide ones of a module: where it holds several transposed layers, of those up to the same one.
     """

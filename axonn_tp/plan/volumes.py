@@ -133,5 +133,5 @@ def _gradients(model: nn.Module, placements: Sequence[Placement], grid: Grid) ->
 
 
 def _messages(collective: Collective) -> int:
-    """Of a ring: one for each further rank, twice in a sum."""
+    """Messages of a ring: one for each further rank, twice in a sum."""
     return (collective.size - 1) * (2 if collective.op == "all_reduce" else 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from texts import ROOT
@@ -24,6 +26,8 @@ GROUPS = {
     "Converting and generating": ("plugins/axonn_plugins/weights",),
 }
 """Headings, and the folders whose errors stand below them."""
+_DESCRIBED = ("Field", "arg", "Command")
+"""Calls whose texts describe a key or an option, and are no errors."""
 SHORTEST = 40
 """Characters of the shortest sentence that is taken to be one."""
 
@@ -31,15 +35,25 @@ SHORTEST = 40
 def sentences(file: Path) -> Iterator[str]:
     """Errors of a file, with … for what is put in when they are raised."""
     tree = ast.parse(file.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    known = everywhere() | _constants(tree)
+    no_errors = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    no_errors |= {id(part) for node in ast.walk(tree) if _describes(node) for part in ast.walk(node)}
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     for node in ast.walk(tree):
+        if id(node) in no_errors:
+            continue
         whole = isinstance(node, ast.JoinedStr) and not (id(node) in inside and _nested(tree, node))
-        plain = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside | docstrings
+        plain = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside
         if whole or plain:
-            said = " ".join(template(node).split())
+            said = " ".join(template(node, known).split())
             if len(said) >= SHORTEST and "; " in said and not said.startswith(("import ", "..", "usage")):
                 yield said
+
+
+def _describes(node: ast.AST) -> bool:
+    """True for a call such as ``Field(description=...)``."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", getattr(function, "id", None)) in _DESCRIBED
 
 
 def _nested(tree: ast.AST, node: ast.JoinedStr) -> bool:
@@ -50,22 +64,51 @@ def _nested(tree: ast.AST, node: ast.JoinedStr) -> bool:
     )
 
 
-def template(node: ast.AST) -> str:
-    """A string's words."""
+def template(node: ast.AST, known: Mapping[str, str]) -> str:
+    """A string's words, `known` constants among them."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     assert isinstance(node, ast.JoinedStr)
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else _put_in(part, known) for part in node.values)
+
+
+def _put_in(part: ast.AST, known: Mapping[str, str]) -> str:
+    value = part.value if isinstance(part, ast.FormattedValue) else None
+    return known.get(value.id, "…") if isinstance(value, ast.Name) else "…"
+
+
+def _constants(tree: ast.Module) -> dict[str, str]:
+    """A module's constants that are strings."""
+    return {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id.isupper()
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+@cache
+def everywhere() -> dict[str, str]:
+    """Constants of all folders whose names have one value."""
+    found = defaultdict(set)
+    for folder in (one for some in GROUPS.values() for one in some):
+        for file in (ROOT / folder).rglob("*.py"):
+            for name, value in _constants(ast.parse(file.read_text())).items():
+                found[name].add(value)
+    return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
 
 def section(title: str) -> list[str]:
-    """A table of what is said, and what to do: what stands behind the last semicolon."""
+    """A table of what is said, and what to do: what stands behind the first semicolon."""
     found = [
         said for folder in GROUPS[title] for file in sorted((ROOT / folder).rglob("*.py")) for said in sentences(file)
     ]
     rows = []
     for said in sorted(set(found), key=str.lower):
-        what, _, remedy = said.rpartition("; ")
+        what, _, remedy = said.partition("; ")
         rows.append(
             "| "
             + " | ".join(one.replace("|", "\\|").replace("`", "'").replace("<", "&lt;") for one in (what, remedy))

@@ -8,7 +8,7 @@ from html import escape
 INK, PAPER, PALE, GREY = "#1b2733", "#ffffff", "#eef2f6", "#8796a5"
 BLUE, ORANGE, GREEN, VIOLET = "#4c8dd6", "#f0a04b", "#5aae77", "#9a78c8"
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET)
-"""Of whatever is told apart in a drawing: ranks, experts, stages."""
+"""Colours of whatever is told apart in a drawing: ranks, experts, stages."""
 
 Point = tuple[float, float]
 

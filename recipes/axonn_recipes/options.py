@@ -32,7 +32,7 @@ class Run:
 
 
 def part(kind: type, options: Any) -> dict[str, Any]:
-    """Of options, those that are fields of a dataclass, by name."""
+    """Options that are fields of a dataclass, by name."""
     return {field.name: getattr(options, field.name) for field in fields(kind)}
 
 

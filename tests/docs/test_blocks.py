@@ -1,16 +1,13 @@
-"""Every block of code in a README or on the site is run, or read by what would read it."""
+"""Blocks of JSON, Python and commands in READMEs and on the site are read by what would read them; test_python_blocks.py runs Python."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +16,10 @@ import pytest
 
 from axonn_plugins import config
 from axonn_plugins.config import compose
-from tests.docs.texts import BLOCKS, ROOT, Code
+from tests.docs.texts import BLOCKS, LINES, ROOT, Code
 
 OURS = ("axonn_plugins", "axonn_recipes", "axonn_tp", "samo", "ted_moe")
 LANGUAGES = ("", "json", "python", "bash")
-OTHERS = {"accelerate", "deepspeed", "litgpt", "mpirun", "pip", "pre-commit", "printf", "python", "torchrun"}
-"""Programs of others that may begin a line."""
 
 
 def of(language: str) -> list[Code]:
@@ -93,20 +88,10 @@ def test_python(block: Code) -> None:
                     assert {each.arg for each in node.keywords} <= {one.name for one in taken}, ".".join(words)
 
 
-def commands(block: Code) -> Iterator[list[str]]:
-    """Lines of a block that are commands, as words; lines that go on are joined."""
-    text = re.sub(r"\\\n\s*", " ", block.text)
-    for line in text.splitlines():
-        line = re.split(r"\s+#(?:\s|$)", line)[0].strip()
-        with contextlib.suppress(ValueError):
-            words = shlex.split(line)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]
-            if words and (words[0] in OTHERS or words[0] in ("axonn", "make")):
-                yield words
-
-
-LINES = sorted({tuple(words) for block in BLOCKS if block.language in ("", "bash") for words in commands(block)})
+def test_targets_of_make() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    given = {word for words in LINES if words[0] == "make" for word in words[1:] if "=" not in word}
+    assert given and given <= targets
 
 
 def test_modules_and_extras() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from axonn_plugins.cli import completion
-from axonn_plugins.cli.parsers import every, parser
+from axonn_plugins.cli.commands import find
+from axonn_plugins.cli.parsers import Reached, every, parser, stopping
+from tests.docs.texts import LINES
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,18 @@ def test_every_help_has_a_line_for_each_thing() -> None:
             if not said.strip():
                 missing.append(f"{' '.join(words)} {action.option_strings or action.dest}")
     assert not missing
+
+
+OURS = sorted({words[words.index("axonn") + 1 :] for words in LINES if "axonn" in words} - {("doctor",)})
+"""Lines of READMEs and of the site that begin a command of ours, also behind a launcher: what stands behind "axonn". The doctor reads nothing."""
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_lines_of_texts_are_understood(words: tuple[str, ...]) -> None:
+    """The command is there and takes its options; nothing runs."""
+    with pytest.raises(Reached), stopping(parse=True):
+        command, rest = find(words)
+        command(rest)
 
 
 SHELL = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,3 +56,32 @@ def blocks() -> Iterator[Code]:
 
 
 BLOCKS = list(blocks())
+OTHERS = {"accelerate", "deepspeed", "litgpt", "mpirun", "pip", "pre-commit", "printf", "python", "torchrun"}
+"""Programs of others that may begin a line."""
+
+
+def commands(block: Code) -> Iterator[list[str]]:
+    """Commands of a block, as words: lines that go on are joined, and lines of several are parted."""
+    text = re.sub(r"\\\n\s*", " ", block.text)
+    for line in text.splitlines():
+        line = re.split(r"\s+#(?:\s|$)", line)[0].strip()
+        with contextlib.suppress(ValueError):
+            for words in parted(shlex.split(line)):
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                if words and (words[0] in OTHERS or words[0] in ("axonn", "make")):
+                    yield words
+
+
+def parted(words: list[str]) -> Iterator[list[str]]:
+    """Commands that a semicolon parts."""
+    command: list[str] = []
+    for word in words:
+        command.append(word.removesuffix(";"))
+        if word.endswith(";"):
+            yield command
+            command = []
+    yield command
+
+
+LINES = sorted({tuple(words) for block in BLOCKS if block.language in ("", "bash") for words in commands(block)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench.rounds import check_losses
-from axonn_recipes.bench_ted import report
+from axonn_recipes.bench_ted import report, tiled
 from axonn_recipes.bench_ted.blocking import KINDS
 from axonn_recipes.bench_ted.measure import TOLERANCE, Side
 from axonn_recipes.bench_ted.settings import Options, resolve
@@ -118,3 +119,16 @@ def test_mistakes_are_one_sentence(options: list[str], words: str, capsys: pytes
     assert main(["bench", "ted", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("axonn: error: ") and words in error and error.count("\n") == 1
+
+
+def test_tiles_take_what_is_stated(capfd: pytest.CaptureFixture[str]) -> None:
+    """The tiled step's temporary memory, in torch's optimizer and DeepSpeed's, is below what is printed first; the whole one's is not."""
+    assert tiled.main(["--elements", "1600000", "--tile-size", "20000", "--steps", "1"]) == 0
+    said = capfd.readouterr().out
+    limit = float(re.search(r"1 MiB = ([\d.]+) MiB", said)[1])
+    peaks = {
+        name.strip(): float(peak) for name, peak in re.findall(r"^(.*?) +[\d.]+ ms a step +([\d.]+) MiB", said, re.M)
+    }
+    assert peaks.keys() == {f"{kind}, {size}" for kind in ("torch", "ZeRO-1") for size in ("whole", "tiled")}
+    assert {name for name, peak in peaks.items() if peak <= limit} == {"torch, tiled", "ZeRO-1, tiled"}
+    assert said.count("speed, tiled") == 2

@@ -1,6 +1,7 @@
 """``make wheel``: build sdist and wheel, and check the wheel alone in an environment that has nothing else.
 
     python -m tests.release.wheel
+    python -m tests.release.wheel --python python3.13    # in an environment of another Python
 
 It is built from the sdist, holds every file of the packages, and installed with what it asks for it imports, answers `axonn --help` and
 `axonn doctor`, and trains on two ranks.
@@ -8,6 +9,7 @@ It is built from the sdist, holds every file of the packages, and installed with
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,9 @@ def expected() -> set[str]:
 
 def main() -> int:
     """Build and check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the bare environment")
+    given = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +56,7 @@ def main() -> int:
         if missing := expected() - set(zipfile.ZipFile(wheel).namelist()):
             print(f"{wheel.name} lacks {', '.join(sorted(missing))}", file=sys.stderr)
             return 1
-        python = create(folder / "bare")
+        python = create(folder / "bare", given.python)
         pip(python, "-c", str(ROOT / "constraints.txt"), str(wheel))
         axonn = str(python.parent / "axonn")
         for command in (

@@ -30,7 +30,7 @@ class Related(Protocol):
         """The tensor that a block is given in the place of another."""
 
     def answer(self, whole: Tensor, part: Hashable) -> Tensor:
-        """That part of what the whole pass returned."""
+        """The part of what the whole pass returned."""
 
     def repeated(self, first: str, name: str, calls: Mapping[str, int]) -> None:
         """The block `name` answered as `first` did; its layers, by their names in it, count as called."""
@@ -144,7 +144,7 @@ class Recorder:
 
 
 def _described(leaf: Any) -> Hashable:
-    """Of an activation its shape, of everything else its value."""
+    """An activation's shape, and the value of everything else."""
     return digest(leaf) if isinstance(leaf, Tensor) and not leaf.requires_grad else _shape(leaf)
 
 

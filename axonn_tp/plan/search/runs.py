@@ -82,7 +82,7 @@ class Run:
         self.made, self.read = [], {}
 
     def consumers(self) -> dict[str, set[str]]:
-        """By linear, the linears that read something made of its output; ``""`` is the pass' own output."""
+        """For each linear the linears that read something made of its output; ``""`` is the pass' own output."""
         bits = {name: 1 << i for i, name in enumerate(self.inputs)}
         reach = Reach({id(leaf): bits[name] for name, leaf in self.made})
         found: dict[str, set[str]] = {name: set() for name in bits}

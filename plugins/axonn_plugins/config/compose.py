@@ -62,7 +62,7 @@ CONFLICTS = (
         )
     ),
 )
-"""All of them."""
+"""All pairs of systems whose settings contradict each other."""
 
 
 def check(block: Axonn) -> None:

@@ -17,7 +17,7 @@ class Registered:
 
 
 REGISTERED: dict[str, Registered] = {}
-"""By key."""
+"""Systems of users' own that are known, by key."""
 _OURS = ("requires", "tensor_parallel", "pccl", "samo", "ted", "offload_optimizer", "pipeline", "goldfish")
 
 

@@ -43,7 +43,7 @@ _INSTALL = "run `make setup` in the checkout of axonn-plugins, or pip install th
 _PROBE_SECONDS = 120
 
 _EXTRAS = {"matplotlib": "plots", "tensorboard": "tensorboard", "triton": "triton"}
-"""By which extra of axonn-plugins an optional part comes."""
+"""Optional parts, and the extra of axonn-plugins that installs each."""
 
 _GLOO_PROBE = """
 import sys, torch, torch.distributed as dist

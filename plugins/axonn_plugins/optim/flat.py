@@ -271,7 +271,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return []
 
     def _factor(self) -> Tensor | None:
-        """By what gradients are to be multiplied; notes overflow and norm."""
+        """The factor of the gradients; notes overflow and norm."""
         self.overflow, self.total_norm = False, None
         if self.max_norm is None and self.loss_scale is None and not self.skip_nonfinite:
             return None

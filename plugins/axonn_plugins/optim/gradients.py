@@ -35,7 +35,7 @@ def norm_in_parts(gradient: Tensor, size: int) -> Tensor:
 
 
 def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """By what gradients of this norm are multiplied so that it is at most `most`."""
+    """The factor of gradients of this norm after which it is at most `most`."""
     return (most / (norm + 1e-6)).clamp(max=1.0)
 
 

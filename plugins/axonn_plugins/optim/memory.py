@@ -20,7 +20,7 @@ def state_bytes(stores: Iterable[Store], state: Mapping[Tensor, Mapping[str, Any
 
 
 def host_bytes(stores: Iterable[Store]) -> int:
-    """Those of them that are in host memory: master weights and states."""
+    """Bytes in host memory: master weights and states."""
     return sum(
         sum(state.nbytes for state in store.states.values()) + (0 if store.master is None else store.master.nbytes)
         for store in stores

@@ -40,7 +40,7 @@ class Layout:
 
 
 def _edges(stores: Sequence[Store]) -> dict[Entry, list[int]]:
-    """By entry the first of its kept elements whose state each rank holds, and the one behind the last rank's."""
+    """For each entry the first of its kept elements whose state each rank holds, and the one behind the last rank's."""
     found = {}
     for store in stores:
         for bucket in store.buckets:

@@ -18,7 +18,7 @@ from axonn_tp.comm.stalls import step_ends
 
 _Order = list[tuple[Store, Bucket]]
 FLAG_BYTES = 4
-"""Of a flag: each round and group has one for whether a rank begins another round, and one for whether it had a gradient of each parameter."""
+"""Bytes of a flag: each round and group has one that says if a rank begins another round, and one that says if it had a gradient of each parameter."""
 _AHEAD = 2  # buckets of stage 2 whose gradients may be on their way at a time
 
 

@@ -16,7 +16,7 @@ from axonn_plugins.optim.tiles import Buffers, Cut, Memory, Slots, update, visit
 
 @dataclass(eq=False)
 class SegmentCut(Cut):
-    """That of a segment, whose gradient the step consumes.
+    """The cut of a segment, whose gradient the step consumes.
 
     Attributes:
         store: whose.

@@ -21,7 +21,7 @@ WHOLE = "whole"
 
 
 Kinds = dict[str, dict[str, torch.dtype]]
-"""By name of a parameter, the types of its states that are vectors of kept elements."""
+"""For each parameter, by name, the types of its states that are vectors of kept elements."""
 
 
 def load_masters(stores: list[Store], size: int) -> None:
@@ -213,7 +213,7 @@ def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
 def agreed(
     store: Store, state: Mapping[Tensor, Mapping[str, Any]]
 ) -> list[tuple[Bucket, dict[str, dict[str, Any]], Kinds]]:
-    """Of each bucket what is one value a parameter, by name, and the types of its vectors; also of other ranks' parts."""
+    """For each bucket what is one value a parameter, by name, and the types of its vectors; also of other ranks' parts."""
     owners = {entry: bucket for bucket in store.buckets for entry in bucket.entries}
     mine: dict[dist.ProcessGroup | None, tuple[dict[str, dict[str, Any]], Kinds]] = {}
     groups = {bucket: bucket.process_group if bucket.sharded else None for bucket in store.buckets}

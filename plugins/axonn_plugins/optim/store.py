@@ -25,7 +25,7 @@ Ranks = tuple[dist.ProcessGroup | None, int]
 
 
 def ranks_of(group: dist.ProcessGroup | Callable[[nn.Parameter], Ranks] | None, parameter: nn.Parameter) -> Ranks:
-    """Those of a parameter, where `group` is the same ranks for all, or says which; None: no others."""
+    """Ranks that sum the gradients of a parameter, and the divisor; None: no others."""
     if group is None:
         return None, 1
     return group(parameter) if callable(group) else (group, dist.get_world_size(group))
@@ -124,7 +124,7 @@ class Bucket:
 
     @property
     def divisor(self) -> int:
-        """By which the sum is divided."""
+        """The divisor of the sum."""
         return self.entries[0].divisor
 
     @cached_property

@@ -164,7 +164,7 @@ class Cut(ABC):
 
 @dataclass(eq=False)
 class ParameterCut(Cut):
-    """That of a parameter whose gradient is its own, and stays.
+    """The cut of a parameter whose gradient is its own, and stays.
 
     Attributes:
         parameter: without holes in memory, as `part.weights`, which are it or its master weights.

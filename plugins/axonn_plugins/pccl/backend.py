@@ -32,7 +32,7 @@ from axonn_plugins.pccl.tuner import learn
 from axonn_plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce")
-"""Those with schedules, by their numbers in the engine."""
+"""Collectives that have schedules, by their numbers in the engine."""
 
 
 @cache
@@ -145,7 +145,7 @@ def _options(given: Any, first: bool) -> Options:
 
 
 def options_of_world() -> Options:
-    """Those of the group of all ranks, which is pccl's."""
+    """Options of the group of all ranks, where that is pccl's."""
     assert _first is not None
     return _first
 

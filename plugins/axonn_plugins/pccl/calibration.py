@@ -89,7 +89,7 @@ class Calibration:
 
 
 def load() -> Calibration:
-    """Ours."""
+    """The calibration that comes with this package."""
     path = Path(str(resources("axonn_plugins.pccl").joinpath("calibration.toml")))
     found = files.read("calibration", path)
     found["fitted_on"] = tuple(found["fitted_on"])
@@ -159,7 +159,7 @@ class Calibrated(Systems):
 
 
 def halves(simulated: Sequence[Calibrated]) -> dict[str, list[tuple[Published, float]]]:
-    """By half, the published numbers, and the factors by which the simulated ones are off."""
+    """Published numbers of each half, and the factors by which the simulated ones are off."""
     found: dict[str, list[tuple[Published, float]]] = {"fitted": [], "held out": []}
     for each in simulated:
         for point in each.cluster.published:

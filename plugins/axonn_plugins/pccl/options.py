@@ -68,7 +68,7 @@ class Options:
 
     @staticmethod
     def from_environment() -> Options:
-        """Those of AXONN_PCCL_ALGORITHM, of _RANKS_PER_NODE and so on.
+        """Options of the variables AXONN_PCCL_ALGORITHM, AXONN_PCCL_RANKS_PER_NODE and so on.
 
         Lists are comma-separated, switches 1 or 0, and _TUNING names the file.
 

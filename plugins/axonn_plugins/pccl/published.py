@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[Published, ...]:
 
 
 def published(cluster: str) -> tuple[Published, ...]:
-    """Ours, of one cluster."""
+    """Published numbers of one cluster that come with this package."""
     return tuple(row for row in _ours() if row.cluster == cluster)
 
 

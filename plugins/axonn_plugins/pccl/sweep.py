@@ -143,7 +143,7 @@ def heat_table(found: Sweep, collective: str, system: str) -> str:
 
 
 def collectives(point: Published) -> str:
-    """Of which a number is."""
+    """The collective that a number is of, or "both"."""
     return point.collectives[0] if len(point.collectives) == 1 else "both"
 
 

@@ -13,7 +13,7 @@ from axonn_plugins.pccl.simulate import Machine, Timer, timer
 from axonn_plugins.pccl.sweep import COLLECTIVES, OURS, PUBLISHED, Key, cells
 
 _PIECES = 16
-"""Of a block at most: with as many under way, bandwidth binds."""
+"""Pieces of a block at most: with as many under way, bandwidth binds."""
 
 
 class Systems(ABC):
@@ -57,7 +57,7 @@ class Systems(ABC):
         return self._simulated(self.transport(), *algorithm, collective, processes, megabytes * MB)
 
     def times(self, processes: Sequence[int], sizes: Sequence[int]) -> dict[Key, float]:
-        """Of all systems, collectives, numbers of processes and MB."""
+        """Seconds for all systems, collectives, numbers of processes and MB."""
         return {
             (system, collective, count, size): self.seconds(system, collective, count, size)
             for system in (self.cluster.library, "Cray MPICH", "PCCL", "ours")

@@ -220,7 +220,7 @@ class BucketedOptimizer(TiledOptimizer):
         super().refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the same optimizer over float32 weights, and these as "masters", by number."""
+        """The state dict of the same optimizer over float32 weights, and these as "masters", by number."""
         self._settle()
         return super().state_dict()
 

@@ -50,7 +50,7 @@ class Slice:
 
 @dataclass(eq=False)
 class HostCut(ParameterCut):
-    """That of a parameter whose state is in a store."""
+    """The cut of a parameter whose state is in a store."""
 
     store: HostStore
     segment: Slice

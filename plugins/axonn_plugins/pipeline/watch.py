@@ -159,7 +159,7 @@ class Watch:
             return self._without_store(str(error))
 
     def _agreed(self, gone: Sequence[int], why: str) -> StageLost:
-        """Those that were first said to be lost, by whichever rank."""
+        """The ranks that were first said to be lost, by whichever rank."""
         places = ", ".join(f"stage {self._stages[rank]} (rank {rank})" for rank in gone)
         said = self._store.compare_set("lost", "", f"{gone[0]} {places} of the pipeline was lost; {why}").decode()
         self._leave()

@@ -87,7 +87,7 @@ def answer(question: Question, top: int = 10) -> Answer:
 
 
 def too_large(asked: Answer) -> list[AnyPlan]:
-    """Of the configurations that would beat the best if they fitted, each strategy's with least memory."""
+    """The configuration with least memory of each strategy, among those that would beat the best if they fitted."""
     limit = asked.best[0].seconds if asked.best else float("inf")
     plans = [_too_large(asked.question, strategy, limit) for strategy in asked.question.strategies]
     return [plan for plan in plans if plan is not None]

@@ -45,7 +45,7 @@ class Grids:
 
     @property
     def axes(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """All four."""
+        """Sizes of all four axes."""
         return self.gx, self.gy, self.gz, self.gdata
 
     @property
@@ -60,7 +60,7 @@ class Grids:
 
     @property
     def gpus(self) -> npt.NDArray[np.int64]:
-        """Of all axes and stages."""
+        """GPUs of all axes and stages."""
         return self.gx * self.gy * self.gz * self.gdata * self.depth
 
     def take(self, chosen: npt.NDArray) -> Grids:
@@ -117,7 +117,7 @@ class Communication:
         return Communication(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def times(self, count: Number) -> Communication:
-        """Of so many layers."""
+        """Seconds of so many layers."""
         return Communication(*(getattr(self, one.name) * count for one in fields(self)))
 
 

@@ -50,7 +50,7 @@ def ours() -> Calibration:
 
 
 def as_measured(tensor: float, vector: float) -> Calibration:
-    """Of a machine whose file says what its ranks reach when all do the same, as CPUs' do: the cores that would hide a collective move its bytes.
+    """Coefficients of a machine whose file says what its ranks reach when all do the same, as CPUs' do: the cores that would hide a collective move its bytes.
 
     Args:
         tensor: flop/s of products, and so of attention, which is made of them there.

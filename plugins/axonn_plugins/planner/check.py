@@ -128,7 +128,7 @@ def _lines(
 
 
 def _why(plan: AnyPlan, better: AnyPlan) -> str:
-    """By which terms."""
+    """The terms in which a better plan takes less and more, in words."""
     saved = {part: plan.parts[part] - better.parts[part] for part in plan.parts}
     telling = 0.02 * max(map(abs, saved.values()))
     of = lambda some: ", ".join(f"{abs(size):.3g} s of {_WORDS[part]}" for part, size in some)  # noqa: E731

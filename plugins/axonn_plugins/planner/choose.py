@@ -76,7 +76,7 @@ def outermost(axis: str, grid: Grid) -> str:
 
 
 def choose(machine: Machine, candidates: Sequence[Candidate]) -> list[Choice]:
-    """Those that fit by the time of their collectives, equal ones with fewer and more inner axes first.
+    """Grids that fit, by the time of their collectives; equal ones with fewer and more inner axes first.
 
     Bandwidths are the placement-aware model's (000, section 5.1.2), as calibrated; each message of a ring adds the latency of the network
     that it crosses.
@@ -115,7 +115,7 @@ def sentence(choices: Sequence[Choice]) -> str:
 
 
 def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
-    """Of the collectives of a step on each grid that compute does not hide.
+    """Seconds of a step's collectives on each grid that compute does not hide.
 
     On GPUs, of what may run beside compute (all over z, and backward's half over x and y) the calibrated share is hidden. CPUs, whose cores
     do both, hide nothing; their rates are as measured, and so is what a call takes of a core besides its messages.
@@ -132,7 +132,7 @@ def seconds(machine: Machine, candidates: Sequence[Candidate]) -> Floats:
 
 
 def seconds_by_axis(machine: Machine, candidates: Sequence[Candidate]) -> dict[str, Floats]:
-    """Of the collectives over x, y, z and data of a step on each grid; reduce-scatters take as long as they do on this machine."""
+    """Seconds of a step's collectives over x, y, z and data on each grid; reduce-scatters take as long as they do on this machine."""
     at = Grids(*np.array([one.sizes for one in candidates], np.int64).T)
     beta, inner, found = bandwidths(machine, at), np.ones(len(at)), {}
     for axis, size, rate in zip(("x", "y", "z", "data"), at.axes, (beta.x, beta.y, beta.z, beta.data), strict=True):

@@ -276,7 +276,7 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
 
 
 def _known(strategies: tuple[AnyStrategy, ...], trained: model.Model) -> tuple[AnyStrategy, ...]:
-    """Those that know the model: mixers' states go from one position to the next, which 2D and SUMMA split."""
+    """Strategies that know the model: mixers' states go from one position to the next, which 2D and SUMMA split."""
     if not (isinstance(trained, model.Transformer) and trained.mixes):
         return strategies
     found = tuple(one for one in strategies if one in ("1d", "axonn"))

@@ -107,7 +107,7 @@ def _scanned(scan: Scan, at: Grids, samples: Floats) -> work.Work:
 
 
 def _vector_work(one: Between, samples: Floats, fused: bool) -> list[work.Work]:
-    """Of an operation between products; fused, biases and dropout are part of a neighbour, and each norm comes with a residual sum."""
+    """Work of an operation between products; fused, biases and dropout are part of a neighbour, and each norm comes with a residual sum."""
     if not fused:
         return [_between(one, samples)]
     if one.kind in ("bias", "dropout"):

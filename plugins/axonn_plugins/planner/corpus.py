@@ -19,7 +19,8 @@ from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.transformer import Mode
 
 MEASURES = ("seconds", "petaflops", "percent_of_peak", "tflops", "percent_of_model_peak", "tokens_per_gpu")
-"""Of a step; of all GPUs, with recomputation's; likewise in percent; of a GPU, without; likewise in percent; a second."""
+"""Published numbers: seconds of a step; the rate of all GPUs with what is recomputed, and in percent of the peak; the rate of a GPU
+without, and in percent; tokens a second."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as published, by Narayanan's formula where operations were."""
+        """Seconds of a step, as published, or by Narayanan's formula where operations were published."""
         trained = model.load(self.model, sequence=self.sequence)
         assert isinstance(trained, model.Transformer)
         if self.measure == "seconds":

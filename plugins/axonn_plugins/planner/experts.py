@@ -88,7 +88,7 @@ def mixture(model: Transformer, experts: int) -> Mixture | None:
 
 
 def expert_ranks(experts: int, ranks: Integers) -> Integers:
-    """Of so many data-parallel ranks, those that experts are shared out among."""
+    """Number of data-parallel ranks, of those that there are, among which experts are shared out."""
     return np.gcd(ranks, experts)
 
 

@@ -108,7 +108,7 @@ def _line(rows: Sequence[Measurement], at: Calibration) -> Callable[[Calibration
 
 
 def _names(calibration: Calibration) -> list[str]:
-    """Of the coefficients that predictions follow from."""
+    """Names of the coefficients that predictions follow from."""
     return [name for name in asdict(calibration) if not name.startswith("spread")]
 
 
@@ -125,7 +125,7 @@ def _loss_of_lines(lines: Sequence[Callable[[Calibration], list[float]]], tried:
 
 
 def _loss(each: Sequence[Sequence[float]]) -> float:
-    """Of the errors of each system, which count alike."""
+    """Mean over systems, which count alike, of the root mean square of their errors."""
     return statistics.mean(math.sqrt(statistics.mean(error**2 for error in off)) for off in each)
 
 

@@ -87,7 +87,7 @@ def _best(
     constraints: Constraints,
     setting: Setting | None,
 ) -> Found:
-    """Of these grids."""
+    """The best of these grids."""
     at, m = _with_microbatches(at, batch, mode)
     kept = _mask(at, m, constraints)
     at, m = at.take(kept), m[kept]
@@ -249,7 +249,7 @@ def _gathers(setting: Setting) -> int:
 
 
 def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
-    """Of each linear of a block and micro-batch, `samples` of a data-parallel group."""
+    """Communication of each linear of a block and micro-batch, `samples` of a data-parallel group."""
     # Training sums weights' gradients in 4 bytes (of float32, whose bandwidths count half, 2), and a block's weights in one collective;
     # the published model has 2, and each its own.
     reached, count = machine.calibration is not None, len(block.linears)

@@ -31,7 +31,7 @@ _LATENT = {
     "head_width": "qk_nope_head_dim",
     "value_width": "v_head_dim",
 }
-"""Of multi-latent attention, where there is a kv_lora_rank."""
+"""Keys of multi-latent attention by our names, where there is a kv_lora_rank."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
@@ -74,7 +74,7 @@ _OTHER_FAMILIES = (
     "roc_bert",
     "phi4_multimodal",
 )
-"""Likewise, where no key says so."""
+"""Families with other parameters than attention and MLPs where no key says so."""
 _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention")
 
 
@@ -251,7 +251,7 @@ def _mixture(where: str, table: Mapping[str, Any], sizes: Mapping[str, Any]) -> 
 
 
 def _alike(value: Any, layers: int) -> Any:
-    """Of a list with a number for each layer, the one that all of them are."""
+    """The one number that all of a list's are, one for each layer."""
     same = isinstance(value, list) and len(value) == layers and len(set(value)) == 1
     return value[0] if same else value
 

@@ -35,7 +35,7 @@ def counted(table: Mapping[str, Any]) -> int | None:
 
 
 def _class(transformers: Any, table: Mapping[str, Any], config: Any) -> Any:
-    """That which the configuration names; else that of texts, of images and texts, or the bare one."""
+    """The class which the configuration names; else that of texts, of images and texts, or the bare one."""
     named = next((name for name in table.get("architectures") or () if hasattr(transformers, name)), None)
     if named is not None:
         return getattr(transformers, named)

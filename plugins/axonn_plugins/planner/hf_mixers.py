@@ -13,7 +13,7 @@ _BLOCK = 256
 """Positions of a chunk where the configuration does not say."""
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _DELTA_CHUNK = 64
-"""Of the gated delta rule's kernels (Yang et al. 2024, arXiv 2412.06464)."""
+"""Positions of a chunk in the gated delta rule's kernels (Yang et al. 2024, arXiv 2412.06464)."""
 
 
 def mixers(family: str, table: Table, layers: int, hidden: int, sparse: Sequence[bool] | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _mamba2(
 
 
 def _of_mamba2(table: Table, hidden: int, norm: bool = True) -> dict[str, Any]:
-    """By the keys of hybrids."""
+    """Sizes of a Mamba 2 mixer, by the keys of hybrid models."""
     inner = table.get("mamba_d_ssm") or table["mamba_n_heads"] * table["mamba_d_head"]
     return _mamba2(
         inner,

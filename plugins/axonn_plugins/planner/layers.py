@@ -139,6 +139,6 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Of one: weights, biases, and two for each feature of a norm."""
+        """Parameters of one: weights, biases, and two for each feature of a norm."""
         norms = sum(2 * one.width for one in self.between if one.kind == "norm")
         return sum(linear.weights + linear.n * linear.copies for linear in self.linears) + norms

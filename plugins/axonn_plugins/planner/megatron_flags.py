@@ -13,7 +13,7 @@ from axonn_plugins.planner.search import AnyPlan
 from axonn_plugins.planner.split import Split
 
 _VOCABULARY = 51200
-"""Of models that do not say how many tokens they know."""
+"""Vocabulary of models that do not say how many tokens they know."""
 _TO_START = (
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "10", "--log-interval", "1"),
     *("--eval-iters", "0", "--eval-interval", "1000"),
@@ -119,7 +119,7 @@ def _sizes(model: Transformer) -> list[str]:
 
 
 def _experts(model: Transformer, teds: int, split: Split) -> list[str]:
-    """Of a mixture: the model's own, or in every second layer of a base model, and which layers have it."""
+    """Flags of a mixture: the model's own, or in every second layer of a base model, and which layers have it."""
     found = mixture(model, teds)
     if found is None:
         return []

@@ -14,10 +14,10 @@ from axonn_plugins.planner.work import Number
 
 Unit = Literal["tensor", "attention", "vector"]
 _SUSTAINED = 0.8
-"""Of the peak, where no large product was measured: from 0.51 (MI300X) to 0.87 (A100) in stas00/ml-engineering."""
+"""Share of the peak that is sustained where no large product was measured: from 0.51 (MI300X) to 0.87 (A100) in stas00/ml-engineering."""
 _BANDWIDTHS = ("memory_bandwidth", "host_bandwidth", "fast_bandwidth", "slow_bandwidth")
 _LATEST = 0.6
-"""Of the peak of products, what causal attention's forward reaches with heads of 128 and 8,192 positions: FlashAttention-2 some 190 Tflop/s on
+"""Share of the peak of products that causal attention's forward reaches with heads of 128 and 8,192 positions: FlashAttention-2 some 190 Tflop/s on
 an A100 (Dao 2023, arXiv 2307.08691), FlashAttention-3 some 600 on an H100 (Shah et al. 2024, arXiv 2407.08608)."""
 _LAUNCH = 4e-6
 """Seconds between a kernel's start and the next one's, of GPUs that are kept busy."""

@@ -149,7 +149,7 @@ def comparison(first: AnyPlan, second: AnyPlan) -> str:
 
 
 def excess(plan: AnyPlan, memory: float) -> str:
-    """By how much a plan does not fit, and what fills the GPU most."""
+    """The amount by which a plan does not fit, and what fills the GPU most."""
     part = max(plan.holds, key=lambda key: plan.holds[key])
     return (
         f"needs {plan.bytes / GB:.1f} GB of {memory / GB:g}, {(plan.bytes - memory) / GB:.1f} too much; "

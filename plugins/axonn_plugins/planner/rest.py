@@ -56,7 +56,7 @@ def plain_attention(fused: Operation, model: Transformer, size: Local, again: bo
 
 
 def output_seconds(machine: Machine, model: Transformer, size: Local) -> tuple[Number, Number]:
-    """Of a microbatch's output layer and loss on the last stage, which every microbatch waits for: compute, waiting for memory.
+    """Seconds of a microbatch's output layer and loss on the last stage, which every microbatch waits for: compute, waiting for memory.
 
     Nothing where the vocabulary is unknown; of a calibrated machine, as with GPT-2's.
     """
@@ -84,12 +84,12 @@ def output_seconds(machine: Machine, model: Transformer, size: Local) -> tuple[N
 
 
 def optimizer_seconds(machine: Machine, parameters: Number) -> Number:
-    """Of Adam's step over so many parameters, which waits for memory alone."""
+    """Seconds of Adam's step over so many parameters, which waits for memory alone."""
     return _OPTIMIZER_BYTES * parameters / machine.memory_bandwidth
 
 
 def offload_seconds(machine: Machine, parameters: Number) -> Number:
-    """Of so many parameters' states, 12 bytes each, on their way to the GPU and back (000, section 3.3)."""
+    """Seconds of so many parameters' states, 12 bytes each, on their way to the GPU and back (000, section 3.3)."""
     return 2 * 12 * parameters / machine.host_bandwidth
 
 

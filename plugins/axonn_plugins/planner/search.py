@@ -107,7 +107,7 @@ class Constraints:
     least: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, at: Candidates, placement: bool = False) -> Candidates:
-        """Those that count; before placement, whatever it is."""
+        """Candidates that meet the constraints; those on placement count only with `placement`."""
         mask = np.ones(len(at), bool)
         for name, size in self.fixed.items():
             if placement or not name.startswith("v"):
@@ -189,7 +189,7 @@ def faster_but_too_large(
     constraints: Constraints | None = None,
     setting: Setting | None = None,
 ) -> Plan | None:
-    """Of the configurations that do not fit and take less than these seconds, the one that needs least memory."""
+    """The configuration that needs least memory of those that do not fit and take less than these seconds."""
     machine, uneven = calibrated(machine, mode), mode == "calibrated"
     constraints, setting = constraints or Constraints(), setting or Setting()
     whole = _scheduled(constraints.keep(shapes(model, strategy, gpus, batch, uneven)), model, batch, setting, uneven)
@@ -213,7 +213,7 @@ def faster_but_too_large(
 
 
 def _scheduled(at: Candidates, model: Transformer, batch: int, setting: Setting, uneven: bool) -> Candidates:
-    """Those whose layers and microbatches are as the pipeline's schedule asks."""
+    """Candidates whose layers and microbatches are as the pipeline's schedule asks."""
     kind, parts = SCHEDULES[setting.schedule], parts_of(setting.schedule, setting.interleave)
     microbatches = batch // at.nd // at.bm
     keep = microbatches >= kind.least(at.np)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from axonn_plugins.planner.schedules import Schedule
 
 OVERLAPS = frozenset({"OAR", "ORS", "OAG"})
-"""Of all-reduces with the product of the weight's gradient, of reduce-scatters with the rest of backward, and of all-gathers with the
+"""Overlap of all-reduces with the product of the weight's gradient, of reduce-scatters with the rest of backward, and of all-gathers with the
 layer before (000, section 5.1.4)."""
 
 

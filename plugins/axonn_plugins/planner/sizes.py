@@ -168,7 +168,7 @@ class Transformer:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP."""
+        """Matrices of an MLP."""
         return 3 if self.gated else 2
 
     @property
@@ -208,7 +208,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Of all layers, of the tables of tokens where the vocabulary is known, and `other`; biases and norms of experts do not count."""
+        """Parameters of all layers, of the tables of tokens where the vocabulary is known, and `other`; biases and norms of experts do not count."""
         e, sparse = self.hidden, self.sparse_layers
         attention = sum(k * n for _, k, n in self.attention_linears)
         dense = self.matrices * e * self.f + (0 if self.gated or self.kinds else self.f)
@@ -222,7 +222,7 @@ class Transformer:
 
     @property
     def expert_parameters(self) -> int:
-        """Of which in routed experts."""
+        """Parameters that are in routed experts."""
         return self.sparse_layers * self.experts * self.expert
 
     @property

@@ -75,7 +75,7 @@ class Memory:
 
     @property
     def total(self) -> Floats:
-        """All four."""
+        """Sum of all four."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -101,7 +101,7 @@ class Times:
 
     @property
     def total(self) -> Floats:
-        """All of them."""
+        """Sum of all of them."""
         return self.compute + self.memory + self.tensor + self.pipeline + self.bubble + self.data
 
 
@@ -258,7 +258,7 @@ def _direction(
 def _trained(
     found: list[Operation], machine: Machine, model: Transformer, strategy: Strategy, size: Local, setting: Setting
 ) -> list[Operation]:
-    """Of a layer, as it is trained."""
+    """Operations of a layer as it is trained: fused, recomputed or kept."""
     if machine.calibration is not None:
         # One kernel does these along with its neighbour.
         found = [one for one in found if not one.name.endswith(("bias", "dropout"))]
@@ -286,7 +286,7 @@ def _distinct_layers(
 
 
 def _input_bytes(model: Transformer, strategy: Strategy, size: Local) -> Number:
-    """Of a layer, which stages send: the input of its first LayerNorm, in the published results as wide as that is taken to be."""
+    """Bytes of a layer's input, which stages send: that of its first LayerNorm, in the published results as wide as that is taken to be."""
     return 2 * size.own_rows * (size.norm_width if strategy == "summa" else model.hidden)
 
 

@@ -166,7 +166,7 @@ def parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
 
 
 def mlp_parameters(model: Transformer, strategy: Strategy, size: Local) -> Number:
-    """Of which in the MLP."""
+    """Parameters that are in the MLP."""
     matrices = model.matrices * model.hidden * model.f / size.n1
     if strategy == "summa":
         matrices = matrices / size.n2
@@ -180,7 +180,7 @@ def mlp_parameters(model: Transformer, strategy: Strategy, size: Local) -> Numbe
 
 
 def expert_parameters(model: Transformer, strategy: Strategy, size: Local) -> tuple[Number, Number]:
-    """Of a layer with experts on one GPU: a routed expert's, and the router's and shared experts' together."""
+    """Parameters of a layer with experts on one GPU: a routed expert's, and the router's and shared experts' together."""
     split = size.n1 * size.n2 if strategy == "summa" else size.n1
     shared = model.matrices * model.hidden * model.shared_feed_forward / split
     return model.expert / split, shared + model.hidden * model.experts

@@ -39,7 +39,7 @@ class Range:
 
 
 def collective_error(volume: float, v: int) -> tuple[float, float]:
-    """By which shares a collective may take less and more than predicted.
+    """Shares by which a collective may take less and more than predicted.
 
     Args:
         volume: bytes of the full tensor.
@@ -116,7 +116,7 @@ def _grid_range(machine: Machine, model: Model, plan: GridPlan, batch: int) -> R
 
 
 def _linear_errors(machine: Machine, linear: Linear, plan: GridPlan, samples: float) -> Floats:
-    """Of one layer's collectives, as rows for tensor and data parallelism: seconds, and what may be less and more of them."""
+    """Seconds of one layer's collectives, and what may be less and more of them, as rows for tensor and data parallelism."""
     at = Grids(*(np.array([size]) for size in (plan.gx, plan.gy, plan.gz, plan.gdata)))
     inner, near = 1, {}
     for axis, size in zip("xyzd", (plan.gx, plan.gy, plan.gz, plan.gdata), strict=True):

@@ -92,7 +92,7 @@ class UNet:
 
     @property
     def parameters(self) -> int:
-        """Of all layers."""
+        """Parameters of all layers."""
         return sum(block.count * block.parameters for block in self.blocks)
 
     @property

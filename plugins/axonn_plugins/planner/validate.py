@@ -130,7 +130,7 @@ def verdict(compared: Sequence[Compared]) -> str:
 
 
 def order(compared: Sequence[Compared]) -> list[bool]:
-    """Of each pair of frameworks on the same GPUs with the same model and batch: whether the faster one is predicted to be."""
+    """For each pair of frameworks on the same GPUs with the same model and batch, true if the faster one is predicted to be."""
     alike = lambda one: (one.row.table, one.row.model, one.row.machine, one.row.gpus, one.row.batch)  # noqa: E731
     right = []
     for _, group in itertools.groupby(sorted(compared, key=alike), key=alike):

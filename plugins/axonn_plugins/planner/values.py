@@ -54,7 +54,7 @@ def samples(text: str, sequence: int) -> int:
 
 
 def positions(text: str) -> int:
-    """Of a sample, of ``--sequence``: a number, with K or M for powers of 1024, as in 128K."""
+    """Positions of a sample, the value of ``--sequence``: a number, with K or M for powers of 1024, as in 128K."""
     found = re.fullmatch(r"([0-9]{1,8})([KM]?)", text.strip())
     count, most = int(found[1]) * _BINARY[found[2]] if found else 0, _LARGEST["sequence"]
     if not 1 <= count <= most:

@@ -98,7 +98,7 @@ def _wanted(name: str, words: Sequence[str]) -> bool:
 
 
 def _quieten() -> None:
-    """Ours is the only output; and what would be compiled without need is not."""
+    """Keep other packages' output off the terminal, and leave out what would be compiled without need."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

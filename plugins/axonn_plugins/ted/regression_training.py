@@ -22,7 +22,7 @@ from ted_moe.memory import Transformer
 
 STEPS = 5
 BARS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of losses; training is in float32, or in bfloat16."""
+"""Bars of losses by type; training is in float32, or in bfloat16."""
 
 
 def difference(topology: Topology, dtype: torch.dtype, device: str) -> tuple[float, str]:

@@ -114,7 +114,7 @@ def _to_megatron(weights: Weights, target: Path, shard_bytes: int) -> Mapping[st
 
 
 def _to_axonn(weights: Weights, target: Path, shard_bytes: int) -> Mapping[str, Tensor]:
-    """By the names of the model that loads it: LitGPT's own, or HF's in memory."""
+    """Write a checkpoint by the names of the model that loads it: LitGPT's own, or HF's in memory."""
     tensors = weights.tensors
     if weights.names == "megatron" or weights.format == "hf":
         config, named = weights.in_hf_names()

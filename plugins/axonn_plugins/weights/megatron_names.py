@@ -38,7 +38,7 @@ class Rule:
 
 
 def rules(config: Any) -> list[Rule]:
-    """Of all tensors of a model, by HF's configuration."""
+    """Rules for the names of all tensors of a model, by HF's configuration."""
     made = list(_gpt2(config) if config.model_type == "gpt2" else _llama(config))
     if getattr(config, "tie_word_embeddings", False):
         return [Rule(r.ours, r.theirs, r.join, r.split, r.optional or r.ours == "output_layer.weight") for r in made]
@@ -108,7 +108,7 @@ def _gpt2(config: Any) -> Iterator[Rule]:
 
 
 def _by_group(groups: int, *parts: Tensor) -> Tensor:
-    """Of each group of heads its queries, its keys and its values, one group after the other."""
+    """Queries, keys and values of each group of heads, one group after the other."""
     rest = parts[0].shape[1:]
     return torch.cat([part.reshape(groups, -1, *rest) for part in parts], 1).reshape(-1, *rest)
 

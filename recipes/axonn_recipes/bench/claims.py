@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 NAME = "claims.json"
-"""By a command's words behind its name, without those that only say how often: by quantity, the range that the README gives."""
+"""A file of the ranges that a README gives: by the command's options (without those that only say how often), by quantity."""
 
 
 def beside(file: Path, same: Callable[[Sequence[str]], bool], found: Mapping[str, float]) -> list[str]:

@@ -25,7 +25,7 @@ class Learner(Protocol):
 
     @property
     def losses(self) -> list[float]:
-        """By step."""
+        """Losses by step."""
 
 
 def in_turns(sides: Sequence[Kind], rounds: int) -> Iterator[tuple[int, Kind]]:

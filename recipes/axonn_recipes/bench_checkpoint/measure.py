@@ -60,7 +60,7 @@ class Training:
 
     @property
     def bytes(self) -> int:
-        """Of weights and the optimizer's states on this rank."""
+        """Bytes of weights and the optimizer's states on this rank."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(tensor.nbytes for tensor in [*self.model.parameters(), *states])
 

@@ -57,7 +57,7 @@ class Settings(ClusterRun):
     emulated: bool
 
     def grid(self, gx: int) -> Grid:
-        """Ours: what x leaves shares the sequence."""
+        """This suite's grid: what x leaves shares the sequence."""
         return Grid(gx=gx, gz=self.ranks // gx, sequence=self.ranks // gx)
 
 

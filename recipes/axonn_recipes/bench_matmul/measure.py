@@ -48,7 +48,7 @@ class Products:
 
     @property
     def error(self) -> float:
-        """By what share the fit misses, on average."""
+        """Share by which the fit misses, on average."""
         rate, half = self.fit
         return float(
             np.mean([abs((2.0 * m * k * n + half) / rate / took - 1) for (m, k, n), took in self.seconds.items()])

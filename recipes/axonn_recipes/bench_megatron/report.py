@@ -40,7 +40,7 @@ class Side:
 
     @property
     def losses(self) -> list[float]:
-        """Of the last round."""
+        """Losses of the last round."""
         return self.run.losses
 
 

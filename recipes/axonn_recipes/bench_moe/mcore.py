@@ -86,7 +86,7 @@ class _NoStream:
         """Nothing is under way."""
 
     def record_event(self) -> _NoStream:
-        """Itself."""
+        """The stream itself stands for its event."""
         return self
 
     def synchronize(self) -> None:

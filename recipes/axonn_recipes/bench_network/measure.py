@@ -18,7 +18,7 @@ from axonn_plugins.observe.progress import each
 from axonn_tp import Grid, Mesh, parallelize
 
 _LAYERS, _WIDTH, _ROWS = 16, 256, 128
-"""Of the small model whose sums are timed, one for each layer: of outputs in forward, or of gradients in backward."""
+"""Sizes of the small model whose sums are timed, one for each layer: of outputs in forward, or of gradients in backward."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Settings(Sizes):
 
     @property
     def link_jitter(self) -> float:
-        """Of the network."""
+        """Jitter of the network."""
         return self.jitter if self.scenario == LINKS else 0.0
 
 

@@ -69,7 +69,7 @@ def _collectives(settings: Settings, grid: Grid) -> dict[str, float]:
 
 
 def in_turn(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Of every span, the part that begins when all those before it have ended."""
+    """The part of every span that begins when all those before it have ended."""
     parts, last = [], -math.inf
     for started, ended in spans:
         parts.append(max(ended - max(started, last), 0.0))

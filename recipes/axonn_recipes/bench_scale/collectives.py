@@ -21,7 +21,7 @@ NODE = 8
 SIZES = (2**13, 2**20, 2**24, 2**28)
 """Bytes of all blocks, of which a schedule is made each."""
 LATENCY, BANDWIDTH = 20e-6, 25e9
-"""Of the network that the tuner is told of, in seconds and bytes a second."""
+"""The network that the tuner is told of, in seconds and bytes a second."""
 
 
 def member(rank: int) -> Member:

@@ -14,7 +14,7 @@ SECONDS, BYTES = 5.0, 100 * 2**20
 """The bar at `AT` ranks of a cost that grows linearly."""
 AT = 32768
 NOISE = 0.01
-"""Of a bar: a cost that is less at `AT` ranks is within it however it seems to grow."""
+"""Share of a bar: a cost that is less at `AT` ranks is within it however it seems to grow."""
 _STEPS = 300
 
 

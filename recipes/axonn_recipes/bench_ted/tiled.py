@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
+from axonn_plugins.config.base import ConfigError
 from axonn_recipes.allocations import most_allocated
 from axonn_recipes.bench.numbers import ratios, spread
 from axonn_recipes.bench.rounds import in_turns, together
@@ -165,4 +166,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

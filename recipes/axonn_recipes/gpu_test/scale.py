@@ -64,7 +64,7 @@ class Scale:
 
     @property
     def windows(self) -> int:
-        """Of a compared step, over all ranks."""
+        """Windows of a compared step, over all ranks."""
         return 2 * self.ranks
 
 

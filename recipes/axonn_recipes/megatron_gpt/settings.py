@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def grid(self) -> Grid | None:
-        """Ours, or None for Megatron's own layers."""
+        """The grid, or None for Megatron's own layers."""
         if self.tensor_model_parallel_impl == "megatron":
             return None
         return Grid(self.axonn_gx, self.axonn_gy, self.axonn_gz, layout=self.axonn_layout)

@@ -20,7 +20,7 @@ class Model(Protocol):
 
     @property
     def name(self) -> str:
-        """Of its results."""
+        """Name in the results."""
 
     @property
     def labels(self) -> str:

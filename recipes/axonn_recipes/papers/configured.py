@@ -32,7 +32,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(self.parts.values())
 
     @property
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def parameters(self) -> float:
-        """On the GPU."""
+        """Parameters on the GPU."""
         return self.holds["weights"] / 2
 
 

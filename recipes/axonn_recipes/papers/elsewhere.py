@@ -30,7 +30,7 @@ class Other(NamedTuple):
 
 @cache
 def elsewhere() -> dict[str, Other]:
-    """By the names that the rows have for them."""
+    """Numbers that stand in other data files, by the names that the rows have for them."""
     found = dict((*_collectives(), *_all_gather()))
     for name in ("gordon_bell", "four_frameworks", "experts", "pruned"):
         for one in corpus.read(files.ours("corpus")[name]):

@@ -35,7 +35,7 @@ class Compared:
 
     @property
     def error(self) -> float | None:
-        """By which share what is obtained is off; None for what is no number."""
+        """The share by which what is obtained is off; None for what is no number."""
         theirs, ours = self.number.published, self.obtained
         plain = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (theirs, ours))
         return ours / theirs - 1 if plain and theirs else None  # type: ignore[operator]

@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def microbatches(self) -> int:
-        """Of one pipeline in a step."""
+        """Microbatches of one pipeline in a step."""
         return self.batch // (self.microbatch * self.pipelines)
 
     def ds_config(self, side: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from axonn_plugins.planner.setting import Setting
 from axonn_recipes.planner.outcome import Check, Outcome, lines
 
 VOCABULARY = 51200
-"""Of all four models, as Megatron pads it (Korthikanti et al. 2022, section 6)."""
+"""Vocabulary of all four models, as Megatron pads it (Korthikanti et al. 2022, section 6)."""
 MODELLED = {
     "as 004": Setting(),
     "whole": Setting(whole=True),

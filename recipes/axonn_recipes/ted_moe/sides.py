@@ -197,7 +197,7 @@ class _Run:
         return sum(losses) / len(losses)
 
     def _state_bytes(self) -> int:
-        """Of parameters, float32 weights and moments."""
+        """Bytes of parameters, float32 weights and moments."""
         optimizer = self.engine.basic_optimizer
         if isinstance(optimizer, FlatOptimizer):
             return optimizer.nbytes - sum(store.gradient.nbytes for store in optimizer.stores)

@@ -24,7 +24,7 @@ from axonn_recipes.validation.train import Role, curve
 _PROBED, _FEWEST = 4, 10
 """Steps by which a step's time is known, and of a curve at least."""
 _USED = 0.9
-"""Of the time that is given: a machine is not always as fast as in the first steps."""
+"""Share of the given time that is used: a machine is not always as fast as in the first steps."""
 
 
 def main(arguments: Sequence[str]) -> int:

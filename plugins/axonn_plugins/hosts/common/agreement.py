@@ -36,7 +36,7 @@ def meet(problem: str | None, facts: Facts) -> None:
 
 
 def digest(facts: Facts) -> str:
-    """Of all facts."""
+    """Digest of all facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -52,7 +52,7 @@ def of_text(text: str) -> int:
 
 
 def random_state(device: torch.device) -> list[int]:
-    """Of the generators' states, in the order of `GENERATORS`."""
+    """Digests of the generators' states, in the order of `GENERATORS`."""
     numpy = np.random.get_state()  # noqa: NPY002  the legacy generator is the one scripts seed
     on_device = of_bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else 0
     keys, place = torch.from_numpy(numpy[1].view(np.int32)), hash(numpy[2:])  # type: ignore[union-attr,index]

@@ -16,7 +16,7 @@ _LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd")
 
 
 class Divisor:
-    """Of one model, found in its first call that has targets, by all readers alike.
+    """The divisor of a model's loss, found in its first call that has targets, by all readers alike.
 
     Attributes:
         known: whether it was found.

@@ -18,7 +18,7 @@ from torch import nn
 from axonn_plugins import __version__
 
 Facts = dict[str, str]
-"""By name, values in words."""
+"""Facts by name, their values in words."""
 MODEL = "the model's "
 """Begins the names of facts on which the stages of a pipeline differ."""
 BY_RANK = {

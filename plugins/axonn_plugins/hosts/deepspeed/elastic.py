@@ -156,7 +156,7 @@ def _stand_by(store: dist.TCPStore) -> None:
 
 
 def _tell_spares(store: dist.TCPStore, spares: int) -> None:
-    """At the end of rank 0, unless it ends with an error."""
+    """Let spare ranks end as rank 0 ends, unless it ends with an error."""
     if getattr(sys, "last_value", None) is not None:
         return
     store.set(_OVER, "1")
@@ -186,14 +186,14 @@ class Batches:
         self._orders: dict[int, list[int]] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        """For ever."""
+        """Microbatches of every step from the engine's on, without an end."""
         step = self._engine.global_steps
         while True:
             yield from self.of(step)
             step += 1
 
     def of(self, step: int) -> Iterator[Any]:
-        """Those of one step, counted from 0."""
+        """Microbatches of one step, counted from 0."""
         for numbers in self.numbers(step):
             yield self._collate([self._dataset[number] for number in numbers])
 

@@ -95,7 +95,7 @@ class ReplicaWatch:
         return list(range(first, first + size))
 
     def _card(self, found: list[tuple[str, Any]]) -> Tensor:
-        """Of structure, of elements, of the order of weight gathers, and of the random states."""
+        """Digests of structure, of elements, of the order of weight gathers, and of the random states."""
         device = self.mesh.device
         structure = digests.of_text(repr([(name, digests.kind(value)) for name, value in found]))
         elements = torch.zeros((), dtype=torch.int64, device=device)
@@ -272,7 +272,7 @@ class ReplicaWatch:
 
 
 def _distance(one: tuple[Sketch, float] | None, other: tuple[Sketch, float] | None) -> float:
-    """Of two values that are no further apart than is allowed: 0."""
+    """Distance of two values; 0 where they are no further apart than is allowed."""
     if one is None or other is None:
         return math.inf
     found = one[0].distance(other[0])

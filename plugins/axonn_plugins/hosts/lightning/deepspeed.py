@@ -104,7 +104,7 @@ def _over_readers(original: Callable[..., Any]) -> Callable[..., Any]:
 def _by_all_ranks(original: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(original)
     def reduce_boolean_decision(self: Any, decision: bool, all: bool = True) -> bool:
-        """Theirs, which compares a sum, over readers now, with the number of ranks."""
+        """Lightning's own, which compares a sum, over readers now, with the number of ranks."""
         if _mesh(self) is None:
             return original(self, decision, all)
         found = torch.tensor(int(decision), device=self.root_device)
@@ -117,7 +117,7 @@ def _by_all_ranks(original: Callable[..., bool]) -> Callable[..., bool]:
 def _seeding_workers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def process_dataloader(self: Any, dataloader: Any) -> Any:
-        """Theirs; workers draw by reader."""
+        """Lightning's own; workers draw random numbers by reader."""
         if _block(self) is not None:
             from axonn_plugins.hosts.lightning.replicas import seed_workers
 
@@ -130,7 +130,7 @@ def _seeding_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 def _running_once(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def _format_config(self: Any) -> None:
-        """Theirs; a step of a LightningModule runs once, for what it logs, and because Lightning puts it in forward's place for one call."""
+        """Lightning's own; a step of a LightningModule runs once, for what it logs, and because Lightning puts it in forward's place for one call."""
         original(self)
         split = (_block(self) or {}).get("tensor_parallel")
         if isinstance(split, dict):
@@ -142,7 +142,7 @@ def _running_once(original: Callable[..., None]) -> Callable[..., None]:
 def _split_too(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def _initialize_deepspeed_inference(self: Any, model: Any) -> None:
-        """Theirs, whose configuration has no block: it would take the shards of a trained model for whole."""
+        """Lightning's own, whose configuration has no block: it would take the shards of a trained model for whole."""
         if _block(self) is None:
             original(self, model)
             return
@@ -162,7 +162,7 @@ def _split_too(original: Callable[..., None]) -> Callable[..., None]:
 def _counting_metrics(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def init_deepspeed(self: Any) -> None:
-        """Theirs; metrics inside the module are summed over readers."""
+        """Lightning's own; metrics inside the module are summed over readers."""
         original(self)
         mesh = _mesh(self)
         if mesh is not None:

@@ -123,7 +123,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         return full_state_dict(module, self.mesh)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of one process, on rank 0."""
+        """The optimizer's state as one process has it, on rank 0."""
         return whole_state(optimizer, self.mesh)
 
     def save_checkpoint(

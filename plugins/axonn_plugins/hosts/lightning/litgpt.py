@@ -55,7 +55,7 @@ def _strategy(without_memory: bool) -> type:
 def _as_serial(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def generate_example(fabric: Any, model: Any, *rest: Any, **named: Any) -> Any:
-        """Theirs, which keeps keys and values of all heads."""
+        """LitGPT's own, which keeps keys and values of all heads."""
         from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
         from axonn_tp import as_serial
 
@@ -68,14 +68,14 @@ def _as_serial(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _left_out(fabric: Any, *rest: Any, **named: Any) -> None:
-    """In the place of an example by one rank."""
+    """Takes the place of an example that one rank generates."""
     fabric.print("axonn: no example is generated, for LitGPT lets the first rank do it alone, and the model is split")
 
 
 def _in_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_checkpoint(fabric: Any, model: Any, checkpoint_path: Any, strict: bool = True) -> None:
-        """Theirs, for a model that takes its parts of tensors, which theirs are not before they are read."""
+        """LitGPT's own, for a model that takes its parts of tensors, which LitGPT reads whole."""
         import torch
 
         state = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=True)
@@ -87,7 +87,7 @@ def _in_parts(original: Callable[..., Any]) -> Callable[..., Any]:
 def _over_readers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def validate(fabric: Any, *rest: Any, **named: Any) -> Any:
-        """Theirs, the mean of what readers found."""
+        """LitGPT's own, and the mean of all readers' losses."""
         found = original(fabric, *rest, **named)
         return fabric.all_reduce(found.clone().to(fabric.device)).to(found.device)
 
@@ -96,7 +96,7 @@ def _over_readers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mean_of_readers(original: Any) -> type:
     class RunningMean(original):
-        """Theirs, of all readers."""
+        """The mean over all readers."""
 
         def compute(self) -> Any:
             from axonn_plugins.hosts.lightning.replicas import mean_over_readers

@@ -30,7 +30,7 @@ def _of_mesh(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Theirs."""
+        """Torch's own, over the mesh where the gradients are of a split model."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         mesh, parameters = mesh_of(tensors)
         if mesh is None:

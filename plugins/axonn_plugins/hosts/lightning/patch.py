@@ -114,7 +114,7 @@ def _patch_grads(module: Any) -> None:
 
     @wraps(original)
     def grad_norm(*given: Any, **named: Any) -> Any:
-        """Theirs, of the serial model."""
+        """Lightning's own, of the serial model."""
         if _OURS not in sys.modules:
             return original(*given, **named)
         from axonn_plugins.hosts.lightning.norms import grad_norms
@@ -133,7 +133,7 @@ def _patch_finder(module: Any) -> None:
 
     @wraps(original)
     def on_train_batch_end(self: Any, trainer: Any, model: Any, outputs: Any, *rest: Any, **named: Any) -> None:
-        """Theirs, by the mean loss of all readers."""
+        """Lightning's own, by the mean loss of all readers."""
         ours = sys.modules.get(_OURS)
         if ours is not None and isinstance(trainer.strategy, ours.AxonnStrategy) and outputs:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs

@@ -156,7 +156,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         return {} if self._sharded else full_state_dict(self.lightning_module, self.mesh)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of one process, on rank 0."""
+        """The optimizer's state as one process has it, on rank 0."""
         return {} if self._sharded else whole_state(_own(optimizer), self.mesh)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

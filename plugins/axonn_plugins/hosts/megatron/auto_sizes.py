@@ -158,6 +158,6 @@ def _candidate(args: Any, model: Transformer, sizes: tuple[int, ...], steps: int
 
 
 def _gradient_bytes(args: Any) -> int:
-    """Of an element of a gradient that is summed over ranks; Megatron's validation has not run yet."""
+    """Bytes of an element of a gradient that is summed over ranks; Megatron's validation has not run yet."""
     rounded = args.fp16 and not getattr(args, "accumulate_allreduce_grads_in_fp32", False)
     return 2 if rounded or getattr(args, "grad_reduce_in_bf16", False) else 4

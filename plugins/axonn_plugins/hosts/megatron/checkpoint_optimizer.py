@@ -108,7 +108,7 @@ def _loaded(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
 
 
 def _interleaved(states: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    """By parameter's number; what is not a parameter's is common to all."""
+    """States by the number of their parameter; what is not a parameter's is common to all."""
     found: dict[Any, Any] = {}
     for number, state in enumerate(states):
         for key, value in state.items():

@@ -174,11 +174,11 @@ def _window(config: Any, layer_number: int) -> int | None:
 
 
 _seen: Any = WeakIdKeyDictionary()
-"""By a mask's memory and its view of it: the version of what was there, and what `_documents` has found."""
+"""For each mask's memory and view of it the version of what was there, and what `_documents` has found."""
 
 
 def _documents(mask: Tensor | None, whole: Shared) -> Tensor | None:
-    """By token of the whole sequences, the first one that it sees; None where that is the first of all for everyone.
+    """For each token of the whole sequences the first one that it sees; None where all see the first of all.
 
     All ranks of a sequence call it. It looks at a mask once, also where a recomputation gives another tensor of the same memory, and again
     where that was written meanwhile.

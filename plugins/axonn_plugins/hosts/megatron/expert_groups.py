@@ -40,7 +40,7 @@ class Blocks:
 
     @property
     def between(self) -> tuple[int, int] | None:
-        """Of a block that Megatron sums and the blocks of another size in it: both sizes, the smaller first."""
+        """Sizes of a block that Megatron sums and of the blocks of another size in it, the smaller first."""
         for size in (self.experts, self.split):
             if size != self.summed(size):
                 return size, self.summed(size)

@@ -195,7 +195,7 @@ EIGHT_BITS = (
     Feature("fp8_output_proj", "the output layer is not Transformer Engine's"),
     Feature("axonn_tune_matmuls", "it times products in 16 or 32 bits"),
 )
-"""Those that do not go with --fp8-format."""
+"""Features that do not go with --fp8-format."""
 
 SHARED = (
     Feature(

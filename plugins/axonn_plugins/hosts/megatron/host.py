@@ -78,7 +78,7 @@ class MegatronHost:
         return here == first and layout_of(parameter).counted_here(self.mesh.coordinates, AXES)
 
     def gradients(self) -> Iterator[Gradient]:
-        """Of all parameters that this rank updates, once Megatron has summed them: all of each, or a distributed optimizer's part."""
+        """Gradients of all parameters that this rank updates, once Megatron has summed them: all of each, or a distributed optimizer's part."""
         scale = float(self._optimizer.get_loss_scale())
         for parameter, name in self._names.items():
             gradient = getattr(parameter, "main_grad", None)

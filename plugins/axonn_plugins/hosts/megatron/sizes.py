@@ -7,7 +7,7 @@ from typing import Any
 from axonn_plugins.hosts.megatron.settings import Settings
 
 MULTIPLE = 16
-"""Of which rows and columns of a product in 8 bits are multiples."""
+"""Rows and columns of a product in 8 bits are multiples of it."""
 
 
 def indivisible(args: Any, settings: Settings) -> str | None:

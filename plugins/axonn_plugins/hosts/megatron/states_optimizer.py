@@ -183,7 +183,7 @@ class StateOptimizer(MegatronOptimizer):
         self.optimizer.reducer.active = False
 
     def get_loss_scale(self) -> Tensor:
-        """By what the loss is multiplied."""
+        """The factor of the loss."""
         return self._one if self.grad_scaler is None else self.grad_scaler.scale
 
     # Steps

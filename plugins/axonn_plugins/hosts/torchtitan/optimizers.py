@@ -40,7 +40,7 @@ class SplitOptimizers(OptimizersContainer):
                             yield f"state.{name}.{key}", parameter, value
 
     def state_dict(self) -> dict[str, Any]:
-        """By name, whole; every rank calls it and gets all."""
+        """Whole states by name; every rank calls it and gets all."""
         flat = super().state_dict()
         for key, parameter, value in self._split():
             assert self._mesh is not None

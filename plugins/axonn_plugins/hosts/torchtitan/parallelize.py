@@ -28,7 +28,7 @@ from axonn_tp import Grid, Mesh, auto_plan, clip_grad_norm_, layout_of, sync_gra
 from axonn_tp.layers.weight import Split
 
 _TOKENS = 10
-"""Of the pass that the automatic plan is found by."""
+"""Tokens of the pass by which the automatic plan is found."""
 _meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()
 
 
@@ -211,7 +211,7 @@ def _compute_in(module: nn.Module, device: str, dtype: torch.dtype) -> None:
 def _summing(original: Any) -> Any:
     @wraps(original)
     def clip(parameters: Any, max_norm: float, *rest: Any, **keywords: Any) -> Tensor:
-        """Theirs; of a model of ours first the sums over ranks, once for all micro-batches of a step."""
+        """Clip as torchtitan does; for a split model the sums over ranks come first, once for all micro-batches of a step."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found = [mesh for model, mesh in _meshes.items() if parameters and next(model.parameters()) is parameters[0]]
         if not found:

@@ -148,7 +148,7 @@ def _of_readers(name: str) -> property:
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def gather(tensor: Any) -> Any:
-        """Of every reader once, and of rows that are its own."""
+        """Gather from every reader once, and only rows that are its own."""
         from accelerate.utils.operations import recursively_apply
 
         from axonn_plugins.hosts.transformers.last_batch import divides
@@ -198,7 +198,7 @@ def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_trigger(original: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(original)
     def check_trigger(self: Any) -> bool:
-        """Theirs, whichever rank has set it."""
+        """Accelerate's own, for whichever rank has set it."""
         if same() > 1:
             flag = torch.tensor(int(self.flag_tensor or 0), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)

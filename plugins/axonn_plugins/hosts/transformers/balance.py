@@ -74,7 +74,7 @@ def _replace(module: Any, name: str, original: Callable[..., Any]) -> None:
 def _of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def of_rows(rows: Tensor, *rest: Any) -> Any:
-        """Theirs, of which each reader's counts by its rows.
+        """A mixture's own loss, of which each reader's counts by its rows.
 
         Raises:
             ConfigError: readers have padded to different lengths; the same on all ranks.
@@ -133,7 +133,7 @@ def _counting_once(whole: Tensor, readers: int) -> Tensor:
 
 
 def _rows_of_all(rows: Tensor) -> Tensor:
-    """Those of all readers, this one's in their graph; all readers call it."""
+    """Rows of all readers, this one's in their graph; all readers call it."""
     own = rows if share() else rows[:0]
     lengths = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(own)], device=rows.device))

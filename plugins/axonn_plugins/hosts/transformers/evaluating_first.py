@@ -38,7 +38,7 @@ def patch(module: ModuleType) -> None:
 def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
     @wraps(original)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> tuple:
-        """Theirs, which makes an optimizer also where the script has given one; it has that here, and its scheduler."""
+        """The Trainer's own, which makes an optimizer also where the script has given one; it has that here, and its scheduler."""
         if not has_block(trainer.accelerator):
             return original(trainer, num_training_steps, inference)
         if inference:

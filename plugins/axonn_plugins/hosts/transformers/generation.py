@@ -20,7 +20,7 @@ def patch(module: ModuleType) -> None:
 def _together(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def generate(self: Any, *given: Any, **keywords: Any) -> Any:
-        """Theirs; a rank whose sequences have ended goes on until those of all have."""
+        """The model's own; a rank whose sequences have ended goes on until those of all have."""
         if gathers(self):
             keywords["synced_gpus"] = True
         return original(self, *given, **keywords)

@@ -59,7 +59,7 @@ class Last:
         return max(self.own, 1)
 
     def part_of(self, batch: Mapping[str, Any]) -> Part:
-        """Its own rows."""
+        """The rows of a batch that are the reader's own."""
         made = Part if self.own else Nothing
         part = made({key: value[: self.kept] if self._is_filled(value) else value for key, value in batch.items()})
         part.share = self.share

@@ -26,7 +26,7 @@ def patch(module: ModuleType) -> None:
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
-        """Theirs, which renames, joins and counts what it is given: tensors that are not read yet."""
+        """The loader of transformers, which renames, joins and counts what it is given: tensors that are not read yet."""
         if state_dict is not None or not _apt(checkpoint_files, load_config) or not (_asked_for() or _will_split()):
             return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
         from axonn_tp.checkpoint import lazily

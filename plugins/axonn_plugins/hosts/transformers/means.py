@@ -132,7 +132,7 @@ def in_one_process(
 
 
 def _part(self: Any) -> float:
-    """By which a loss counts that its trainer has made for several readers."""
+    """The factor of a loss that its trainer has made for several readers."""
     return float(share() > 0) if self._axonn_counted else share()
 
 
@@ -179,7 +179,7 @@ def _times(found: Any, factor: Any) -> Any:
 
 
 def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
-    """By which this reader's loss counts in the mean of all readers'."""
+    """The factor of this reader's loss in the mean of all readers'."""
     if kind.adds:
         return readers
     if labels is None:

@@ -37,7 +37,7 @@ def patch(module: Any) -> None:
 def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def neftune_post_forward_hook(module: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Theirs; the same random numbers on all readers, whose random states are alike, make what one process draws."""
+        """The hook of transformers; the same random numbers on all readers, whose random states are alike, make what one process draws."""
         if _flat is None or not module.training or dist.get_world_size() == 1:
             return original(module, given, output)
         rows, columns = given[0].shape

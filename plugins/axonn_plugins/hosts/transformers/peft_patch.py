@@ -50,7 +50,7 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
 def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
     @wraps(original)
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
-        """Theirs, of the serial model."""
+        """PEFT's own, of the serial model."""
         from axonn_plugins.hosts.transformers.trainer_sums import absent
 
         trained, of_all = original(self)
@@ -62,7 +62,7 @@ def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[i
 def _whole_prompts(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def _setup_prompt_encoder(self: Any, *given: Any, **keywords: Any) -> None:
-        """Theirs; what makes prompts is not split, as the rank that saves them calls it alone."""
+        """PEFT's own; what makes prompts is not split, as the rank that saves them calls it alone."""
         original(self, *given, **keywords)
         self.prompt_encoder.axonn_whole = True
 
@@ -84,7 +84,7 @@ def _split_layers(model: nn.Module) -> list[Any]:
 def _together(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def changing(self: Any, *given: Any, **keywords: Any) -> Any:
-        """Theirs, once all ranks are here: each layer's weights are gathered for it."""
+        """PEFT's own, once all ranks are here: each layer's weights are gathered for it."""
         split = _split_layers(self.model)
         if split and split[0].mesh.size("grid") > 1:
             from axonn_tp.comm.meeting import meet
@@ -100,7 +100,7 @@ def _whole_too(original: Callable[..., AbstractContextManager]) -> Callable[...,
     @contextmanager
     @wraps(original)
     def onload_layer(layer: nn.Module) -> Iterator[None]:
-        """Theirs; inside, a split layer's parameters are whole, and what has become of them is split again behind it."""
+        """PEFT's own; inside, a split layer's parameters are whole, and what has become of them is split again behind it."""
         with torch.no_grad(), original(layer):
             shards = _gathered(layer)
             try:

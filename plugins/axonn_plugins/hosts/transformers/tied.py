@@ -16,7 +16,7 @@ def keeping_ties(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def get_state_dict(self: Any, model: nn.Module, *rest: Any, **named: Any) -> Any:
-        """Theirs, of which `save_pretrained` leaves out the names of tied weights, as in one process."""
+        """Accelerate's own, of which `save_pretrained` leaves out the names of tied weights, as in one process."""
         found = original(self, model, *rest, **named)
         of_transformers = hasattr(self.unwrap_model(model), "save_pretrained")  # else files may hold no weight twice
         return _tied(found, self.unwrap_model(model)) if of_transformers and has_block(self) else found

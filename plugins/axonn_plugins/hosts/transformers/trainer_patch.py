@@ -154,7 +154,7 @@ def _precomputing(accelerator: Any, original: Callable[..., Any], dataset: Any, 
 def _grouping(original: Callable[..., Any], kind: type) -> Callable[..., Any]:
     @wraps(original)
     def sampler(self: Any, *rest: Any, **named: Any) -> Any:
-        """Theirs; what is grouped by length are batches that all readers read together."""
+        """The Trainer's own; what is grouped by length are batches that all readers read together."""
         found = original(self, *rest, **named)
         if isinstance(found, kind) and has_block(self.accelerator) and not self.accelerator.split_batches:
             found.batch_size *= self.accelerator.num_processes  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ def patch(module: ModuleType) -> None:
 def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def count(self: Any, batches: list[Any], *rest: Any, **keywords: Any) -> Any:
-        """Of samples that are not filled in; those are left out of `batches` as well."""
+        """Number of samples that are not filled in; filled-in ones are left out of `batches` as well."""
         found = last(batches[-1]) if batches else None
         if found is not None:
             batches[-1] = found.part_of(batches[-1])
@@ -101,7 +101,7 @@ def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _rows_of_reader(self: Any) -> Iterator[None]:
-    """By its rows a loss counts: where the script's batches are split, those of a reader are fewer than it says."""
+    """Rows of this reader, by which its loss counts: where the script's batches are split they are fewer than it says."""
     rows = self.args.per_device_eval_batch_size
     if self.accelerator.split_batches:
         self.args.per_device_eval_batch_size = max(rows // self.accelerator.num_processes, 1)
@@ -126,7 +126,7 @@ def _replaced(self: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 
 
 def _prediction_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
-    """Theirs; what is gathered next is its loss, if there is one."""
+    """The trainer's own; what is gathered next is its loss, if there is one."""
     generates = getattr(self.args, "predict_with_generate", False) and not (rest or [kw.get("prediction_loss_only")])[0]
     with _counting_loss(self, model) if generates else nullcontext(model) as counted, of_all_readers(self):
         found = _predicted(self, original, counted, inputs, *rest, **kw)
@@ -211,7 +211,7 @@ def _compute_loss(
     num_items_in_batch: Any = None,
     **more: Any,
 ) -> Any:
-    """Theirs, over the items of all readers also where a prediction step, as TRL's, does not count them."""
+    """The trainer's own, over the items of all readers also where a prediction step, as TRL's, does not count them."""
     if num_items_in_batch is None:
         num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
     mask = _mask(self)
@@ -243,7 +243,7 @@ def _finalize(original: Callable[..., Any]) -> Callable[..., Any]:
 def _store_flos(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def store(self: Any) -> None:
-        """Of every reader once."""
+        """Store the rows of every reader once."""
         if replica():
             self.current_flos *= 0  # of the type that it has on the others
         original(self)
@@ -254,7 +254,7 @@ def _store_flos(original: Callable[..., None]) -> Callable[..., None]:
 def _of_padded(original: Callable[..., Any], counts: Callable[[Any], bool]) -> Callable[..., Any]:
     @wraps(original)
     def counted(self: Any, inputs: Any) -> Any:
-        """Theirs, without what is filled in; where padding `counts`, rows are as long as one process pads them."""
+        """The trainer's own count, without what is filled in; where padding `counts`, rows are as long as one process pads them."""
         rows = inputs.counted() if isinstance(inputs, Nothing) else inputs
         return original(self, _as_long_as_all(self, rows) if counts(self) else rows)
 

@@ -29,12 +29,12 @@ class Unfilled(BatchSamplerShard):
         return rows, len(samples.sampler) % (rows * self.num_processes)  # type: ignore[arg-type]
 
     def own(self) -> int:
-        """Those of this reader in its last batch, where that is not full."""
+        """Samples of this reader in its last batch, where that is not full."""
         rows, read = self.last()
         return min(max(read - self.process_index * rows, 0), rows)
 
     def __iter__(self) -> Iterator[Any]:
-        """Theirs."""
+        """This reader's batches, as Accelerate shards them."""
         ends = len(self) - 1 if self.last()[1] else None
         for number, batch in enumerate(super().__iter__()):
             yield batch[: max(self.own(), 1)] if number == ends else batch
@@ -44,7 +44,7 @@ class Together(Unfilled):
     """A reader's batches; the last ones, where they are not full, are one that all readers read."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Theirs."""
+        """This reader's batches, as Accelerate shards them."""
         rows, read = self.last()
         if not read:
             yield from BatchSamplerShard.__iter__(self)
@@ -72,7 +72,7 @@ class Stream(IterableDatasetShard):
         return rows
 
     def __iter__(self) -> Iterator[Any]:
-        """Theirs."""
+        """This reader's batches, as Accelerate shards them."""
         rows, self.left, batch = self._rows(), 0, []
         for sample in self.dataset:
             batch.append(sample)
@@ -92,7 +92,7 @@ class Divided(IterableDatasetShard):
     """A reader's samples of a stream that has as many for every reader."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Theirs.
+        """This reader's batches, as Accelerate shards them.
 
         Raises:
             ConfigError: it ends with fewer; the same on all readers.
@@ -159,7 +159,7 @@ class _Redrawn(RandomSampler):
     device: torch.device
 
     def __iter__(self) -> Iterator[int]:
-        """Theirs."""
+        """This reader's batches, as Accelerate shards them."""
         seed = torch.empty((), dtype=torch.int64).random_().to(self.device)
         dist.broadcast(seed, 0)
         self.generator.manual_seed(int(seed))

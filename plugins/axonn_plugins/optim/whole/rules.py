@@ -97,7 +97,7 @@ class Muon:
         return [momentum_update(held, options["momentum"], options["nesterov"]).bfloat16()]
 
     def whole(self, options: Mapping[str, Any], held: Held, sent: list[Tensor]) -> list[Tensor]:
-        """By torch's own function."""
+        """The update of a whole matrix by torch's own function."""
         found = _zeropower_via_newtonschulz(sent[0], options["ns_coefficients"], options["ns_steps"], options["eps"])
         return [found.contiguous()]
 

@@ -45,12 +45,12 @@ class Spread:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the serial parameter."""
+        """Shape of the serial parameter."""
         return self.layout.serial_shape
 
     @property
     def elements(self) -> int:
-        """Of the serial parameter."""
+        """Number of elements of the serial parameter."""
         return math.prod(self.shape)
 
     def span(self, rank: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ SPREADING: dict[str, Algorithm] = {"binomial": binomial, "chain": chain}
 
 
 def algorithms(collective: str, size: int) -> dict[str, Algorithm]:
-    """Those that can do `collective` on `size` ranks."""
+    """Algorithms that can do `collective` on `size` ranks."""
     if collective == "broadcast":
         return SPREADING
     known = SCATTERING | (REDUCING if collective == "all_reduce" else {})

@@ -100,7 +100,7 @@ def hierarchical_doubling(collective: str, rank: int, size: int, nodes: Nodes, c
 
 
 def _joined(groups: Sequence[Sequence[Blocks]]) -> list[Blocks]:
-    """Of each local rank all that the groups bring it."""
+    """For each local rank all that the groups bring it."""
     return [tuple(block for part in parts for block in part) for parts in zip(*groups, strict=True)]
 
 

@@ -24,7 +24,7 @@ class Argparse(DataModule):
         return DataLoader(samples.to(torch.int64), self.batch_size)
 
     def train_dataloader(self) -> DataLoader:
-        """To learn from."""
+        """Batches to learn from."""
         return self._loader(windows()[0])
 
     def val_dataloader(self) -> DataLoader:

@@ -83,7 +83,7 @@ def reader_of(engine: Any, block: Mapping[str, Any] | None) -> int:
 
 
 def losses(scale: Scale, model: nn.Module, block: Mapping[str, Any]) -> list[float]:
-    """Of the compared steps under the block, in float64."""
+    """Losses of the compared steps under the block, in float64."""
     parts = readers(block, scale.ranks)
     config = configuration(scale.windows // parts, 1, "float64", block)
     engine, found = start(model.double(), config), []

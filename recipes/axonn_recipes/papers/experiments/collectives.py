@@ -33,7 +33,7 @@ from axonn_tp import place as placements
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
 OPTIONS = ("--calibrated",)
-"""Of the simulator."""
+"""Options of the simulator."""
 NODE, _MB = 4, 2e-6
 """Ranks of x in Figure 6.1, and megabytes of a number in 16 bits."""
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -176,7 +176,7 @@ def _by_processes(cluster: str, library: str) -> Picture:
 
 
 def _seconds(at: Times, system: str, collective: str, processes: int) -> Callable[[float], float]:
-    """Of any size, by a straight line between the logarithms of simulated ones."""
+    """Seconds for any size, by a straight line between the logarithms of simulated ones."""
 
     def seconds(megabytes: float) -> float:
         place = math.log2(min(max(megabytes, SIZES[0]), SIZES[-1])) - math.log2(SIZES[0])

@@ -34,7 +34,7 @@ class Step:
 
 
 def steps(where: str, trained: str, gpus: int, batch: int = BATCH) -> dict[str, Step]:
-    """By framework; those of tensor x pipeline x data parallelism for transformers alone."""
+    """Seconds of a step by framework; those of tensor x pipeline x data parallelism for transformers alone."""
     found = {}
     for name, fixed in (("AxoNN", {}), ("ZeRO-3", {"gx": 1, "gy": 1, "gdata": 1})):
         plan = best(where, trained, gpus, batch, fixed=fixed)

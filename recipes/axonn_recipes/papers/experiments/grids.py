@@ -23,7 +23,7 @@ from axonn_recipes.planner.dissertation import TABLE_5_2, time_to_solution
 from axonn_recipes.planner.outcome import lines
 
 MODE: Mode = "calibrated"
-"""Of the planner's model, its default."""
+"""Mode of the planner's model, its default."""
 BATCH = 8192
 """Samples of 2048 positions: 16.8 million tokens (002, Table I)."""
 CHECKPOINTED = Setting(recompute=True)

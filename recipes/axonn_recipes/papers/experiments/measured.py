@@ -132,7 +132,7 @@ def _ranks(found: dict[str, Any]) -> dict[str, Value]:
 
 
 def _validation(found: dict[str, Any]) -> dict[str, Value]:
-    """By the recipe's bound: 1e-6 or 5e-3, or twice what a serial run drifts whose first weights are an ulp off."""
+    """The verdict by the recipe's bound: 1e-6 or 5e-3, or twice what a serial run drifts whose first weights are an ulp off."""
     pairs = found["pairs"]
     return {
         f"{name} on 16 ranks here: losses are the serial model's": all(
@@ -194,7 +194,7 @@ class Command:
 
     @property
     def experiment(self) -> Experiment:
-        """Both forms."""
+        """Both forms of the experiment."""
         forms = [
             command(f"{self.line} {added}".strip(), self.numbers, self.option) for added in (self.whole, self.short)
         ]

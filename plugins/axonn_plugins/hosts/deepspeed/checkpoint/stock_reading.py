@@ -116,7 +116,7 @@ class StockReading:
         return notes
 
     def _expert_files(self) -> list[str]:
-        """Those with this rank's experts."""
+        """Files with this rank's experts."""
         layers = [layer for layer in self.engine.module.modules() if isinstance(layer, TedMoE)]
         files = []
         for number, layer in enumerate(layers):

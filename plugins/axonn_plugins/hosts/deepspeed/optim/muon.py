@@ -76,7 +76,7 @@ class DeepSpeedMuon:
         return [momentum_update(held, options["momentum"], nesterov=True)]
 
     def whole(self, options: Mapping[str, Any], held: Held, sent: list[Tensor]) -> list[Tensor]:
-        """By DeepSpeed's own function, whose momentum is nothing."""
+        """The update of a whole matrix by DeepSpeed's own function, which is given no momentum."""
         from deepspeed.runtime.zero.muon.original_muon import muon_update
 
         (update,) = sent

@@ -82,7 +82,7 @@ class StageBatches(PipelineLosses, StagePasses):
 
     @property
     def events(self) -> list[Event]:
-        """Of the last batch on this stage; none unless `record_events` was called."""
+        """Events of the last batch on this stage; none unless `record_events` was called."""
         return [] if self._recorder is None else self._recorder.events
 
     def _note(self, kind: Kind, microbatch: int, start: float) -> None:

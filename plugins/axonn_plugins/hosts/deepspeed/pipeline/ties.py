@@ -18,7 +18,7 @@ from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_tp import layout_of
 
 _Copy = dict[str, tuple[tuple[int, ...], bool, str]]
-"""Of each of a copy's tensors: its shape, whether it is trained, and how it is split."""
+"""For each of a copy's tensors its shape, true if it is trained, and how it is split."""
 
 
 def tie(module: PipelineModule) -> None:

@@ -227,7 +227,7 @@ def _refuse_experts_in(plan: Plan, model: nn.Module, layers: Collection[str]) ->
 
 
 def _topologies(split: MeshSplit) -> list[Topology]:
-    """Those of all stages, in one order on all ranks: groups are made by all together."""
+    """Topologies of all stages, in one order on all ranks: groups are made by all together."""
     everyone: list[Topology | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, split.topology)
     return list(dict.fromkeys(topology for topology in everyone if topology is not None))

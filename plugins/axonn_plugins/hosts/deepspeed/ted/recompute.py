@@ -62,7 +62,7 @@ class Stashes:
         return self.wrap(recorded)
 
     def contexts(self) -> tuple[Any, Any]:
-        """Those of a checkpoint that is not reentrant; torch keeps them as long as the recomputation may come."""
+        """Contexts of a checkpoint that is not reentrant; torch keeps them as long as the recomputation may come."""
         stash = Stash(self.place)
         first, again = stash.contexts()
         self._live.add(stash)

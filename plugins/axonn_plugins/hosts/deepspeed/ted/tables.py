@@ -21,7 +21,7 @@ _TABLES = {
 }
 """Groups, and their ranks, which DeepSpeed 0.16 does not keep."""
 _before: dict[tuple[str, str], _Group | None] = {}
-"""By axis and name, what was in a table when the first of the engines that are there came."""
+"""Entries of the tables, by axis and name, from before the first of the engines that are there."""
 _tensor_before = [1]
 """The same of the ranks that split an expert."""
 _entered: list[Tables] = []
