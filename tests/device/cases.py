@@ -584,6 +584,11 @@ def pccl() -> None:
                 future = work.get_future()
                 future.wait()
                 same(wanted, future.value()[0], True)
+    got, data = torch.empty(13, device=GPU), torch.full((13,), rank + 1.0, device=GPU)
+    ops = [dist.P2POp(dist.isend, data, (rank + 1) % 4, group), dist.P2POp(dist.irecv, got, (rank - 1) % 4, group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    same(torch.full((13,), (rank - 1) % 4 + 1.0), got, True)
     dist.barrier()
 
 
