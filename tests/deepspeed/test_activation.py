@@ -16,6 +16,7 @@ import torch
 from tests.deepspeed.scripts import NO_KERNEL, environment, last_line, run_script, sentences, starter
 from tests.deepspeed.training import Case, attempt, serial, start, train
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 OURS = "axonn_plugins.hosts.deepspeed.engine.AxonnEngine"
 STOCK = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -66,7 +67,7 @@ def test_stock_script(tmp_path: Path) -> None:
     assert found == {way: [OURS, STOCK] for way in WAYS}
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, thorough(False)])
 def test_by_hand(before: bool, tmp_path: Path) -> None:
     lines = ["import axonn_plugins; axonn_plugins.activate(); axonn_plugins.activate()", "import deepspeed"]
     text = "\n".join(lines if before else lines[::-1]) + HEAD + "print(name(start(config=config)))"
