@@ -58,7 +58,8 @@ def started() -> Iterator[Start]:
 
 
 def test_stock_script(tmp_path: Path) -> None:
-    """All ways in one process, each followed by a run without the block."""
+    """All ways in one process, each followed by a run without the block, beside folders of the user's own."""
+    _beside(tmp_path, HARMLESS)
     text = HEAD + "stock = {key: value for key, value in config.items() if key != 'axonn'}\nfound = {}\n"
     for way, how in WAYS.items():
         text += f"found[{way!r}] = name(start({how})), name(start(config=stock))\n"
@@ -243,11 +244,6 @@ def _beside(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-
-
-def test_folders_of_the_users_own(tmp_path: Path) -> None:
-    _beside(tmp_path, HARMLESS)
-    assert last_line(fresh(tmp_path, HEAD + "print(name(start(config=config)))")) == OURS
 
 
 @pytest.mark.parametrize(
