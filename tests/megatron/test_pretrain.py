@@ -147,7 +147,17 @@ def test_hybrids_of_mamba(tmp_path: Path) -> None:
     }
     cases["shared"] = flags((2, 1, 1, 2), "plain", *HYBRID, "--context-parallel-size", "2")
     cases["stages"] = flags((2, 1, 1, 1), "plain", *HYBRID, stages=2)
-    assert differences(cases, script=with_double(tmp_path, "mamba_double", "pretrain_mamba.py")) == {}
+    cases["offloaded"] = flags((2, 1, 2, 1), "plain", *HYBRID, "--axonn-offload-optimizer")
+    script = with_double(tmp_path, "mamba_double", "pretrain_mamba.py")
+    assert differences(cases, script=script) == {}
+    wanted = run(script, {"stock": cases["stock"]})["stock"]["losses"][10:]
+    for first, then in (((2, 1, 2, 1), (1, 2, 1, 2)), ((1, 1, 1, 1), (2, 2, 1, 1))):
+        load = ["--load", str(tmp_path / str(first)), "--ckpt-format", "torch_dist"]
+        save = ["--save", load[1], "--save-interval", "10", "--exit-interval", "10"]
+        run(script, {"begun": flags(first, "plain", *HYBRID, *load, *save)})
+        goes_on = {"ours": flags(then, "plain", *HYBRID, *load), "stock": stock("plain", *HYBRID, *load)}
+        for name, found in run(script, goes_on).items():
+            assert found.get("losses") == pytest.approx(wanted, rel=TOLERANCE), (name, found)
 
 
 @needs_script

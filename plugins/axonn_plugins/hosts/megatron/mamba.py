@@ -31,6 +31,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from axonn_plugins.hosts.megatron import context, process_groups
+from axonn_plugins.hosts.megatron.checkpoint import by_layout
 from axonn_plugins.hosts.megatron.engine_layers import (
     EngineColumnParallelLinear,
     EngineRowParallelLinear,
@@ -64,6 +65,7 @@ def install(originals: Originals) -> list[tuple[type, type]]:
     if not _has_engine():
         originals.replace(mamba_block, "TENorm", WrappedTorchNorm)
     originals.wrap(mamba_layer.MambaLayer, "__init__", _in_stream)
+    originals.wrap(mamba_mixer, "make_sharded_tensors_for_checkpoint", by_layout)
     originals.wrap(mamba_mixer.MambaMixer, "__init__", _whole)
     originals.wrap(mamba_mixer.MambaMixer, "forward", _of_whole_sequences)
     return [(MambaModel, mamba_block.MambaStack)]
@@ -103,10 +105,12 @@ def _whole(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, pg_collection=groups, **named)
         # What is saved of it is counted by tensor rank.
         self.tp_group = mesh.group("model")
+        first, several = dist.get_process_group_ranks(self.tp_group)[0], mesh.size("model") > 1
         for parameter in self.parameters():
             mark(parameter, Layout(tuple(parameter.shape)), mesh)
-            if mesh.size("model") > 1:  # tensor ranks have drawn other values
-                dist.broadcast(parameter.data, dist.get_process_group_ranks(self.tp_group)[0], self.tp_group)
+            # Tensor ranks have drawn other values on their devices, and the same on CPUs beside these.
+            if several and parameter.device.type == mesh.device.type:
+                dist.broadcast(parameter.data, first, self.tp_group)
 
     return init
 
