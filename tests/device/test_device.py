@@ -175,6 +175,8 @@ NOT_ASKED_OF_A_DEVICE = {
     "axonn_tp/checkpoint/ranks.py": "the same",
     "plugins/axonn_plugins/pipeline/lead.py": "gloo's group",
     "plugins/axonn_plugins/pccl/device_tuner.py": "calls that are timed, the device is waited for behind each",
+    "plugins/axonn_plugins/hosts/megatron/mamba.py": "no case has Megatron's Mamba layers on the device",
+    "plugins/axonn_plugins/hosts/megatron/muon.py": "no case has Megatron's Muon on the device",
     "plugins/axonn_plugins/observe/doctor.py": "a command of its own",
     "plugins/axonn_plugins/ted/regression_training.py": "training that is compared, by a command of its own",
     "plugins/axonn_plugins/ted/stock.py": "the same",
