@@ -20,18 +20,19 @@ class Answering:
     Args:
         store: torch's.
         seconds: that a call may take.
+        whose: what errors begin with.
 
     Attributes:
         store: the same.
     """
 
-    def __init__(self, store: dist.Store, seconds: float) -> None:
-        self.store, self.seconds, self._silent = store, seconds, False
+    def __init__(self, store: dist.Store, seconds: float, whose: str = "pccl: ") -> None:
+        self.store, self.seconds, self.whose, self._silent = store, seconds, whose, False
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.store, name)
         if isinstance(found, dist.Store):
-            return Answering(found, self.seconds)
+            return Answering(found, self.seconds, self.whose)
         return partial(self._ask, found) if callable(found) else found
 
     def _ask(self, call: Any, *arguments: Any) -> Any:
@@ -51,11 +52,11 @@ class Answering:
         except Empty:
             self._silent = True
             raise LinkError(
-                "pccl: the store where the ranks of the group meet does not answer; who holds it, as a rule rank 0 of the job, is held up"
+                f"{self.whose}the store where the ranks of the group meet does not answer; who holds it, as a rule rank 0 of the job, is held up"
             ) from None
         if isinstance(failed, dist.DistNetworkError):
             raise LinkError(
-                "pccl: the store where the ranks of the group meet has gone; who holds it, as a rule rank 0 of the job, has ended"
+                f"{self.whose}the store where the ranks of the group meet has gone; who holds it, as a rule rank 0 of the job, has ended"
             ) from failed
         if failed is not None:
             raise failed
