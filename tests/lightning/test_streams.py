@@ -18,7 +18,7 @@ from axonn_tp import Grid, Mesh
 from tests.distributed import run_ranks
 from tests.lightning.models import BATCH, TOKENS, VOCABULARY, Language
 
-GRIDS: tuple[dict[str, int], ...] = ({"gx": 2, "gz": 2}, {"gz": 4}, {"gx": 2, "gy": 2})
+GRIDS: tuple[dict[str, Any], ...] = ({"gx": 2, "gz": 2}, {"gz": 4}, {"gx": 2, "gy": 2})
 
 
 class Stream(IterableDataset):
@@ -44,7 +44,8 @@ class Module(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.losses, self.validated = Language(), [], 0
+        self.net, self.validated = Language(), 0
+        self.losses: list[float] = []
 
     def training_step(self, ids: Tensor, number: int) -> Tensor:
         loss = self.net(ids, ids)
@@ -92,12 +93,12 @@ def fit(strategy: Any, kind: type[Stream], divided: bool = False) -> dict[str, A
     }
 
 
-def every() -> tuple[list[Any], list[list[list[int]]]]:
+def every() -> tuple[list[Any], list[list[list[Any]]]]:
     fits = [fit(AxonnStrategy(**GRIDS[0]), *how) for how in ((Stream,), (Sized,), (Stream, True))]
     return [*fits, fit(AxonnStrategy(**GRIDS[1]), Stream)], [read(grid) for grid in GRIDS]
 
 
-def read(grid: dict[str, int]) -> list[list[int]]:
+def read(grid: dict[str, Any]) -> list[list[Any]]:
     """First elements of what this rank reads: of five batches of two, without the last round, predicting, divided by the script, without tensors."""
     mesh = Mesh(Grid.for_world(4, **grid))
     readers, reader = mesh.size("batch"), mesh.rank("batch")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
-from torch import Tensor, nn
+from torch import nn
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
@@ -56,7 +56,6 @@ from axonn_tp import (
     sync_gradients,
 )
 from axonn_tp.compiled.refusals import check_compiled
-from axonn_tp.layers.loss_watch import LossWatch
 
 
 def choose_sizes(
@@ -164,7 +163,6 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if isinstance(optimizer, torch.optim.Optimizer):
             split_states(optimizer, self.mesh)
         replicas.share_samplers(self.mesh)
-        self._losses = LossWatch(model)
         self._replicas = ReplicaWatch(self.mesh, model, self._axonn.check_every, self._axonn.broadcast_inputs)
         self._unwatch = watch_calls(model, self._replicas) if self.mesh.size("model") > 1 else lambda: None
         if dist.get_rank() == 0:
@@ -244,19 +242,6 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self.module.training and torch.is_grad_enabled():
             self._replicas.watch(outputs)
         return outputs
-
-    def backward(self, loss: Any, *rest: Any, **named: Any) -> Any:
-        """DeepSpeed's, of losses that read no shard.
-
-        Raises:
-            ConfigError: one does.
-        """
-        if isinstance(loss, Tensor):
-            try:
-                self._losses.look(loss)
-            except ValueError as error:
-                raise ConfigError(f"axonn.tensor_parallel: {error}") from None
-        return super().backward(loss, *rest, **named)
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
         half = self.fp16_enabled() or self.bfloat16_enabled() or getattr(self._config, "torch_autocast_enabled", False)
