@@ -42,7 +42,7 @@ from axonn_tp.layers.tuning_cache import default_cache
 from axonn_tp.layers.weight import Split, SplitWeight
 from axonn_tp.options import Options
 from axonn_tp.plan.counted_attributes import count_locally
-from axonn_tp.plan.placement import place
+from axonn_tp.plan.placement import at_times, place
 from axonn_tp.plan.rules import Placement, Plan
 
 
@@ -86,6 +86,8 @@ def parallelize(
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
+    for parameter in at_times(model, plan):
+        parameter.axonn_at_times = True  # type: ignore[attr-defined]
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     if options.compile:
         check_compiled(model, placements.values(), mesh.grid)
