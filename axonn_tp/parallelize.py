@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.replicated import agree_on_bits
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
 from axonn_tp.compiled import hooks
 from axonn_tp.compiled import layers as compiled
@@ -70,7 +71,7 @@ def parallelize(
         `model`.
 
     Raises:
-        ValueError: see `place`.
+        ValueError: see `place` and `agree_on_bits`.
     """
     options = options or Options()
     leave_to_eager()
@@ -88,6 +89,7 @@ def parallelize(
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     if options.compile:
         check_compiled(model, placements.values(), mesh.grid)
+    agree_on_bits(mesh)
     agree_on_unread(model, mesh)
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()
