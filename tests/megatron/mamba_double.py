@@ -127,8 +127,13 @@ def mamba_split_conv1d_scan_combined(
     ).flatten(2)
 
 
+hybrid_spec: Any = None
+"""What ``--spec`` names: `local_spec`, once the double is installed."""
+
+
 def install() -> None:
     """Have Megatron find the double; this process keeps it."""
+    global hybrid_spec
     if "mamba_ssm" in sys.modules:
         return
     contents: dict[str, dict[str, Any]] = {
@@ -158,6 +163,7 @@ def install() -> None:
     if not isinstance(importlib.import_module("megatron.core.extensions.transformer_engine").TELinear, type):
         # The final norm of all its stacks is Transformer Engine's, which is not installed.
         vars(block)["TENorm"] = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    hybrid_spec = local_spec()
 
 
 def local_spec() -> Any:
@@ -195,13 +201,6 @@ def local_spec() -> Any:
         moe_layer=after(TransformerLayer, pre_mlp_layernorm=norm, mlp=get_moe_module_spec(False, 4), mlp_bda=add),
     )
     return Spec(MambaStack, submodules=layers)
-
-
-def __getattr__(name: str) -> Any:
-    """The spec as ``--spec`` names it."""
-    if name == "hybrid_spec":
-        return local_spec()
-    raise AttributeError(name)
 
 
 def build(config: Any, pattern: str, engine: bool, keywords: dict[str, Any]) -> Any:

@@ -465,6 +465,7 @@ def test_what_goes_with_mamba_mixers(host, capsys, monkeypatch):
         (EIGHT, "--fp8-format hybrid does not go with Mamba mixers beside"),
         (["--recompute-granularity", "full"], "--recompute-granularity full does not go with Mamba mixers beside"),
         (["--axonn-gx", "auto"], "sizes auto do not go with Mamba mixers"),
+        (["--axonn-offload-optimizer"], "--axonn-offload-optimizer does not go with Mamba mixers"),
     ):
         with pytest.raises(SystemExit):
             host.run(*ON, *words)

@@ -146,8 +146,6 @@ def test_hybrids_of_mamba(tmp_path: Path) -> None:
         str(grid): flags(grid, "plain", *HYBRID) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (4, 1, 1, 1))
     }
     cases["shared"] = flags((2, 1, 1, 2), "plain", *HYBRID, "--context-parallel-size", "2")
-    cases["stages"] = flags((2, 1, 1, 1), "plain", *HYBRID, stages=2)
-    cases["offloaded"] = flags((2, 1, 2, 1), "plain", *HYBRID, "--axonn-offload-optimizer")
     script = with_double(tmp_path, "mamba_double", "pretrain_mamba.py")
     assert differences(cases, script=script) == {}
     wanted = run(script, {"stock": cases["stock"]})["stock"]["losses"][10:]
