@@ -1,4 +1,4 @@
-"""How long collectives of the groups made here may take: as long as the world's.
+"""The timeout of collectives of the groups made here: that of the world.
 
 torch gives a group that is made without a timeout 10 or 30 minutes by its backend, whatever the world was given.
 """

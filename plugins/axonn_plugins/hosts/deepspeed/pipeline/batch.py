@@ -60,7 +60,7 @@ class StageBatches(PipelineLosses, StagePasses):
         assert block.pipeline is not None
         self._pipeline: Pipeline = block.pipeline
         self._kept = {}
-        self._ahead: deque[Any] = deque()
+        self._ahead = deque()
         self._forms: set[tuple[tuple[torch.Size, torch.dtype], ...]] = set()
         self._label_mask = None if block.goldfish is None else LabelMask(block.goldfish)
         self.most_alive = 0
@@ -201,9 +201,6 @@ class StageBatches(PipelineLosses, StagePasses):
         known = form in self._forms
         self._forms.add(form)
         return not known
-
-    def _next_batch(self) -> Any:
-        return self._ahead.popleft() if self._ahead else super()._next_batch()
 
     def _computing_together(self) -> list[list[int]]:
         """Groups of ranks that meet in collectives inside a pass, and so must make their passes in one order."""
