@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.replicated import agree_on_bits
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
 from axonn_tp.compiled import hooks
 from axonn_tp.compiled import layers as compiled
@@ -41,7 +42,7 @@ from axonn_tp.layers.tuning_cache import default_cache
 from axonn_tp.layers.weight import Split, SplitWeight
 from axonn_tp.options import Options
 from axonn_tp.plan.counted_attributes import count_locally
-from axonn_tp.plan.placement import place
+from axonn_tp.plan.placement import at_times, place
 from axonn_tp.plan.rules import Placement, Plan
 
 
@@ -70,7 +71,7 @@ def parallelize(
         `model`.
 
     Raises:
-        ValueError: see `place`.
+        ValueError: see `place` and `agree_on_bits`.
     """
     options = options or Options()
     leave_to_eager()
@@ -85,9 +86,12 @@ def parallelize(
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
+    for parameter in at_times(model, plan):
+        parameter.axonn_at_times = True  # type: ignore[attr-defined]
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     if options.compile:
         check_compiled(model, placements.values(), mesh.grid)
+    agree_on_bits(mesh)
     agree_on_unread(model, mesh)
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()

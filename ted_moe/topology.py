@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_tp.comm.stalls import BACKWARD
+from axonn_tp.grid.timeouts import timeout_of_world
 
 AXES = ("tensor", "data", "expert", "expert_data", "block")
 
@@ -168,7 +169,8 @@ class Groups:
             for stage in range(stages):
                 for group in (tuple(rank + stage * topology.world for rank in ranks) for ranks in of_stage):
                     if group not in made and len(group) > 1:
-                        made[group] = dist.new_group(list(group))
+                        with timeout_of_world():
+                            made[group] = dist.new_group(list(group))
             mine = made.get(tuple(self.ranks(axis)))
             if mine is not None:
                 self._groups[axis] = mine

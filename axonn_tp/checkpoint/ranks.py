@@ -12,6 +12,7 @@ from axonn_tp.checkpoint.background import let_saving_end
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Place
 from axonn_tp.grid.mesh import Mesh
+from axonn_tp.grid.timeouts import timeout_of_world
 
 T = TypeVar("T")
 # A group of our own: a save in the background must not meet the training's collectives, and NCCL sends no objects.
@@ -85,5 +86,6 @@ def _group() -> dist.ProcessGroup:
     assert world is not None
     if world not in _groups:
         _groups.clear()
-        _groups[world] = dist.new_group(backend="gloo")
+        with timeout_of_world():
+            _groups[world] = dist.new_group(backend="cpu:pccl" if "cpu:pccl" in dist.get_backend_config() else "gloo")
     return _groups[world]

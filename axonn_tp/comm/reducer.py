@@ -58,7 +58,8 @@ class GradientReducer:
     """Sums gradients over the ranks that read other tokens while backward runs; the gradients of `sync_gradients`.
 
     ``loss.backward(); reducer.finish()`` takes the place of ``loss.backward(); sync_gradients(...)``. Of several backward
-    passes that make one step, all but the last run in `no_sync`. A gradient that is there already, as where
+    passes that make one step, all but the last run in `no_sync`. Where the plan keeps layers whole that some ranks may not call (``"replicated"``), and z
+    splits others, sums begin in `finish`. A gradient that is there already, as where
     ``zero_grad`` was not called, is added to. Parameters without a gradient are treated as there.
 
     Args:
@@ -81,6 +82,8 @@ class GradientReducer:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
         total = sum(p.numel() * gradient_dtype(p).itemsize for p in self._parameters)
         self._size = bucket_bytes or min(_MOST_BYTES, max(_LEAST_BYTES, math.ceil(total / _CALLS)))
+        # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
+        self._early = mesh.size("z") == 1 or not any(hasattr(p, "axonn_at_times") for p in self._parameters)
         self._syncing = True
         self._summed: set[nn.Parameter] = set()
         self._order: list[nn.Parameter] | None = []
@@ -175,6 +178,8 @@ class GradientReducer:
         self._place[parameter][0].arrived.add(parameter)
         if self._order is not None:
             self._order.append(parameter)
+        if not self._early:
+            return
         for first in self._buckets:
             # All ranks start in one order, whatever the order in which gradients come.
             if len(first.arrived) < len(first.parameters):

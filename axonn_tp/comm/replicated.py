@@ -3,7 +3,7 @@
 Ranks along x or y that hold the same parameter, and use it on the same activations, have the same gradient of it: on a CPU to the bit. Kernels of
 an accelerator may add up in another order in each call, flash attention's backward among them, and what an optimizer makes of that grows from step
 to step. So there the first replica's gradients are sent to the others once a step, behind the sums over ranks and before clipping: a copy, which
-rounds nothing. Where torch is told to be deterministic nothing is sent.
+rounds nothing. Where torch is told to be deterministic, the same on all ranks (`agree_on_bits`), nothing is sent.
 """
 
 from __future__ import annotations
@@ -37,6 +37,29 @@ def replicated_over(parameter: Tensor, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in ("x", "y") if axis not in own and on.size(axis) > 1)
 
 
+def _same_bits() -> bool:
+    """True if torch is told to have kernels give the same bits for the same numbers."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def agree_on_bits(mesh: Mesh) -> None:
+    """Go on only if all ranks will send, or none; every rank of the grid calls it once, before it trains.
+
+    Raises:
+        ValueError: torch is told to be deterministic on some ranks and not on others.
+    """
+    if not computed_apart(mesh.device) or mesh.size("grid") == 1:
+        return
+    own = int(_same_bits())
+    extremes = torch.tensor([own, -own], device=mesh.device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.group("grid"))
+    if sum(extremes.tolist()):
+        raise ValueError(
+            f"torch.use_deterministic_algorithms(True) is set on some ranks of the grid and not on all ({'set' if own else 'not set'} on rank "
+            f"{dist.get_rank()}), and those without it would wait in each step for gradients that the others do not send; set it on all ranks or on none"
+        )
+
+
 @torch.no_grad()
 def send_first(gradients: Iterable[tuple[Tensor, Tensor]], mesh: Mesh) -> None:
     """Give replicas the gradients of the first of them, in place; one call for each group and type, or for each 32 MiB of these.
@@ -45,7 +68,7 @@ def send_first(gradients: Iterable[tuple[Tensor, Tensor]], mesh: Mesh) -> None:
         gradients: parameters with what this rank has of their gradients, summed over other ranks; replicas give the same parts in the same order.
         mesh: the mesh.
     """
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+    if _same_bits():
         return
     found: dict[_Key, list[Tensor]] = defaultdict(list)
     groups: dict[_Key, dist.ProcessGroup] = {}

@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -124,13 +125,25 @@ class _Watch:
                 self._end(said)
 
     def why(self, calls: Calls) -> str | None:
-        """Why a collective has failed that a group's ranks have all called: the sentence, where their lists differ."""
-        deadline = time.monotonic() + _PATIENCE
-        self._tell()
-        while time.monotonic() < deadline:
-            if (said := self._difference(calls)) is not None:
-                return said
-            time.sleep(0.05)
+        """Why a collective has failed that a group's ranks have all called: the sentence, where their lists differ.
+
+        None as well where the store has gone with the rank that is lost, or is held up with it: a thread waits for that.
+        """
+        found: SimpleQueue[str | None] = SimpleQueue()
+
+        def compare() -> None:
+            deadline = time.monotonic() + _PATIENCE
+            with suppress(RuntimeError):
+                self._tell()
+                while time.monotonic() < deadline:
+                    if (said := self._difference(calls)) is not None:
+                        return found.put(said)
+                    time.sleep(0.05)
+            found.put(None)
+
+        threading.Thread(target=compare, name="axonn-stalls-why", daemon=True).start()
+        with suppress(Empty):
+            return found.get(timeout=_PATIENCE + 1.0)
         return None
 
     def _difference(self, calls: Calls) -> str | None:

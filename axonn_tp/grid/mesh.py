@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonn_tp.grid.device import device_of_rank, made_where_not_split
 from axonn_tp.grid.sizes import ABOUT_SAMPLES, AXES, SEVERAL, Grid, factorisations
+from axonn_tp.grid.timeouts import timeout_of_world
 
 __all__ = ["AXES", "SEVERAL", "Axes", "Grid", "Mesh", "factorisations"]
 
@@ -79,7 +80,7 @@ class Mesh:
     def _make_groups(self, stages: int) -> dict[str, dist.ProcessGroup]:
         """Groups by axis, and by the names of those that span several; a host that has them already gives its own."""
         shape = (stages, *(self.grid.size(axis) for axis in reversed(AXES)))
-        with made_where_not_split():
+        with made_where_not_split(), timeout_of_world():
             device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("stage", *reversed(AXES)))
             object.__setattr__(self, "device_mesh", device_mesh)
             return _groups(self.grid, device_mesh, stages)
@@ -220,7 +221,8 @@ def _group(
     mine = next(ranks for ranks in everyone if dist.get_rank() in ranks)
     new = mine not in known
     if new:
-        known[mine] = {ranks: dist.new_group(list(ranks)) for ranks in everyone}[mine]
+        with timeout_of_world():
+            known[mine] = {ranks: dist.new_group(list(ranks)) for ranks in everyone}[mine]
     return known[mine], new
 
 

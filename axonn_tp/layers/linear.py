@@ -193,7 +193,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             return True
         share = "all" if split.takes == "whole" else f"its share over {split.contracted}"
         raise ValueError(
-            f"{self}: the input has {input.shape[-1]} features, expected {wanted}: {share} of {self.in_features}"
+            f"{self}: the input has {input.shape[-1]} features, expected {wanted}: {share} of {self.in_features}; where a forward goes ways that the "
+            "plan does not know, give example_inputs that take them, or leave the layers before it self_contained"
         )
 
     def extra_repr(self) -> str:

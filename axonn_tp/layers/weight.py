@@ -98,8 +98,21 @@ class SplitWeight(Split):
         return grad
 
     def block(self) -> Tensor:
-        """The weight's block of this (x, y), gathered over z; differentiable."""
-        return self.layouts["weight"].unflatten(self.gathers.block(self), self.mesh.grid)
+        """The weight's block of this (x, y), gathered over z; differentiable.
+
+        Raises:
+            ValueError: something else than a shard lies in the shard's place.
+        """
+        try:
+            return self.layouts["weight"].unflatten(self.gathers.block(self), self.mesh.grid)
+        except RuntimeError:
+            shard = self._shard()
+            if shard.numel() == self.layouts["weight"].local_numel(self.mesh.grid):
+                raise
+            raise ValueError(
+                f"layer {getattr(self, 'axonn_name', self)} was called with another weight, of shape {tuple(shard.shape)}, in the place of its shard, as by "
+                'torch.func.functional_call; give it {"kind": "replicated"} in the plan, which keeps it whole on every rank'
+            ) from None
 
     def block_source(self) -> Tensor:
         """The shard that the last `block` was made of; where several forwards are under way, each remembers its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -24,6 +24,7 @@ from axonn_tp.options import Options
 from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.counted_attributes import check_counts
 from axonn_tp.plan.rules import KINDS, LayerPlan, Placement, Plan, linear_split
+from axonn_tp.plan.tables import refuse_tables
 
 _CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
     "normal": (nn.Linear, _ConvNd),
@@ -138,6 +139,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
         ValueError: names the layer or the pattern, what is wrong and what to do.
     """
     refuse_adapters(model, grid)
+    refuse_tables(model, grid)
     named, options = _named_plan(model, plan or {}), options or Options()
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds
@@ -191,6 +193,14 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
         placements.append(placement)
     _check_shared(placements, model)
     return placements
+
+
+def at_times(model: nn.Module, plan: Plan | None) -> Iterator[nn.Parameter]:
+    """Parameters of layers that a plan keeps whole because some ranks may not call them."""
+    modules = dict(model.named_modules())
+    for name, layer in _named_plan(model, plan or {}).items():
+        if layer.kind == "replicated":
+            yield from modules[name].parameters()
 
 
 def _head_sizes(model: nn.Module, named: Mapping[str, LayerPlan]) -> set[int]:

@@ -22,6 +22,7 @@ _SYNCHRONISED = "statistics of all ranks' samples"
 ALONE = "no partner"
 ALL_FEATURES = "needs all features"
 MIXED = "which others read too"
+OUTSIDE = "which is used outside of the pair, too"
 CHANGES = "split, it changes the model"
 AT_TIMES = "called for some inputs only"
 _SHARED = "its weight is shared or read by other code"
@@ -32,6 +33,8 @@ _ADVICE = {
     MIXED: "these read a sum or product of several layers' outputs, as a residual stream or a gate is, so no pair ends in them; each is split by "
     "itself, with whole features in and out.",
     ALONE: "what these give does not reach one linear alone, so they begin no pair; each is split by itself, with whole features in and out.",
+    OUTSIDE: "inside a rank has the gradient of its share, outside the whole one, and no sum of both is right; give the pair a parameter, an activation "
+    "with weights or an embedding of its own.",
     CHANGES: "each of these pairs is right by itself and wrong in the model: code outside of them reads their features or their counts. Let it "
     "read what the pair's last layer gives.",
     AT_TIMES: "ranks of z read different data, and would wait for weights that others do not gather; these layers are whole on every rank. Call them "

@@ -250,6 +250,47 @@ def test_only_what_a_share_computes_right_is_split() -> None:
         assert bool(plan) == (kind in ("good", "in place")), (kind, report)
 
 
+class Everywhere(nn.Module):
+    """What is used within a pair, where each share gives its part of the gradient, is used outside, which gives the whole of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.act, self.scale = kind, nn.PReLU(), nn.Parameter(torch.tensor(2.0))
+        self.table, self.up, self.down, self.last = (
+            nn.Embedding(9, 8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 8),
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.table(ids)
+        inner = self.act(self.up(rows))
+        if self.kind == "rows":
+            inner = inner * rows.mean(-1, keepdim=True)
+        if self.kind == "weight":
+            inner = inner * self.last.weight.mean()
+        rows = rows + self.down(inner)
+        rows = rows * self.scale
+        made = self.last(self.act(rows) if self.kind == "activation" else rows)
+        return made * self.scale if self.kind == "stream" else made
+
+
+def test_what_is_used_outside_of_a_pair_is_not_used_in_it() -> None:
+    found = {}
+    for kind, named in (("activation", "act.weight"), ("rows", "table"), ("weight", "last.weight"), ("within", None)):
+        found[kind], report = auto_plan(Everywhere(kind), Grid(2, 1, 1, 1))
+        assert named is None or f"down reads what is made of {named}, which is used outside of the pair, too" in str(
+            report
+        )
+    assert {kind: sorted(plan) for kind, plan in found.items() if plan} == {"within": ["down", "last", "table", "up"]}
+    found = {kind: auto_plan(Everywhere(kind), Grid(1, 2, 1, 1))[0] for kind in ("stream", "within")}
+    assert {kind: sorted(plan) for kind, plan in found.items()} == {
+        "stream": ["down", "up"],
+        "within": ["down", "last", "table", "up"],
+    }
+
+
 def test_attention_that_reads_the_input_width_stays_whole() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, Mesh, Options, factorisations, full_state_dict, parallelize, sync_gradients
 from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
 TOKENS, BATCH = 13, 8
 
@@ -103,7 +104,7 @@ def gpts(world: int) -> None:
             compare(partial(Recomputed, GPTConfig(64, TOKENS, 2, 4, 16)), inside, mesh, None, options)
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, thorough(8)])
 def test_gpt(world: int) -> None:
     run_ranks(gpts, world, world)
 

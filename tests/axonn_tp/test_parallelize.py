@@ -411,3 +411,15 @@ def whole_state() -> bool:
 
 def test_the_serial_state_comes_back_whole() -> None:
     assert all(run_ranks(whole_state, 4))
+
+
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])
+def test_embeddings_that_go_by_what_a_rank_reads_are_refused(option: str) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, **{option: 1.0 if option == "max_norm" else True}), nn.Linear(4, 4))
+    assert place(model, Grid(1, 1, 1, 1))
+    for grid in (Grid(2, 1, 1, 1), Grid(1, 1, 2, 1), Grid(1, 1, 1, 2)):
+        if grid.gx == 2 and option != "sparse":
+            assert place(model, grid)
+            continue
+        with pytest.raises(ValueError, match=f"layer 0: .*{option}.*; (leave {option} out|use sparse=False)"):
+            place(model, grid)

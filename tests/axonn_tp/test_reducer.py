@@ -12,6 +12,7 @@ from torch import nn
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options
+from axonn_tp.layers.loss_watch import LossWatch
 from tests.axonn_tp.test_grids import TOLERANCE
 from tests.distributed import meshes, run_ranks
 
@@ -174,6 +175,62 @@ def special_steps() -> None:
         reducer.finish()
         axonn_tp.sync_gradients(reference.parameters(), mesh)
         compare(model, reference, mesh.grid)
+
+    layers_that_one_rank_calls(mesh, rows)
+    shards_that_losses_read(mesh, rows)
+
+
+class Chosen(Gated):
+    """A layer that some ranks call, whose gradient is the first of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.calls = nn.Linear(6, 6), True
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = super().forward(rows)
+        return out + self.expert(rows) if self.calls else out
+
+
+def layers_that_one_rank_calls(mesh: Mesh, rows: torch.Tensor) -> None:
+    """Its sum begins with the others', behind those over z, on the rank that calls it as on the one that does not."""
+    plan = {**dict.fromkeys(Gated.names, SPLIT), "expert": LayerPlan("replicated")}
+    model, reference = (axonn_tp.parallelize(model_of(Chosen), mesh, plan) for _ in "ab")
+    reducer = GradientReducer(model.parameters(), mesh, bucket_bytes=100)
+    for called in (True, mesh.coordinates["z"] == 0):
+        for each in (model, reference):
+            each.zero_grad()
+            each.calls = called
+            each(rows).square().mean().backward()
+        reducer.finish()
+        axonn_tp.sync_gradients(reference.parameters(), mesh)
+        compare(model, reference, mesh.grid)
+
+
+class Decayed(Gated):
+    """Takes the norm of a weight in its forward, where it is whole."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows).bfloat16() + self.up.weight.square().sum() + self.down.weight.float().abs().sum()
+
+
+def shards_that_losses_read(mesh: Mesh, rows: torch.Tensor) -> None:
+    """Found in the first, second and fourth loss; what layers do with their own shards, and with weights in a forward, is no such reading."""
+    plan = dict.fromkeys(Gated.names, SPLIT)
+    model = axonn_tp.parallelize(model_of(Decayed), mesh, plan)
+    watch = LossWatch(model)
+    for _ in range(4):
+        watch.look(model(rows).square().mean() + model(rows).mean())
+    watch = LossWatch(model)
+    watch.look(model(rows).square().mean())
+    for read in (model.down.weight.square(), model.gate.weight.bfloat16().abs()):
+        loss = model(rows).square().mean() + read.sum()
+        name = "down.weight" if read.dtype == torch.float32 else "gate.weight"
+        with pytest.raises(
+            ValueError, match=f"reads {name} outside of its layer, where a rank has nothing but its shard"
+        ):
+            watch.look(loss)
+        watch.look(loss)  # the third
 
 
 def test_steps_without_gradients_and_beside_a_frozen_layer() -> None:

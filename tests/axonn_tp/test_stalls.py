@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -40,6 +41,25 @@ def test_of_long_lists_the_last_calls_are_compared() -> None:
     assert one.difference(other.record()) is None
     other.note("something else")
     assert one.difference(other.record()) == (f"layer {(2 * stalls._MOST + 100) % 7}", "something else")
+
+
+def test_a_store_that_is_lost_with_a_rank_does_not_hide_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(dist.HashStore):
+        held = threading.Event()
+
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Broken pipe")
+
+        def check(self, keys: list[str]) -> bool:
+            return self.held.wait()
+
+    monkeypatch.setattr(stalls, "_PATIENCE", 0.1)
+    watch = object.__new__(stalls._Watch)
+    watch._store, watch._number, watch._rank = Store(), 1, 0
+    for told in ([(0, 1)], []):  # it has gone, and it is held up
+        watch.logs = {ranks: stalls.Calls(ranks) for ranks in told}
+        assert watch.why(stalls.Calls([0, 1])) is None
+    Store.held.set()
 
 
 ALL = -1

@@ -16,6 +16,7 @@ import torch
 from tests.deepspeed.scripts import NO_KERNEL, environment, last_line, run_script, sentences, starter
 from tests.deepspeed.training import Case, attempt, serial, start, train
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 OURS = "axonn_plugins.hosts.deepspeed.engine.AxonnEngine"
 STOCK = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -57,7 +58,8 @@ def started() -> Iterator[Start]:
 
 
 def test_stock_script(tmp_path: Path) -> None:
-    """All ways in one process, each followed by a run without the block."""
+    """All ways in one process, each followed by a run without the block, beside folders of the user's own."""
+    _beside(tmp_path, HARMLESS)
     text = HEAD + "stock = {key: value for key, value in config.items() if key != 'axonn'}\nfound = {}\n"
     for way, how in WAYS.items():
         text += f"found[{way!r}] = name(start({how})), name(start(config=stock))\n"
@@ -66,7 +68,7 @@ def test_stock_script(tmp_path: Path) -> None:
     assert found == {way: [OURS, STOCK] for way in WAYS}
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, thorough(False)])
 def test_by_hand(before: bool, tmp_path: Path) -> None:
     lines = ["import axonn_plugins; axonn_plugins.activate(); axonn_plugins.activate()", "import deepspeed"]
     text = "\n".join(lines if before else lines[::-1]) + HEAD + "print(name(start(config=config)))"
@@ -242,11 +244,6 @@ def _beside(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-
-
-def test_folders_of_the_users_own(tmp_path: Path) -> None:
-    _beside(tmp_path, HARMLESS)
-    assert last_line(fresh(tmp_path, HEAD + "print(name(start(config=config)))")) == OURS
 
 
 @pytest.mark.parametrize(

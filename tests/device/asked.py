@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import axonn_tp
 import ted_moe
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import replicas
 from axonn_tp import Grid, Mesh
 from ted_moe.agreement import same_seed
@@ -21,6 +22,16 @@ from tests.device import cases
 from tests.device.cases import ADAMW, GPU, PLAN, case, model_of, rows_of, same
 
 TRANSFORMERS = "axonn_plugins.hosts.transformers"
+
+
+def import_hosts() -> None:
+    """Import what cases ask, before ranks are forked that would each import it."""
+    for name in ("deepspeed", "gradients", "norms", "replicas", "states", "strategy"):
+        importlib.import_module(f"axonn_plugins.hosts.lightning.{name}")
+    for name in ("padded_targets", "neftune", "accelerate_patch", "unfilled", "means", "readers", "balance"):
+        importlib.import_module(f"{TRANSFORMERS}.{name}")
+    for name in ("checkpoint_optimizer", "moe", "parameters"):
+        importlib.import_module(f"axonn_plugins.hosts.megatron.{name}")
 
 
 def split_model(mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -88,8 +99,17 @@ def asked_by_transformers() -> None:
     accelerator: Any = SimpleNamespace(device=GPU, flag_tensor=torch.tensor(dist.get_rank()))
     with patch.object(patches, "same", lambda: 2):
         assert patches._check_trigger(lambda self: bool(self.flag_tensor))(accelerator)
-    rows = torch.ones(1 + dist.get_rank(), 2, device=GPU)
-    assert find("balance")._rows_of_all(rows).sum().item() == 6
+    balance, ones = find("balance"), torch.ones(1 + dist.get_rank(), 2, device=GPU)
+    assert balance._rows_of_all(ones).sum().item() == 6
+    mean_over_rows = balance._of_rows(lambda rows: rows.mean())
+    with patch.object(balance, "_factor", 1.0):
+        same(torch.ones(()), mean_over_rows(torch.ones(2, 5, 3, device=GPU)))
+        try:
+            mean_over_rows(torch.ones(2, 5 + dist.get_rank(), 3, device=GPU))
+        except ConfigError as error:
+            assert "readers pad their rows to different lengths" in str(error), error
+        else:
+            raise AssertionError("readers have other lengths")
 
 
 @case(2)

@@ -6,6 +6,7 @@ See `tests.device.__main__` for how they are run.
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
 import time
@@ -332,8 +333,17 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=False)
 
 @case(2)
 def states() -> None:
-    """ZeRO's stages, in host memory and not, clipping, checkpoints read and written between steps."""
-    for stage, host in itertools.product((0, 1, 2), (True, False)):
+    _states(((0, True), (1, False), (2, True)))
+
+
+@case(2)
+def states_more() -> None:
+    _states(((0, False), (1, True), (2, False)))
+
+
+def _states(kinds: tuple[tuple[int, bool], ...]) -> None:
+    """ZeRO's stages, in host memory or not, clipping, checkpoints read and written between steps."""
+    for stage, host in kinds:
         found = []
         for device in (CPU, GPU):
             model = model_of(LOW).to(device)
@@ -469,17 +479,30 @@ def _asked_on_the_device(data: int) -> None:
         expert(tokens)
 
 
+_MIXTURES: tuple[dict[str, Any], ...] = (
+    {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.9},
+    {"k": 1, "use_rts": False, "drop_tokens": False, "dropless": True},
+    {"k": 2, "top2_2nd_expert_sampling": False, "drop_tokens": False, "fused": False},
+)
+_STASHES = (None, "device", "cpu")
+
+
 @case(4)
 def experts() -> None:
+    _experts(list(zip(_MIXTURES, _STASHES, strict=True)))
+
+
+@case(4)
+def experts_more() -> None:
+    pairs = itertools.product(enumerate(_MIXTURES), enumerate(_STASHES))
+    _experts([(kind, place) for (number, kind), (other, place) in pairs if number != other])
+
+
+def _experts(pairs: list[tuple[dict[str, Any], Any]]) -> None:
     """Dispatch with and without capacities, whole and split experts, and communication-aware checkpoints in either memory."""
     groups = ted_moe.topology.Groups(ted_moe.Topology(4, 2, 2))
     _asked_on_the_device(groups.rank("data"))
-    kinds: list[dict[str, Any]] = [
-        {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.9},
-        {"k": 1, "use_rts": False, "drop_tokens": False, "dropless": True},
-        {"k": 2, "top2_2nd_expert_sampling": False, "drop_tokens": False, "fused": False},
-    ]
-    for kind, place in itertools.product(kinds, (None, "device", "cpu")):
+    for kind, place in pairs:
         torch.manual_seed(0)
         first = ted_moe.MoE(8, Expert(), 4, 2, groups=groups, **kind).double()
         first.gate.float()
@@ -561,6 +584,11 @@ def pccl() -> None:
                 future = work.get_future()
                 future.wait()
                 same(wanted, future.value()[0], True)
+    got, data = torch.empty(13, device=GPU), torch.full((13,), rank + 1.0, device=GPU)
+    ops = [dist.P2POp(dist.isend, data, (rank + 1) % 4, group), dist.P2POp(dist.irecv, got, (rank - 1) % 4, group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    same(torch.full((13,), (rank - 1) % 4 + 1.0), got, True)
     dist.barrier()
 
 
@@ -793,6 +821,18 @@ def _on_rank(name: str) -> float:
     return time.process_time() - begin
 
 
+def _find(names: list[str]) -> None:
+    """Import the files that have these cases; all of them need this one, and some hosts that take seconds to import."""
+    for begins, file in (
+        ("deepspeed", "deepspeed"),
+        ("asked", "asked"),
+        ("replicas", "replicas"),
+        ("lists", "listed"),
+    ):
+        if any(name.startswith(begins) for name in names):
+            importlib.import_module(f"tests.device.{file}")
+
+
 def main(file: Path | None, names: list[str]) -> dict[str, str]:
     """Run cases, each on ranks of its own, and print what they took; returns what was wrong, by case.
 
@@ -810,12 +850,10 @@ def main(file: Path | None, names: list[str]) -> dict[str, str]:
         late, place = cuda.install(file), None
         samo.fused.kernels = lambda: None  # which need a compiler for a GPU, and a GPU
     failed = {}
-    if any(name.startswith("deepspeed") for name in names):
-        import tests.device.deepspeed  # noqa: F401  which takes seconds
-    if any(name.startswith(("replicas", "asked")) for name in names):
-        import tests.device.asked
-        import tests.device.replicas  # noqa: F401  both need this one
+    _find(names)
     for name in names or CASES:
+        if name.startswith("asked"):
+            importlib.import_module("tests.device.asked").import_hosts()
         begin = time.perf_counter()
         try:
             taken = launch(_on_rank, CASES[name][0], name, timeout=300, place=place)

@@ -83,6 +83,8 @@ def compare(run: Case) -> None:
     readers = readers_of(run, engine)
     if run is FLAT["dense, ZeRO-0"]:
         _change_whole(list(engine.module.parameters()))
+    if run is STAGED["2 stages, alone"]:
+        _shapes_are_apart(engine)
     engine.destroy()
     dist.barrier()
     for here, there in zip(serial_run(run, readers), found, strict=True):
@@ -101,6 +103,25 @@ def _change_whole(parameters: list[torch.Tensor]) -> None:
             if modifier == dist.get_rank():
                 torch._foreach_add_(parameters, 1)
     assert all(torch.equal(before + 1, after) for before, after in zip(found[0], found[2], strict=True))
+
+
+def _shapes_are_apart(engine: Any) -> None:
+    """Of microbatches with new shapes the first is by itself in the pipeline; with shapes that are known both are under way."""
+    assert ACCUMULATION == 2
+    ids = torch.zeros(4, 3, dtype=torch.long, device=GPU)
+    done: list[tuple[str, int]] = []
+    run = engine._run
+
+    def noted(stage: Any, action: Any, *rest: Any) -> None:
+        done.append((action.kind, action.microbatch))
+        run(stage, action, *rest)
+
+    with patch.object(engine, "_run", noted):
+        for _ in range(2):
+            engine.train_batch(iter([(ids, ids)] * ACCUMULATION))
+    if engine.is_first_stage():
+        forth, back = [("forward", number) for number in range(2)], [("backward", number) for number in range(2)]
+        assert done == [forth[0], back[0], forth[1], back[1], *forth, *back], done
 
 
 def stay_replicas(run: Case) -> None:
@@ -126,6 +147,13 @@ def compare_all(runs: dict[str, Case], compare: Callable[[Case], None] = compare
             compare(run)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+@case(4, world=False)
+def deepspeed_few() -> None:
+    """What is in every run; the rest is in those of all cases."""
+    flat = {name: FLAT[name] for name in ("dense, ZeRO-0", "experts, ZeRO-2")}
+    compare_all(flat | {name: STAGED[name] for name in ("2 stages", "2 stages, alone")})
 
 
 @case(4, world=False)

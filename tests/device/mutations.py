@@ -115,6 +115,11 @@ ASKED = [
         ("asked_by_transformers",),
     ),
     (f"{_HOSTS}/transformers/balance.py", "dist.all_gather(found, padded)", ("asked_by_transformers",)),
+    (
+        f"{_HOSTS}/transformers/balance.py",
+        "dist.all_reduce(found, dist.ReduceOp.MAX)",
+        ("asked_by_transformers",),
+    ),
     (f"{_HOSTS}/transformers/means.py", "dist.all_reduce(summed)", ("asked_by_transformers",)),
     (f"{_HOSTS}/transformers/neftune.py", "dist.all_gather(found, sizes)", ("asked_by_transformers",)),
     (
@@ -170,6 +175,12 @@ ASKED = [
     ("axonn_tp/checkpoint/whole.py", "dist.gather(wholes[0].contiguous(), shards, dst=0)", ("asked_by_systems",)),
     ("ted_moe/agreement.py", 'dist.broadcast(seed, group=groups.group("tensor"), group_src=0)', ("asked_by_systems",)),
     ("ted_moe/moe.py", "dist.broadcast(whole, group=groups.group(axis), group_src=0)", ("experts",)),
+    (
+        "axonn_tp/comm/replicated.py",
+        'dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.group("grid"))',
+        ("grids",),
+    ),
+    ("ted_moe/adapters/lists.py", 'dist.all_gather(wholes, whole, group=self.mesh.group("z"))', ("lists",)),
     (
         "axonn_tp/grid/distribute.py",
         'dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.group("grid"))',

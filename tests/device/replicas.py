@@ -22,7 +22,7 @@ from tests.device import cases
 from tests.device.cases import ADAMW, GPU, PLAN, case, model_of, rows_of
 from tests.noisy import noisy
 
-STEPS, EXACT = 20, torch.use_deterministic_algorithms
+STEPS, EXACT = 4, torch.use_deterministic_algorithms
 
 
 def apart(model: nn.Module, mesh: Mesh) -> list[str]:
@@ -113,8 +113,24 @@ def composed(block: dict[str, Any], stage: int) -> None:
     assert not (found := apart(run.model, run.mesh)), (block, stage, found)
 
 
+def told_apart() -> None:
+    """Ranks of which one is deterministic are told before they train."""
+    mesh, alone = Mesh(Grid(2, 2), "cuda"), dist.get_rank() == 1
+    EXACT(alone)
+    try:
+        axonn_tp.parallelize(Model(), mesh, PLANS)
+    except ValueError as error:
+        assert f"({'set' if alone else 'not set'} on rank {dist.get_rank()})" in str(error), error
+    else:
+        raise AssertionError("one rank sends nothing")
+    finally:
+        EXACT(False)
+    mesh.destroy()
+
+
 @case(4)
 def replicas() -> None:
+    told_apart()
     with noisy((Tensor, "tanh")):
         for grid, layout, sums in (
             (Grid(2, 2), "replicated", "reducer"),

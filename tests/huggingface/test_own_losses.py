@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import axonn_plugins
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 pytest.importorskip("accelerate")
@@ -222,14 +223,22 @@ def run(name: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, 
     return history(used)
 
 
-def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, list[Any]]:
-    return {name: [attempt(partial(run, name, grid, readers)) for grid, readers in grids] for name in CASES}
+GRIDS: list[tuple[dict[str, Any] | None, int]] = [({"gz": 2}, 2), ({"gx": 2}, 1)]
 
 
-def test_as_in_one_process() -> None:
-    wanted = run_ranks(every, 1, [(None, 1)])[0]
-    for rank in run_ranks(every, 2, [({"gz": 2}, 2), ({"gx": 2}, 1)]):
+def every(grids: dict[str, list[tuple[dict[str, Any] | None, int]]]) -> dict[str, list[Any]]:
+    return {
+        name: [attempt(partial(run, name, grid, readers)) for grid, readers in of_name]
+        for name, of_name in grids.items()
+    }
+
+
+@pytest.mark.parametrize("with_one_reader", [{"sum divided", "own mean", "classifier", "nllb"}, thorough({*CASES})])
+def test_as_in_one_process(with_one_reader: set[str]) -> None:
+    wanted = run_ranks(every, 1, {name: [(None, 1)] for name in CASES})[0]
+    for rank in run_ranks(every, 2, {name: GRIDS[: 1 + (name in with_one_reader)] for name in CASES}):
         for name, grids in rank.items():
+            assert len(grids) == 1 + (name in with_one_reader)
             for found in grids:
                 assert not isinstance(found, str) and not isinstance(wanted[name][0], str), (name, found, wanted[name])
                 assert len(found) == len(wanted[name][0])

@@ -16,6 +16,7 @@ import axonn_plugins
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 trl = pytest.importorskip("trl")
@@ -152,20 +153,23 @@ def refused(folder: str, grid: dict[str, Any], readers: int, **more: Any) -> str
     return told.splitlines()[0]
 
 
-def every(folder: str, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: attempt(partial(tuned, name, folder, grid, readers)) for name in TRAINERS}
+def every(folder: str, names: list[str], grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
+    found: dict[str, Any] = {name: attempt(partial(tuned, name, folder, grid, readers)) for name in names}
     if grid is not None:
         found["sorted"] = refused(folder, grid, readers, loss_type="aot")
         found["memory"] = refused(folder, grid, readers, precompute_ref_log_probs=True)
     return found
 
 
-def test_as_in_one_process(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "names", [["rewards", "DPO", "DPO, experts", "GKD", "ORPO", "KTO, LoRA"], thorough([*TRAINERS])]
+)
+def test_as_in_one_process(tmp_path: Any, names: list[str]) -> None:
     for kind in ("pairs", "single", "chats"):
         for number, seed in ((SAMPLES, 1), (EVALUATED, 2)):
             samples(number, seed, kind).save_to_disk(tmp_path / f"{kind}{seed}")
-    (wanted,) = run_ranks(every, 1, str(tmp_path), None, 1)
-    for found in run_ranks(every, 4, str(tmp_path), {"gx": 2, "gz": 2, "plan": "auto"}, 2):
+    (wanted,) = run_ranks(every, 1, str(tmp_path), names, None, 1)
+    for found in run_ranks(every, 4, str(tmp_path), names, {"gx": 2, "gz": 2, "plan": "auto"}, 2):
         assert 'loss_type = "aot" sorts the pairs of a batch' in found["sorted"] and one_sentence(found["sorted"])
         assert "needs a dataset that is in files" in found["memory"] and one_sentence(found["memory"])
         for name, expected in wanted.items():

@@ -33,7 +33,6 @@ AUTO = {"gx": "auto", "gy": "auto", "gz": "auto", "plan": "auto"}
 GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
     2: {
         "gx": ({"gx": 2, "plan": "auto"}, 1),
-        "gy": ({"gy": 2}, 1),
         "gz": ({"gz": 2, "plan": "auto"}, 2),
         "auto": (AUTO, 2),
     },

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 
 from axonn_plugins.cli import main
+from axonn_plugins.cluster.launch import launch
 from axonn_recipes import examples
 from axonn_recipes.examples.fabric import train as fabric_train
 from axonn_recipes.examples.lightning import train as lightning_train
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 
 def both(folder: Path, grids: list[list[str]], ranks: int) -> list[list[float]]:
@@ -55,21 +62,48 @@ def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
     assert float(printed.split()[-1]) == pytest.approx(wanted, abs=2e-5)
 
 
-def test_litgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def losses(printed: str) -> list[float]:
+    return [float(line.split("loss train: ")[1].split(",")[0]) for line in printed.splitlines() if "loss train" in line]
+
+
+def as_started(arguments: list[str], folder: Path, strategy: dict[str, int] | None) -> list[float]:
+    given = {} if strategy is None else {"AXONN_STRATEGY": json.dumps(strategy)}
+    return losses(started(arguments, folder, **given))
+
+
+def as_forked(arguments: list[str], folder: Path, strategy: dict[str, int] | None) -> list[float]:
+    """As started by torchrun, without an interpreter's start for each rank."""
+    ranks = int(arguments[arguments.index("--devices") + 1])
+    found = (
+        launch(litgpt_alone, 1, arguments, folder)
+        if strategy is None
+        else run_ranks(litgpt_alone, ranks, arguments, folder, strategy)
+    )
+    return found[0]
+
+
+def litgpt_alone(arguments: list[str], folder: Path, strategy: dict[str, int] | None = None) -> list[float]:
+    os.chdir(folder)
+    if strategy is not None:
+        os.environ["AXONN_STRATEGY"] = json.dumps(strategy)
+    sys.argv, torch._dynamo.config.disable = arguments, True
+    printed = StringIO()
+    with redirect_stdout(printed):
+        from litgpt.__main__ import main as litgpt
+
+        litgpt()
+    return losses(printed.getvalue())
+
+
+@pytest.mark.parametrize("train", [as_forked, thorough(as_started)])
+def test_litgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Callable[..., list[float]]) -> None:
     pytest.importorskip("jsonargparse", reason="LitGPT's command line needs it")
     config = str(Path(examples.__path__[0]) / "litgpt" / "pretrain.yaml")
-
-    def losses(name: str, *arguments: str, **environment: str) -> list[float]:
-        given = ["litgpt", "pretrain", "--config", config, "--out_dir", name, *arguments]
-        printed = started(given, tmp_path, **environment)
-        return [
-            float(line.split("loss train: ")[1].split(",")[0]) for line in printed.splitlines() if "loss train" in line
-        ]
-
-    wanted = losses("one", "--devices", "1")
+    given = ["litgpt", "pretrain", "--config", config, "--out_dir"]
+    wanted = train([*given, "one", "--devices", "1"], tmp_path, None)
     assert len(wanted) == 8
-    both = losses("xz", "--devices", "4", "--train.micro_batch_size", "2", AXONN_STRATEGY='{"gx": 2, "gz": 2}')
-    assert both == pytest.approx(wanted, abs=1.1e-3)
+    both = [*given, "xz", "--devices", "4", "--train.micro_batch_size", "2"]
+    assert train(both, tmp_path, {"gx": 2, "gz": 2}) == pytest.approx(wanted, abs=1.1e-3)
     through_the_converters(tmp_path, monkeypatch)
 
 

@@ -146,7 +146,16 @@ WRONG = {
         [*ON, "--axonn-gy", "2", "--multi-latent-attention", "--kv-lora-rank", "33"],
         "--kv-lora-rank 33 does not divide by --axonn-gy 2",
     ),
-    "muon": ([*ON, "--optimizer", "muon"], "--optimizer muon does not .* use adam or sgd"),
+    "lion": ([*ON, "--optimizer", "lion"], "--optimizer lion does not .* use adam, sgd or muon"),
+    "layer-wise muon": ([*ON, "--optimizer", "dist_muon"], "--optimizer dist_muon does not .* use adam, sgd or muon"),
+    "muon of experts": (
+        [*ON, "--optimizer", "muon", "--num-experts", "8"],
+        "--num-experts 8 does not go with --optimizer muon beside .* leave it out, or use adam",
+    ),
+    "muon saved": (
+        [*ON, "--optimizer", "muon", "--save", "there"],
+        "--save does not go with --optimizer muon beside .* add --no-save-optim",
+    ),
     "format": ([*ON, "--ckpt-format", "torch_dcp"], "--ckpt-format torch_dcp does not .* use torch or torch_dist"),
     "rl": ([*ON, "--perform-rl-step"], "--perform-rl-step does not"),
     "inference": (
@@ -427,7 +436,7 @@ def test_the_variable_that_megatron_asks_for(host, capsys, monkeypatch):
     [
         ("T5Model", "T5: attention to the encoder"),
         ("BertModel", "BERT: heads of words"),
-        ("mamba_builder", "Mamba: its mixers are kernels"),
+        ("hybrid_builder", "HybridModel of later versions: its layers are not"),
     ],
 )
 def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch, name, words):
@@ -436,8 +445,41 @@ def test_a_script_of_another_model_is_refused(host, capsys, monkeypatch, name, w
         host.run(*ON)
     said = capsys.readouterr().err
     assert f"does not split {words}" in said
-    assert said.rstrip().endswith("use pretrain_gpt.py, or leave the flag out")
+    assert said.rstrip().endswith("use pretrain_gpt.py or pretrain_mamba.py, or leave the flag out")
     host.run()
+
+
+def _has(monkeypatch, *packages):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in packages or found(name))
+
+
+def test_what_goes_with_mamba_mixers(host, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "mamba_builder", object, raising=False)
+    if importlib.util.find_spec("mamba_ssm") is None:
+        with pytest.raises(SystemExit):
+            host.run(*ON)
+        assert "Mamba mixers are computed by mamba-ssm, which is not installed" in capsys.readouterr().err
+    _has(monkeypatch, "mamba_ssm", "transformer_engine")
+    for words, said in (
+        (EIGHT, "--fp8-format hybrid does not go with Mamba mixers beside"),
+        (["--recompute-granularity", "full"], "--recompute-granularity full does not go with Mamba mixers beside"),
+        (["--axonn-gx", "auto"], "sizes auto do not go with Mamba mixers"),
+        (["--axonn-offload-optimizer"], "--axonn-offload-optimizer does not go with Mamba mixers"),
+    ):
+        with pytest.raises(SystemExit):
+            host.run(*ON, *words)
+        assert said in capsys.readouterr().err
+    assert host.run(*ON, "--axonn-gx", "2", "--spec", "somebodys.layers", "spec").axonn_gx == 2
+
+
+def test_muon_is_that_of_a_package(host, capsys, monkeypatch):
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        with pytest.raises(SystemExit):
+            host.run(*ON, "--optimizer", "muon")
+        assert "that of emerging-optimizers, which is not installed" in capsys.readouterr().err
+    _has(monkeypatch, "emerging_optimizers")
+    assert host.run(*ON, "--optimizer", "muon").optimizer == "muon"
 
 
 def test_versions_of_megatron_core(host, capsys, monkeypatch):

@@ -168,6 +168,7 @@ def _noisy(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         return training.train_all(cases)
 
 
+@pytest.mark.thorough
 def test_replicas_stay_identical_where_kernels_do_not_compute_the_same_bits_twice(stock: dict[str, Any]) -> None:
     cases = {
         "gpt": CASES["gpt"].on(Settings(2, 2, layout="replicated"), steps=20),

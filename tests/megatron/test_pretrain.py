@@ -29,9 +29,11 @@ def stock(variant: str, *more: str, data: list[str] = MOCK) -> tuple[int, list[s
     return 1, [*CPU, *MODEL, *data, *VARIANTS[variant].split(), *more]
 
 
-def differences(cases: dict[str, tuple[int, list[str]]], timeout: float = 1800) -> dict[str, float | str]:
+def differences(
+    cases: dict[str, tuple[int, list[str]]], timeout: float = 1800, script: Path | None = None
+) -> dict[str, float | str]:
     """Differences of all cases from the first, where they are too large; ``pytest -s`` shows all."""
-    found = run(Path(CHECKOUT, "pretrain_gpt.py"), cases, timeout)
+    found = run(script or Path(CHECKOUT, "pretrain_gpt.py"), cases, timeout)
     wanted = found.pop(next(iter(cases)))
     assert "error" not in wanted, wanted["error"]
     apart = {name: result.get("error") or difference(wanted, result) for name, result in found.items()}
@@ -119,6 +121,51 @@ def test_shared_sequences_in_stages_and_from_checkpoints(tmp_path: Path) -> None
             more = [*load, "--context-parallel-size", str(shared)]
             cases[f"{grid} over {shared} on {stages} stages"] = flags(grid, "plain", *more, stages=stages)
         assert differences(cases) == {}, name
+
+
+def with_double(folder: Path, double: str, script: str) -> Path:
+    """A script that runs one of Megatron's, which finds a double of a package."""
+    file = folder / script
+    file.write_text(
+        f"import runpy, sys\nfrom tests.megatron import {double}\n{double}.install()\n"
+        f"sys.path.insert(0, {CHECKOUT!r})\nrunpy.run_path({str(Path(CHECKOUT, script))!r}, run_name=__name__)\n"
+    )
+    return file
+
+
+HYBRID = (
+    "--num-layers 4 --is-hybrid-model --hybrid-override-pattern M*-M --mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--spec tests.megatron.mamba_double hybrid_spec"
+).split()
+
+
+@needs_script
+def test_hybrids_of_mamba(tmp_path: Path) -> None:
+    cases = {"stock": stock("plain", *HYBRID), "sharded": flags((2, 1, 2, 1), "distributed optimizer", *HYBRID)}
+    cases |= {
+        str(grid): flags(grid, "plain", *HYBRID) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (4, 1, 1, 1))
+    }
+    cases["shared"] = flags((2, 1, 1, 2), "plain", *HYBRID, "--context-parallel-size", "2")
+    script = with_double(tmp_path, "mamba_double", "pretrain_mamba.py")
+    assert differences(cases, script=script) == {}
+    wanted = run(script, {"stock": cases["stock"]})["stock"]["losses"][10:]
+    for first, then in (((2, 1, 2, 1), (1, 2, 1, 2)), ((1, 1, 1, 1), (2, 2, 1, 1))):
+        load = ["--load", str(tmp_path / str(first)), "--ckpt-format", "torch_dist"]
+        save = ["--save", load[1], "--save-interval", "10", "--exit-interval", "10"]
+        run(script, {"begun": flags(first, "plain", *HYBRID, *load, *save)})
+        goes_on = {"ours": flags(then, "plain", *HYBRID, *load), "stock": stock("plain", *HYBRID, *load)}
+        for name, found in run(script, goes_on).items():
+            assert found.get("losses") == pytest.approx(wanted, rel=TOLERANCE), (name, found)
+
+
+@needs_script
+def test_muon(tmp_path: Path) -> None:
+    muon = ["--optimizer", "muon", "--no-save-optim", "--muon-fp32-matmul-prec", "high"]
+    cases = {"stock": stock("plain", *muon)}
+    cases |= {
+        str(grid): flags(grid, "plain", *muon) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 4, 1), (2, 1, 1, 2))
+    }
+    assert differences(cases, script=with_double(tmp_path, "muon_double", "pretrain_gpt.py")) == {}
 
 
 @needs_script

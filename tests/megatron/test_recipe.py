@@ -104,12 +104,12 @@ def ours(request: pytest.FixtureRequest, prefix: Path) -> dict[str, list[Curve]]
     for ranks in (4, 8):
         of_size = {name: cases for name, cases in chosen(request, CASES).items() if cases[0].ranks == ranks}
         runs = [(case, None, None) for cases in of_size.values() for case in cases]
-        curves = iter(launch(_curves, ranks, runs, prefix)[0])
+        curves = iter(launch(_curves, ranks, runs, prefix)[0] if runs else [])
         found |= {name: [next(curves) for _ in cases] for name, cases in of_size.items()}
     return found
 
 
-@pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"plain on every grid"}))
+@pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"plain on every grid", "eight"}))
 def test_grids_train_as_one_rank(name: str, ours: dict[str, list[Curve]], stock: dict[bool, Curve]) -> None:
     differences = {
         f"{case.grid} pipeline {case.pipeline_model_parallel_size}": apart(stock[case.rmsnorm], curve)

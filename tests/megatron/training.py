@@ -26,12 +26,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 
 from axonn_plugins.hosts.megatron import cpu, process_groups, spec
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import layout_of
 from tests import groups
+from tests.megatron import mamba_double, muon_double
 
 VOCABULARY, SEQUENCE, BATCH, FEW = 64, 16, 8, 4
 """Sequences of a step: `FEW` where each is a microbatch, whose calls are what takes time."""
@@ -59,6 +60,7 @@ class Case:
         batch: sequences that all ranks read in a step.
         masked: leave targets out of the loss, more in some places than in others.
         packed: lengths of the sequences that lie end to end in a row; Megatron's own layers see them by a mask.
+        pattern: layers of a hybrid model, each a letter of Megatron's.
     """
 
     settings: Settings | None = None
@@ -78,6 +80,7 @@ class Case:
     batch: int = BATCH
     masked: bool = False
     packed: tuple[int, ...] = ()
+    pattern: str = ""
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
         """The same run on a grid."""
@@ -151,6 +154,10 @@ def _engine_layers() -> Any:
 def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     """Call `train` for each case, on this rank, a grid at a time: groups take longer to make than a case to run."""
     on_cpu()
+    if any(case.pattern for case in cases.values()):
+        mamba_double.install()
+    if any(case.optimizer.get("optimizer") == "muon" for case in cases.values()):
+        muon_double.install()
     grids: dict[tuple, list[str]] = defaultdict(list)
     for name, case in cases.items():
         sizes = case.settings and (case.settings.gx, case.settings.gy, case.settings.gz)
@@ -196,7 +203,7 @@ def build(case: Case) -> DistributedDataParallel:
     """This rank's model, the same whatever the grid."""
     torch.manual_seed(1)
     config = configuration(case)
-    layers = _engine_layers() if case.engine else _layers(config)
+    layers = _engine_layers() if case.engine and not case.pattern else _layers(config)
     keywords: dict[str, Any] = {
         "mtp_block_spec": _predictions(config),
         "vocab_size": VOCABULARY,
@@ -205,9 +212,15 @@ def build(case: Case) -> DistributedDataParallel:
         "post_process": parallel_state.is_pipeline_last_stage(),
         **case.model,
     }
-    model: Any = GPTModel(config, layers, **keywords)
+    if case.pattern:
+        del keywords["mtp_block_spec"]
+        model: Any = mamba_double.build(config, case.pattern, case.engine, keywords)
+    else:
+        model = GPTModel(config, layers, **keywords)
     if case.dtype.itemsize == 2:
         model = Float16Module(config, model)
+    elif case.dtype == torch.float64:
+        model.double()  # mixers keep some of their weights in float32
     return DistributedDataParallel(config, DistributedDataParallelConfig(**case.ddp), model)
 
 
@@ -261,9 +274,10 @@ def _optimizer(case: Case, model: DistributedDataParallel) -> Any:
             "fp16": case.dtype == torch.float16,
             "initial_loss_scale": 256,
         }
-    return get_megatron_optimizer(
-        OptimizerConfig(params_dtype=case.dtype, **keywords), [model], use_gloo_process_groups=False
-    )
+    make = get_megatron_optimizer
+    if keywords["optimizer"] == "muon":
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
+    return make(OptimizerConfig(params_dtype=case.dtype, **keywords), [model], use_gloo_process_groups=False)
 
 
 def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
@@ -306,7 +320,8 @@ def loss_of(model: Any, tokens: torch.Tensor, weights: torch.Tensor | None = Non
     mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     whole = {"tokens": tokens[:, :-1].contiguous(), "positions": positions, "attention_mask": mask}
     here = get_batch_on_this_cp_rank({**whole, "labels": tokens[:, 1:].contiguous()})
-    return model(here["tokens"], here["positions"], here["attention_mask"], labels=here["labels"], loss_mask=weights)
+    told = {"loss_mask": weights} if isinstance(unwrap_model(model), GPTModel) else {}  # for predictions
+    return model(here["tokens"], here["positions"], here["attention_mask"], labels=here["labels"], **told)
 
 
 def packed_loss_of(model: Any, tokens: torch.Tensor, lengths: tuple[int, ...], by_lengths: bool) -> torch.Tensor:

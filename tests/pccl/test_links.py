@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -299,8 +299,8 @@ def overheard() -> list[Secret]:
     known: list[Secret] = []
     read = rendezvous.secret_of
 
-    def keeps(store: Any, size: int) -> bytes:
-        known.append(Secret(read(store, size)))
+    def keeps(store: Any, ranks: Sequence[int]) -> bytes:
+        known.append(Secret(read(store, ranks)))
         return known[-1].secret
 
     rendezvous.secret_of = keeps

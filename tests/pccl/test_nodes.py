@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import backend, interfaces, rendezvous
+from axonn_plugins.pccl.answering import Answering
 from axonn_plugins.pccl.build import compiler, load
 from axonn_plugins.pccl.interfaces import addresses_of
 from axonn_plugins.pccl.links import Fabric, Member
@@ -242,12 +243,13 @@ def test_memory_is_opened_where_asked_and_to_no_more_than_the_ranks_have_in_comm
 
 def test_a_secret_is_taken_out_of_the_store_by_the_last_that_reads_it() -> None:
     whole = dist.HashStore()
-    members = [backend._of_this_time(whole, 3) for _ in range(3)]
+    asked = Answering(whole, 5.0)
+    members = [backend._of_this_time(asked, 3) for _ in range(3)]
     members[0].set("secret", '{"secret": "' + os.urandom(32).hex() + '"}')
-    first = rendezvous.secret_of(members[0], 3)
-    assert members[1].check(["secret"]) and rendezvous.secret_of(members[1], 3) == first
+    first = rendezvous.secret_of(members[0], range(3))
+    assert members[1].check(["secret"]) and rendezvous.secret_of(members[1], range(3)) == first
     # A group of the same name may be made again before the last member of this one is done.
-    again = backend._of_this_time(whole, 3)
+    again = backend._of_this_time(asked, 3)
     again.set("secret", "{}")
-    assert members[2].check(["secret"]) and rendezvous.secret_of(members[2], 3) == first
+    assert members[2].check(["secret"]) and rendezvous.secret_of(members[2], range(3)) == first
     assert not members[2].check(["secret"]) and again.check(["secret"])

@@ -93,9 +93,10 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _algorithms() -> list[Any]:
     """A group of each kind of options; the nodes that each sees, and who does its work."""
     from axonn_plugins.pccl.backend import planner
+    from axonn_plugins.pccl.default_timeout import timeout_of
 
     register()
-    dist.init_process_group("pccl", pg_options=Options("recursive", 2), timeout=timedelta(seconds=30))
+    dist.init_process_group("pccl", pg_options=Options("recursive", 2), timeout=timedelta(seconds=120))
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = {
         "world": dist.group.WORLD,
@@ -103,12 +104,15 @@ def _algorithms() -> list[Any]:
         "mesh": init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b")).get_group("b"),
         "native": dist.new_group(backend="pccl", pg_options=Options("native")),
         "ring": dist.new_group(backend="cpu:pccl", pg_options=Options("ring", interfaces=("lo",))),
-        "hierarchical": dist.new_group(backend="pccl", pg_options=Options("hierarchical", 3)),
+        "hierarchical": dist.new_group(
+            backend="pccl", pg_options=Options("hierarchical", 3), timeout=timedelta(minutes=30)
+        ),
     }
-    nodes = {}
+    nodes, timeouts = {}, {}
     for name, group in groups.items():
         if not isinstance(group, dist.ProcessGroup):
             continue
+        timeouts[name] = timeout_of(group._get_backend(torch.device("cpu")))
         backend, ours = group._get_backend(torch.device("cpu")).name(), dist.get_world_size(group)
         nodes[name] = planner(group).nodes if backend == "pccl" else backend
         for elements in (ours, ours * 40_000):
@@ -123,6 +127,7 @@ def _algorithms() -> list[Any]:
             dist.broadcast(root, group=group, group_src=1)
             assert root.unique().tolist() == [dist.get_global_rank(group, 1)]
         dist.barrier(group)
+    assert timeouts == {name: timedelta(seconds=1800 if name == "hierarchical" else 120) for name in timeouts}
     return [nodes]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from axonn_plugins.pccl import rendezvous
+from axonn_plugins.pccl.answering import Answering
 from axonn_plugins.pccl.build import BuildError
 from axonn_plugins.pccl.builder import _WINDOW
 from axonn_plugins.pccl.choice import Choice
@@ -22,7 +25,7 @@ def met(members: list[Member | None]) -> list[rendezvous.Roll]:
     store = dist.HashStore()
     for rank, member in enumerate(members):
         rendezvous.tell(store, rank, member, f"node{rank // 2}", "alike" if rank else "other")
-    return [rendezvous.roll_of(store, rank, len(members)) for rank in range(len(members))]
+    return [rendezvous.roll_of(store, rank, range(len(members))) for rank in range(len(members))]
 
 
 def test_every_rank_reads_where_all_are() -> None:
@@ -47,26 +50,48 @@ def test_all_are_told_who_cannot_take_part() -> None:
     rendezvous.tell_failure(store, 1, BuildError("no compiler"))
     for rank in range(3):
         with pytest.raises(BuildError, match="rank 1 of the group cannot use pccl: no compiler"):
-            rendezvous.roll_of(store, rank, 3)
+            rendezvous.roll_of(store, rank, range(3))
     rendezvous.tell_failure(store, 0, ValueError("no interface"))
     with pytest.raises(BuildError, match="rank 0 of the group cannot use pccl: no interface"):
-        rendezvous.secret_of(store, 3)
+        rendezvous.secret_of(store, range(3))
 
 
 def test_who_does_not_come_is_named() -> None:
-    store = dist.HashStore()
+    store, ranks = dist.HashStore(), [4, 5, 6, 7]
     store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(LinkError, match="pccl: rank 0 of the group did not come to its start"):
-        rendezvous.secret_of(store, 3)
+    with pytest.raises(LinkError, match="pccl: rank 4 did not come to the start of a group"):
+        rendezvous.secret_of(store, ranks)
     for rank in (0, 2):
         rendezvous.tell(store, rank, far(rank), "here", "alike")
     for rank in (0, 2):
-        with pytest.raises(LinkError, match="pccl: rank 1, 3 of the group did not come to its start"):
-            rendezvous.roll_of(store, rank, 4)
+        with pytest.raises(LinkError, match="pccl: rank 5, 7 did not come to the start of a group"):
+            rendezvous.roll_of(store, rank, ranks)
     for rank in (1, 3):
         rendezvous.tell(store, rank, far(rank), "here", "alike")
-    with pytest.raises(LinkError, match="pccl: rank 0 of the group did not come to its start"):  # it has ended since
-        rendezvous.roll_of(store, 2, 4)
+    with pytest.raises(LinkError, match="pccl: rank 4 did not come to the start of a group"):  # it has ended since
+        rendezvous.roll_of(store, 2, ranks)
+
+
+def test_a_store_whose_server_is_stopped_is_given_up() -> None:
+    held, forever = dist.HashStore(), threading.Event()
+
+    class Stopped(dist.PrefixStore):
+        def get(self, key: str) -> bytes:
+            forever.wait()
+            return b""
+
+    store = Answering(Stopped("a", held), 0.2)
+    store.set("one", "1")
+    assert store.add("two", 2) == 2 and held.get("a/one") == b"1"
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(
+            LinkError, match="the store where the ranks of the group meet does not answer; who holds it, as"
+        ):
+            store.get("one")
+        store.seconds = 100.0  # it is not asked again
+    assert time.monotonic() < began + 50
+    forever.set()
 
 
 def test_a_store_that_has_gone_is_said_to_have() -> None:
@@ -75,7 +100,7 @@ def test_a_store_that_has_gone_is_said_to_have() -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(LinkError, match="pccl: the store where the ranks of the group meet has gone"):
-        rendezvous.secret_of(Gone(), 2)
+        rendezvous.secret_of(Answering(Gone(), 1.0), range(2))  # type: ignore[arg-type]
 
 
 def test_a_member_asks_for_as_much_however_many_there_are() -> None:

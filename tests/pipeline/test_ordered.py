@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -49,23 +50,38 @@ def content(batch: int, microbatch: int, sender: int) -> torch.Tensor:
     return torch.rand(random.Random(microbatch).choice([1, 7, 300, 900]), generator=generator)
 
 
-def loading(kind: str) -> None:
-    """A pass begins."""
+def loading(kind: str, size: int) -> None:
+    """A pass begins on tensors of a size."""
 
 
-def train(wire: TorchWire, stage: int, stages: int, policy: Policy, limit: int, backward: bool) -> int:
+def train(
+    wire: TorchWire, stage: int, stages: int, policy: Policy, limit: int, backward: bool, apart: bool = True
+) -> int:
     """Passes of a stage in `BATCHES` batches, of which the messages are checked; returns how many there were."""
     transport, draw, passes = Transport(wire, stage, stages), random.Random(stage), 0
+    seen: set[int] = set()
+
+    def is_new(microbatch: int, batch: int) -> bool:
+        known = len(seen)
+        seen.add(len(content(batch, microbatch, stage)))
+        return len(seen) > known
+
     for batch in range(BATCHES):
         most = transport.limit(limit) if backward else limit
-        machine = Stage(policy, stage, stages, MICROBATCHES, most, backward=backward)
+        asks = apart and backward and transport.occupies and stage == 0 and policy == "message_driven"
+        asked = partial(is_new, batch=batch) if asks else None
+        machine = Stage(policy, stage, stages, MICROBATCHES, most, backward=backward, apart=asked)
+        alone: dict[int, bool] = {}
 
-        def take(arrival: Arrival | None, batch: int = batch, machine: Stage = machine) -> bool:
+        def take(
+            arrival: Arrival | None, batch: int = batch, machine: Stage = machine, alone: dict[int, bool] = alone
+        ) -> bool:
             if arrival is None:
                 return False
             (x,), number = arrival.message.tensors, arrival.message.microbatch
             sender = stage - 1 if arrival.is_input else stage + 1
             assert x is not None and torch.equal(x, content(batch, number, sender))
+            alone[number] = arrival.message.alone
             (machine.input_arrived if arrival.is_input else machine.gradient_arrived)(number)
             return True
 
@@ -77,10 +93,11 @@ def train(wire: TorchWire, stage: int, stages: int, policy: Policy, limit: int, 
             if action is None:
                 take(transport.receive(True))
                 continue
-            loading(action.kind)
+            values = content(batch, action.microbatch, stage)
+            loading(action.kind, len(values))
             time.sleep(draw.choice([0, 0, 0.001]))
             passes += 1
-            message = Message(action.microbatch, (content(batch, action.microbatch, stage),), True, (True,))
+            message = Message(action.microbatch, (values,), True, (True,), alone.get(action.microbatch, action.alone))
             if action.kind == "forward" and not machine.is_last:
                 transport.send_input(message)
             elif action.kind == "backward" and not machine.is_first:
@@ -104,6 +121,7 @@ def run(
     backward: bool = True,
     kind: type[TorchWire] = TorchWire,
     connect: bool = True,
+    apart: bool = True,
 ) -> list[Any]:
     """Outcome of each rank: passes, or an error."""
     pipelines = pipelines_of(stages, replicas)
@@ -117,7 +135,7 @@ def run(
         if connect:
             wire.connect()
         most = automatic_limit(policy, stages, MICROBATCHES) if limit is None else limit
-        return train(wire, rank // replicas, stages, policy, most, backward)
+        return train(wire, rank // replicas, stages, policy, most, backward, apart)
 
     return world.run(stages * replicas, of_rank)
 
@@ -154,12 +172,12 @@ def test_first_messages_deadlock_unless_links_are_connected(monkeypatch: pytest.
     assert all(isinstance(said, StageLost) and "timed out" in str(said) for said in found), found
 
 
-def _loaded(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    """The first pass of each kind waits for all that a stage has posted: CUDA may, where it loads a kernel for the first time."""
-    seen: set[tuple[int, str]] = set()
+def _loaded(monkeypatch: pytest.MonkeyPatch, world: World, by_size: bool = False) -> None:
+    """The first pass of each kind, and size, waits for all that a stage has posted: CUDA may, where it loads a kernel for the first time."""
+    seen: set[tuple[int, str, int]] = set()
 
-    def load(kind: str) -> None:
-        if (place := (world.get_rank(), kind)) not in seen:
+    def load(kind: str, size: int) -> None:
+        if (place := (world.get_rank(), kind, size if by_size else 0)) not in seen:
             seen.add(place)
             world.settle()
 
@@ -180,4 +198,33 @@ def test_kernels_that_are_loaded_wait_for_no_receive(
 def test_they_would_for_receives_that_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     _loaded(monkeypatch, world := World(True, True, SHORT))
     found = run(monkeypatch, world, 2, "message_driven", kind=Ahead)
+    assert any("timed out" in str(said) for said in found), found
+
+
+def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of the second batch are of other sizes than those of the first, and the last of them of the first's of the batch."""
+
+    known = content
+
+    def grown(batch: int, microbatch: int, sender: int) -> torch.Tensor:
+        return torch.cat([known(batch, microbatch, sender), torch.zeros(batch * (100 * (microbatch % 5) + 17))])
+
+    monkeypatch.setattr("tests.pipeline.test_ordered.content", grown)
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_kernels_for_new_shapes_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, stages: int, buffered: bool) -> None:
+    _growing(monkeypatch)
+    for limit in (None, 1, stages):
+        _loaded(monkeypatch, world := World(buffered, True, LONG), by_size=True)
+        found = run(monkeypatch, world, stages, "message_driven", limit=limit)
+        assert found == [2 * BATCHES * MICROBATCHES] * stages, (limit, found)
+
+
+def test_they_would_where_nothing_is_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 0 computes four microbatches before it takes in a gradient, and stage 1 has sent one when it begins the second."""
+    _growing(monkeypatch)
+    _loaded(monkeypatch, world := World(False, True, SHORT), by_size=True)
+    found = run(monkeypatch, world, 2, "message_driven", limit=4, apart=False)
     assert any("timed out" in str(said) for said in found), found

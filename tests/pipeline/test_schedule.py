@@ -202,3 +202,25 @@ def test_events_as_numbers() -> None:
     events = [Event("wait", 3, 0.25, 1.5), Event("loss", -1, 1.5, 2.0)]
     assert from_tensor(to_tensor(events)) == events
     assert from_tensor(to_tensor([])) == []
+
+
+def test_microbatches_that_are_apart_are_alone() -> None:
+    """The first stage lets one into an empty pipeline, and the next when it is back; it asks of each once, in order."""
+    asked: list[int] = []
+
+    def apart(microbatch: int) -> bool:
+        asked.append(microbatch)
+        return microbatch in (2, 3)
+
+    stage = Stage("message_driven", 0, 3, 6, 6, apart=apart)
+    done = []
+    while not stage.finished:
+        action = stage.next()
+        if action is None:
+            stage.gradient_arrived(stage.backwards)
+            continue
+        done.append(action)
+        assert not action.alone or stage.alive == 1
+    forwards = [place for place, action in enumerate(done) if action.kind == "forward"]
+    assert [place for place, action in enumerate(done) if action.alone] == forwards[2:4] == [4, 6]
+    assert asked == list(range(6)) and forwards[4:] == [8, 9]

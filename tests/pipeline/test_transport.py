@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from axonn_plugins.pccl.answering import Answering
 from axonn_plugins.pipeline import watch as watch_module
 from axonn_plugins.pipeline.clock import Clock
 from axonn_plugins.pipeline.links import StageLost
@@ -240,6 +241,23 @@ def messages_are_one(ranks: int = 2) -> dict[str, int]:
 
 def test_one_message_each_once_the_shape_is_known() -> None:
     assert [found["sends"] for found in run_ranks(messages_are_one, 2)] == [10 + AHEAD] * 2
+
+
+def test_a_stage_does_not_wait_for_a_store_whose_server_is_stopped() -> None:
+    class Stopped(dist.HashStore):
+        held = threading.Event()
+
+        def check(self, keys: list[str]) -> bool:
+            return self.held.wait()
+
+    watch = object.__new__(Watch)
+    watch._store, watch.stage, watch._heard = Answering(Stopped(), 0.1, whose=""), 1, None
+    for _ in range(2):
+        with pytest.raises(
+            StageLost, match="stage 1 cannot go on; the store where the ranks of the group meet does not"
+        ):
+            watch.waiting([0])
+    Stopped.held.set()
 
 
 def stage_dies(kind: str) -> str:

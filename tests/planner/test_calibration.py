@@ -124,8 +124,9 @@ def test_backward_is_slower_and_attention_has_a_rate_of_its_own() -> None:
     assert rates.spent(H100, "tensor", flops, 0.0, True)[0] - 4e-6 == pytest.approx(
         reached.backward * (forward - 4e-6), rel=1e-12
     )
-    attention = rates.spent(H100, "attention", flops, 0.0)[0]
-    assert attention == pytest.approx(4e-6 + flops / (reached.attention * 133.8e12), rel=1e-12)
+    fitted = rates.spent(replace(H100, attention=None), "attention", flops, 0.0)[0]
+    assert fitted == pytest.approx(4e-6 + flops / (reached.attention * 133.8e12), rel=1e-12)
+    assert rates.spent(H100, "attention", flops, 0.0)[0] == pytest.approx(4e-6 + flops / 264e12, rel=1e-12)
     faster = replace(H100, attention=500e12)
     assert rates.spent(faster, "attention", flops, 0.0)[0] == pytest.approx(4e-6 + flops / 500e12, rel=1e-12)
     assert rates.spent(faster, "tensor", flops, 0.0)[0] == forward
@@ -135,11 +136,11 @@ def test_backward_is_slower_and_attention_has_a_rate_of_its_own() -> None:
 
 
 def test_attention_at_the_rate_of_its_latest_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    """0.6 of the peak, unless a file says how fast it is; NeMo's Llama 3 8B in 8 bits on 8 H100 is within 15 %, 62 % off without."""
+    """0.6 of the peak, or what a file says if that is more; NeMo's Llama 3 8B in 8 bits on 8 H100 is within 15 %, 39 % off without."""
     on = rates.latest_attention(H100)
     assert on.attention == pytest.approx(0.6 * 989.4e12)
-    measured = replace(H100, attention=1e12)
-    assert rates.latest_attention(measured) is measured
+    measured = replace(H100, attention=1e15)
+    assert rates.latest_attention(measured) == measured
     for name in ("cpu", "v100"):
         with pytest.raises(ConfigError, match=f'--attention = "latest" is of GPUs with bf16, which {name} is not'):
             rates.latest_attention(machine.load(name))
@@ -148,7 +149,7 @@ def test_attention_at_the_rate_of_its_latest_kernels(capsys: pytest.CaptureFixtu
     for more in ([], ["--attention", "latest"]):
         assert main([*asked.split(), *more]) == 0
         off.append(json.loads(capsys.readouterr().out)["best"]["seconds"] / (16 * 8192 / 14451) - 1)
-    assert off[0] > 0.5 and abs(off[1]) < 0.15
+    assert off[0] > 0.3 and abs(off[1]) < 0.15
 
 
 def test_a_pipeline_of_grids_by_hand() -> None:

@@ -189,6 +189,8 @@ def test_layers_with_experts(change, dense, every, sparse, monkeypatch):
         ({"num_experts_per_tok": None}, "None for each token"),
         ({"num_experts_per_tok": 200}, "an experts_per_token from 1 to 128"),
         ({"num_hidden_layers": "48"}, "num_hidden_layers = '48' is not a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is not a whole number from 0 to 10,000"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers = 1000000000 is not a whole number"),
         ({"hidden_size": None}, 'lacks the key "hidden_size"'),
     ],
 )

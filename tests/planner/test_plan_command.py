@@ -148,6 +148,7 @@ WRONG = [
     ("--sequence 0", '--sequence = "0"'),
     ("--fix npp=2", '--fix = "npp" is not known; use "np"'),
     ("--fix np=0", "gives np no size"),
+    ("--fix np=2,np=4", "gives np twice; give it once"),
     ("--tokens many", '--tokens = "many"'),
     ("--json no/such/folder/a.json", '--json = "no/such/folder/a.json" cannot be written'),
     ("--plot -", '--plot = "-" is no file'),

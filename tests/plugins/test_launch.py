@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from importlib import import_module
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import RankFailed, launch
+
+starts = import_module("axonn_plugins.cluster.launch")  # the package has a function of that name
 
 
 def _sum_in_a_later_group() -> float:
@@ -41,6 +45,22 @@ def _fails(dies_after: float) -> None:
 def test_a_killed_rank_is_named_and_not_those_that_lost_their_connection_to_it() -> None:
     with pytest.raises(RankFailed, match="rank 0 failed:\nit was ended by SIGKILL"):
         launch(_fails, 4, 0.5)
+
+
+def test_a_killed_rank_is_named_that_takes_its_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starts, "_ending", lambda pid: True)
+    with pytest.raises(RankFailed, match="rank 0 failed:\nit was ended by SIGKILL"):
+        launch(_fails, 4, 2.0)
+
+
+def test_a_process_that_was_killed_is_ending() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    assert not starts._ending(child.pid)
+    child.kill()
+    while not starts._ending(child.pid):
+        time.sleep(0.01)
+    child.wait()
+    assert not starts._ending(child.pid)
 
 
 def test_the_first_lost_connection_is_named_where_no_rank_failed_by_itself() -> None:

@@ -88,10 +88,16 @@ def test_mistakes_are_named(options: list[str], words: str) -> None:
 
 
 def test_all_sides_run_in_one_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--layouts", "1x3", "--sizes", "6K,60K", "--rounds", "2", "--algorithms", "ring,recursive,bruck/2"]
+    words = ["--layouts", "1x3", "--sizes", "6K,200K", "--rounds", "2", "--algorithms", "ring,recursive,bruck/2"]
     assert main(["bench", "pccl", *words, "--runs", str(tmp_path)]) == 0
     numbers = json.loads((tmp_path / "bench_pccl" / "results.json").read_text())
     sides = {cell["side"] for cell in numbers["cells"]}
     assert sides - {"mpi"} == {"pccl", "gloo", "ring", "bruck/2"}  # recursive needs a power of two
     assert all(len(cell["seconds"]) == 2 and cell["low"] <= cell["median"] <= cell["high"] for cell in numbers["cells"])
+    # A rank brings the whole of what is summed: 200K are too many for a desk.
+    took = {(cell["collective"], cell["bytes"]): cell["choice"] for cell in numbers["cells"] if cell["side"] == "pccl"}
+    assert {kind for kind, choice in took.items() if choice != "desks"} == {
+        ("reduce_scatter", 200 * 1024),
+        ("all_reduce", 200 * 1024),
+    }
     assert "all_gather" in capfd.readouterr().out

@@ -33,6 +33,7 @@ def test_it_runs_on_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "Spearman" in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_several_models_are_measured_on_one_network(tmp_path: Path) -> None:
     words = ["bench", "planner", "--models", "1,32,4,8,4 1,64,4,8,4", "--rounds", "1", "--nodes", "1"]
     assert main([*words, "--ranks-per-node", "2", "--runs", str(tmp_path)]) == 0

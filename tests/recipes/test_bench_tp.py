@@ -44,6 +44,7 @@ def test_every_side_runs_and_is_reported(
     assert [pair["peer"] for pair in numbers["comparisons"]] == list(PEERS)
 
 
+@pytest.mark.thorough
 def test_a_unet_beside_zero_3(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

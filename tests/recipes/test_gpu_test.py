@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.cli import main
-from axonn_recipes.gpu_test import launchers, report
+from axonn_recipes.gpu_test import agents, launchers, report
 from axonn_recipes.gpu_test.scale import Check, Found, Scale, scale_of
 from axonn_recipes.gpu_test.systems import SYSTEMS
 from axonn_recipes.gpu_test.training import spans_hidden
@@ -100,6 +100,17 @@ def test_a_system_that_goes_wrong_does_not_keep_the_others(
     assert words in error and rank in (None, first)
     if rank is not None:
         assert "since rank 1 had failed" in system["errors"]["0"] or "Connection" in system["errors"]["0"]
+
+
+def test_a_rank_that_died_comes_before_one_that_lost_its_connection_and_told_first() -> None:
+    store, died = dist.HashStore(), "it was ended by SIGSEGV"
+    store.set("failed", "0")
+    for rank, said in enumerate(
+        [(agents._OF_OTHERS, "lost"), (agents._STOPPED, ""), (agents._OWN, died), (agents._NONE, "")]
+    ):
+        store.set(f"said {rank}", json.dumps(said))
+    errors = agents.Agent._all_said(SimpleNamespace(ranks=4, patience=1.0), store)  # type: ignore[arg-type]
+    assert list(errors.items()) == [(2, died), (0, "lost"), (1, "it was stopped, since rank 2 had failed")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

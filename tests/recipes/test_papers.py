@@ -157,6 +157,31 @@ def test_every_published_number_that_changes_in_the_file_changes_the_verdict(
     assert seen == 2 * sum(map(len, numbers.values())) > 800 and agreed > 200
 
 
+def test_a_number_that_changes_alone_is_seen_whatever_its_tolerance(tmp_path: Path) -> None:
+    """Its row's total is what was read from the text."""
+
+    def slightly(value: Value) -> Value:
+        if isinstance(value, bool):
+            return not value
+        if isinstance(value, list):
+            return [value[0] + 1, *value[1:]]
+        assert isinstance(value, int | float)
+        return 1.001 * value or 0.001
+
+    assert not [row.name for row in ROWS if judge(row, {}).verdict.startswith("differs")]
+    seen = 0
+    for row in ROWS:
+        for place, number in enumerate(row.numbers):
+            other = replace(number, published=slightly(number.published))
+            changed = replace(row, numbers=(*row.numbers[:place], other, *row.numbers[place + 1 :]))
+            assert judge(changed, {}).verdict.startswith("differs: its numbers add up to"), number
+            seen += 1
+    assert seen == len(NUMBERS)
+    wrong = {("002 Tab III", "Frontier 1024, 10B: Pflop/s"): 78}
+    [row] = select(with_values(wrong, tmp_path / "rows.toml"), "002 tab III")
+    assert judge(row, {}).verdict.startswith("differs: its numbers add up to ")
+
+
 def test_numbers_that_stand_in_two_files_are_the_same() -> None:
     numbers = {one.what: one for one in NUMBERS}
     others = elsewhere.elsewhere()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, sync_gradients
 from axonn_tp.checkpoint.dealt import DealtNames
 from tests.axonn_tp.families import GROUPED, VOCABULARY, hf, in_float64
+from tests.ted_moe.drawn import DRAWN
 from tests.ted_moe.listed import LISTED, Listed
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -54,16 +58,36 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+_DYNAMICS = ("A_log", "dt_bias", ".D")
+"""Weights of mixers of which random ones would let states grow."""
+
+
 def mixture(name: str) -> nn.Module:
     """The serial model in float64; the first two experts of each router are tied."""
     torch.manual_seed(1)
-    model = Listed(name) if name in LISTED else hf(f"{name}ForCausalLM", **{**GROUPED, **MIXTURES[name]})
+    sizes = DRAWN.get(name) or {**GROUPED, **MIXTURES.get(name, {})}
+    model = Listed(name) if name in LISTED else hf(f"{name}ForCausalLM", **sizes)
     model.double()
     for each, parameter in model.named_parameters():
+        if each.endswith(_DYNAMICS):
+            continue
         parameter.data = 0.2 * torch.randn(parameter.shape, dtype=torch.float64) + (parameter.dim() == 1)
-        if each.endswith(("gate.weight", "router.weight")) and 1 < parameter.shape[0] <= 8:
+        if each.endswith(("gate.weight", "router.weight", "router.layer.weight")) and 1 < parameter.shape[0] <= 8:
             parameter.data[1] = parameter.data[0]
     return model
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """`in_float64`, also where a router asks for float32 by ``Tensor.type``."""
+    to_type = Tensor.type
+
+    def kept(self: Tensor, *args: Any, **keywords: Any) -> Any:
+        wide = self.dtype == torch.float64 and args == (torch.float32,)
+        return self if wide else to_type(self, *args, **keywords)
+
+    with in_float64(), mock.patch.object(Tensor, "type", kept):
+        yield
 
 
 def tokens(reader: int) -> Tensor:
@@ -76,7 +100,7 @@ def tokens(reader: int) -> Tensor:
 def serial(name: str, readers: int) -> tuple[float, dict[str, Tensor]]:
     """Mean of the losses of all readers, each of which routes its tokens by itself, and its gradient."""
     model, total = mixture(name), 0.0
-    with in_float64():
+    with exactly():
         for reader in range(readers):
             loss = model(input_ids=tokens(reader), labels=tokens(reader)).loss / readers
             loss.backward()
@@ -90,7 +114,7 @@ def difference(name: str, sizes: dict[str, int], ted: dict[str, Any]) -> tuple[f
     grid, model = mesh.grid, mixture(name)
     plan: Any = {"*": LayerPlan("replicated")} if grid.gx * grid.gy * grid.gz == 1 else "auto"
     ids = tokens(mesh.rank("readers"))
-    with in_float64():
+    with exactly():
         split_with_experts(model, mesh, Ted.model_validate(ted), plan)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

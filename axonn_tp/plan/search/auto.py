@@ -25,7 +25,7 @@ from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.example_inputs import Arguments, as_arguments, guesses, rows
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.placement import free_layers, place, readers
-from axonn_tp.plan.report import AT_TIMES, CHANGES, MIXED, Report, collapse, make_report
+from axonn_tp.plan.report import AT_TIMES, CHANGES, MIXED, OUTSIDE, Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.conditional import called_at_times
 from axonn_tp.plan.search.pairs import Group, Judge, Traced, on_a_share, short
@@ -126,10 +126,11 @@ class _Finder:
             self._leave_whole(traced)
             candidates = list(self._candidates(traced.run))
             self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
+            users = self.shadow.users(traced.run) if candidates and self.grid.gx * self.grid.gy > 1 else {}  # type: ignore[union-attr]
             traced.run.settle()
             judged = [self._judge(group, traced) for group in candidates]
             traced.groups = [group for group in judged if group is not None]
-            found += self._confirmed(traced)
+            found += self._apart(traced, users)
             self._whole = traced.run.arguments[""] if not traced.name else None
             traced.run = Run()
         self._groups = list(found)
@@ -235,6 +236,24 @@ class _Finder:
         group.parts, group.heads, group.counts = verdict.parts, verdict.heads, verdict.counts
         self._paired.update(names)
         return group
+
+    def _apart(self, traced: Traced, users: Mapping[str, set[str]]) -> list[Group]:
+        """The groups that are right together, and in which nothing is used that is used outside of groups, too.
+
+        What a group uses gets a share's gradient on each rank, and what is used outside the whole one: the sum of both is neither.
+        """
+        while True:
+            found = self._confirmed(traced)
+            inside = {group.transposed for group in found}
+            mixed = {end: name for name, ends in users.items() if ends - inside for end in ends & inside}
+            for group in (group for group in found if group.transposed in mixed):
+                why = (
+                    f"{collapse(group.transposed)} reads what is made of {collapse(mixed[group.transposed])}, {OUTSIDE}"
+                )
+                self.reasons.update(dict.fromkeys((*group.normal, group.transposed), why))
+            traced.groups = [group for group in found if group.transposed not in mixed]
+            if not mixed:
+                return found
 
     def _confirmed(self, traced: Traced) -> list[Group]:
         """The groups that, all together, leave the outputs of the traced module as they were."""

@@ -105,6 +105,12 @@ def embedding(width: int, number: int) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+def own_weights(model: nn.Module) -> set[str]:
+    """Names of the parameters of linears and embeddings, which these use themselves."""
+    own = set(_weights_of_shadowed(model))
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
 def _settle(module: nn.Module, generator: torch.Generator) -> set[int]:
     """Make one module of the copy ready to run in float64 on the CPU: buffers, attention kernels, no caches.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ class Run:
     Attributes:
         inputs: input of each linear, by name, one a call.
         made: outputs of the linears, leaves of the autograd graph, with their names.
+        rows: outputs of the embeddings, leaves as well.
         outputs: tensors that the pass returned.
         results: what each linear, and each watched embedding and norm, answered, one a call.
         arguments: what each module was first called with.
@@ -66,6 +68,7 @@ class Run:
     inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     read: dict[str, list[tuple[Tensor, int]]] = field(default_factory=lambda: defaultdict(list))
     made: list[tuple[str, Tensor]] = field(default_factory=list)
+    rows: list[tuple[str, Tensor]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     results: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     arguments: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)
@@ -79,12 +82,20 @@ class Run:
         """Keep values alone, and forget what they were made of: it takes as much memory again."""
         self.inputs.update({name: [tensor.detach() for tensor in tensors] for name, tensors in self.inputs.items()})
         self.outputs = [tensor.detach() for tensor in self.outputs]
-        self.made, self.read = [], {}
+        self.made, self.rows, self.read = [], [], {}
 
     def consumers(self) -> dict[str, set[str]]:
         """For each linear the linears that read something made of its output; ``""`` is the pass' own output."""
-        bits = {name: 1 << i for i, name in enumerate(self.inputs)}
-        reach = Reach({id(leaf): bits[name] for name, leaf in self.made})
+        return self._reading(self.made, self.inputs)
+
+    def users(self, parameters: Mapping[str, Tensor]) -> dict[str, set[str]]:
+        """For each parameter or embedding the linears that read something made of it, and of no linear's output on the way; ``""`` as above."""
+        leaves = [*parameters.items(), *self.rows]
+        return self._reading(leaves, dict.fromkeys(name for name, _ in leaves))
+
+    def _reading(self, leaves: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> dict[str, set[str]]:
+        bits = {name: 1 << i for i, name in enumerate(names)}
+        reach = Reach({id(leaf): bits[name] for name, leaf in leaves})
         found: dict[str, set[str]] = {name: set() for name in bits}
         ends = [(name, tensor) for name, tensors in self.inputs.items() for tensor in tensors]
         for end, tensor in [*ends, *(("", tensor) for tensor in self.outputs)]:

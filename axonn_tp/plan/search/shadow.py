@@ -21,7 +21,7 @@ from axonn_tp.plan.counted_attributes import local_counts
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.search.alike import Likeness
 from axonn_tp.plan.search.answers import Answers
-from axonn_tp.plan.search.copies import embedding, is_embedding, weightless_copy
+from axonn_tp.plan.search.copies import embedding, is_embedding, own_weights, weightless_copy
 from axonn_tp.plan.search.dependencies import Reach
 from axonn_tp.plan.search.replay import Recorder, Related, Replay, containing
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, check_same, equal
@@ -52,7 +52,7 @@ class Shadow:
             if name in self.linears:
                 module.forward = self._linear(name, number)  # type: ignore[method-assign]
             elif is_embedding(module):
-                module.forward = embedding(module.embedding_dim, number)  # type: ignore[method-assign, assignment]
+                module.forward = self._embedding(name, embedding(module.embedding_dim, number))  # type: ignore[method-assign, assignment]
         self._run = Run()
         self._expected: Run | None = None
         self._cuts: Mapping[str, Cut] = {}
@@ -94,6 +94,21 @@ class Shadow:
             return output.clone()
 
         return forward
+
+    def _embedding(self, name: str, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def forward(ids: Tensor) -> Tensor:
+            rows = whole(ids).requires_grad_()
+            self._run.rows.append((name, rows))
+            return rows.clone()
+
+        return forward
+
+    def users(self, run: Run) -> dict[str, set[str]]:
+        """By parameter or embedding, the linears that read what was made of it in a pass; ``""`` for its output, and for a layer that has it as its weight."""
+        found = run.users(dict(self.model.named_parameters()))
+        for name in own_weights(self.model) & found.keys():
+            found[name].add("")
+        return found
 
     def _compare(self, name: str, call: int, input: Tensor, cut: Cut | None) -> None:
         assert self._expected is not None

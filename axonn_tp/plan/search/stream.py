@@ -22,6 +22,7 @@ from axonn_tp.plan.placement import kept_whole
 from axonn_tp.plan.report import collapse
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.copies import is_embedding
+from axonn_tp.plan.search.dependencies import Reach
 from axonn_tp.plan.search.pairs import on_a_share
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, equal, same
 from axonn_tp.plan.search.shadow import Shadow
@@ -86,6 +87,8 @@ class StreamPass:
         self._shadow, self._run, self._cuts, self._seat = shadow, run, cuts, seat
         self._calls: dict[str, int] = {}
         self._leaves: dict[str, list[Tensor]] = {"whole": [], "stream": [], "pair": []}
+        self._parameters = {id(p): 1 << number for number, p in enumerate(shadow.model.parameters())}
+        self._used = dict.fromkeys(self._leaves, 0)
         self.embeddings: set[str] = set()
         self.heads: set[str] = set()
         self.norms: set[str] = set()
@@ -111,6 +114,7 @@ class StreamPass:
         others = [leaf for other in self._leaves.keys() - same_kind for leaf in self._leaves[other]]
         if self._shadow.reaches(tensor, others):
             raise Mismatch(f"{what} mixes whole activations with shares")
+        self._used["whole" if "whole" in same_kind else kind] |= Reach(self._parameters)(tensor)
 
     def embedding(self, name: str) -> Tensor:
         """This rank's share of what was looked up."""
@@ -203,6 +207,9 @@ class StreamPass:
             if got.shape != expected.shape or not same(got, expected):
                 raise Mismatch("the model returns something of the stream itself, or made of all its features")
             self._pure(got, "whole", "the output")
+        for (name, _), bit in zip(self._shadow.model.named_parameters(), self._parameters.values(), strict=True):
+            if sum(bool(used & bit) for used in self._used.values()) > 1:
+                raise Mismatch(f"{name} is used on unlike shares, or on whole activations as well")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ _IMPORTED_LATE = {
 
 _GRACE = 3.0
 """Seconds that ranks have to clear up when a signal has ended one of them."""
+_ECHO, _LONGEST_END = 1.0, 30.0
+"""Seconds in which a rank that lost its connection waits for the word of who caused it, and while one is ending that has not ended."""
 
 
 class RankFailed(RuntimeError):
@@ -224,9 +226,13 @@ def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[An
     """The failure to report: a lost connection, a RuntimeError, is often but the echo of what another rank says."""
     if not isinstance(first.error, RuntimeError):
         return first
-    deadline = time.monotonic() + 1.0
+    began = time.monotonic()
     waiting = dict(waiting)
-    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+    while waiting:
+        ready = wait(list(waiting), 0.1)
+        ends = any(_ending(processes[rank].pid) for rank in waiting.values())
+        if not ready and time.monotonic() > began + (_LONGEST_END if ends else _ECHO):
+            break
         for reader in ready:
             assert isinstance(reader, Connection)
             rank = waiting.pop(reader)
@@ -234,6 +240,16 @@ def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[An
             if not succeeded and not isinstance(value, RuntimeError):
                 return RankFailed(rank, value, details)
     return first
+
+
+def _ending(pid: int) -> bool:
+    """True if a process has been killed or has left, though its last files may not be closed yet: on a busy machine that takes seconds."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended, or this is not Linux
+        return False
+    exiting = 4  # PF_EXITING
+    return state in "ZX" or bool(int(numbers[5]) & exiting)
 
 
 def exit_in_words(code: int) -> str:

@@ -33,6 +33,7 @@ from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins,
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames, still_here
 from axonn_tp.grid.device import device_of_rank
+from axonn_tp.layers.loss_watch import LossWatch
 
 _AXES = ("x", "y", "z", "data")
 
@@ -51,6 +52,7 @@ class Run:
         self.model, self.mesh, self.steps = model, mesh, 0
         self.optimizer: samo.Optimizer
         self._composition: Composition
+        self._losses = LossWatch(model)
 
     def serial_names(self) -> dict[nn.Parameter, str]:
         """Names of this rank's parameters in the serial model."""
@@ -67,7 +69,15 @@ class Run:
         return layout.counted_here(self.mesh.over(layout.grid).coordinates, _AXES)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the mean loss of this rank's part of the batch, scaled where the loss is."""
+        """Backward of the mean loss of this rank's part of the batch, scaled where the loss is.
+
+        Raises:
+            ConfigError: the loss is of shards.
+        """
+        try:
+            self._losses.look(loss)
+        except ValueError as error:
+            raise ConfigError(f"axonn.tensor_parallel: {error}") from None
         self.optimizer.scale(loss).backward()
 
     def no_sync(self) -> AbstractContextManager[None]:

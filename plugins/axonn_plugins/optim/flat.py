@@ -139,6 +139,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype)
         self.reducer = Reducer(self.stores)
+        if self.mesh is not None and self.mesh.size("z") > 1:
+            # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
+            self.reducer.active = not any(hasattr(entry.parameter, "axonn_at_times") for entry in self.entries)
         self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size, self.rules)]
         self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
         self._whole = None

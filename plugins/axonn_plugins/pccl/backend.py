@@ -21,6 +21,7 @@ from axonn_plugins.pccl import register as register
 from axonn_plugins.pccl import rendezvous
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.algorithms.flat import Nodes
+from axonn_plugins.pccl.answering import Answering
 from axonn_plugins.pccl.build import BuildError, load
 from axonn_plugins.pccl.choice import Choice, Measured, at_desks, choose, prescribed
 from axonn_plugins.pccl.interfaces import node_name
@@ -33,6 +34,8 @@ from axonn_plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce")
 """Collectives that have schedules, by their numbers in the engine."""
+_SERVER_SECONDS = 5.0
+"""Seconds beyond a group's timeout after which a store does not answer."""
 
 
 @cache
@@ -69,33 +72,38 @@ def create(options: Any, backend_options: Any = None) -> Any:
         ValueError: options that are not allowed, or not the same on all members.
     """
     rank, size = options.group_rank, options.group_size
-    store = _of_this_time(dist.PrefixStore("pccl", options.store), size)
-    store.set_timeout(timedelta(seconds=options.timeout.total_seconds()))
+    seconds = options.timeout.total_seconds()
+    before = options.store.timeout  # of all the job's keys
+    options.store.set_timeout(timedelta(seconds=seconds))
+    store = Answering(dist.PrefixStore("pccl", options.store), seconds + _SERVER_SECONDS)
     try:
+        store = Answering(_of_this_time(store, size), store.seconds)
         return _create(options, store, backend_options)
     except (RuntimeError, ValueError, OSError):
         # Rank 0, which may hold the store, stays until the others know why, but not for ever.
-        with suppress(dist.DistError):
+        with suppress(RuntimeError):
             store.set(f"left{rank}", "")
             if rank == 0:
                 store.wait([f"left{other}" for other in range(size)], timedelta(seconds=5))
         raise
+    finally:
+        options.store.set_timeout(before)
 
 
-def _of_this_time(store: Any, size: int) -> Any:
+def _of_this_time(store: Answering, size: int) -> dist.Store:
     """Keys of the group's own: torch gives a group the name, and the keys, of one that was destroyed."""
     # No member leaves here before all have come, so the first of each `size` that come begin another time.
-    return dist.PrefixStore(str((store.add("came", 1) - 1) // size), store)
+    return dist.PrefixStore(str((store.add("came", 1) - 1) // size), store.store)
 
 
-def _create(options: Any, store: Any, backend_options: Any) -> Any:
+def _create(options: Any, store: Answering, backend_options: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
     ranks = [int(number) for number in options.global_ranks_in_group]
     first = not ranks  # torch names none for the group of all
     try:
         chosen = _options(backend_options, first)
         agreed, native = chosen.agreed(), chosen.algorithm == "native"
-        on_cuda = asked_for(options.store) == "cuda"
+        on_cuda = asked_for(Answering(options.store, store.seconds)) == "cuda"
         if on_cuda:
             require()
         fabric = None if native else fabric_of(chosen)
@@ -104,15 +112,17 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
         raise
     if rank == 0:
         store.set("secret", json.dumps({"secret": secrets.token_hex(32)}))
-    secret = rendezvous.secret_of(store, size)
+    ranks = ranks or list(range(size))
+    secret = rendezvous.secret_of(store, ranks)
     group = Group(0) if fabric is None else fabric.join(secret, timeout)
     rendezvous.tell(store, rank, None if fabric is None else fabric.member, node_name(), agreed)
-    roll = rendezvous.roll_of(store, rank, size)
+    roll = rendezvous.roll_of(store, rank, ranks)
     _agree(roll.options)
-    ranks = ranks or list(range(size))
     nodes = nodes_of(roll.nodes, ranks, chosen.ranks_per_node)
     if fabric is None:
-        backend: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
+        backend: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store.store), rank, size, timedelta(seconds=timeout)
+        )
     else:
         assert roll.members is not None  # options agree
         rendezvous.reachable(roll, ranks)
@@ -121,7 +131,7 @@ def _create(options: Any, store: Any, backend_options: Any) -> Any:
         planner = Planner(fabric, group, roll.members, nodes, rank, ranks, timeout, chosen, numbers)
         backend = load().backend(fabric.core, group.number, rank, size, timeout, planner)
     if torch.cuda.is_available():
-        backend = load().router(backend, rank, size, Accelerator(store, rank, nodes, ranks, timeout, chosen))
+        backend = load().router(backend, rank, size, Accelerator(store.store, rank, nodes, ranks, timeout, chosen))
     if chosen.algorithm == "auto" and size > 1 and not on_cuda:  # whose library `device_tuner` times
         learn(backend, store, first)
     return backend

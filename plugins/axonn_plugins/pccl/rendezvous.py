@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, overload
@@ -76,32 +76,41 @@ def tell_failure(store: Any, rank: int, error: Exception) -> None:
         store.set(name, json.dumps({"error": str(error), "rank": rank}))
 
 
-def secret_of(store: Any, size: int) -> bytes:
+def secret_of(store: Any, ranks: Sequence[int]) -> bytes:
     """The secret by which a member proves itself to the others; the last that reads it takes it out of the store.
+
+    Args:
+        store: the group's.
+        ranks: the members', in the job.
 
     Raises:
         BuildError: rank 0 has none, for it cannot take part.
         LinkError: it has not come.
     """
-    with _named(store, ["secret"]):
+    with _named(store, {"secret": ranks[0]}):
         secret = bytes.fromhex(_checked(json.loads(store.get("secret")))["secret"])
-    if store.add("read", 1) == size:
+    if store.add("read", 1) == len(ranks):
         with suppress(RuntimeError):  # a store of the user's own may have no such call
             store.delete_key("secret")
     return secret
 
 
-def roll_of(store: Any, rank: int, size: int) -> Roll:
+def roll_of(store: Any, rank: int, ranks: Sequence[int]) -> Roll:
     """All members, once each has told; rank 0 reads their records.
+
+    Args:
+        store: the group's.
+        rank: this member's, in the group.
+        ranks: the members', in the job.
 
     Raises:
         BuildError: one cannot take part; the same on every rank.
         LinkError: some have not come.
     """
-    keys = [f"member{other}" for other in range(size)]
+    keys = {f"member{other}": number for other, number in enumerate(ranks)}
     with _named(store, keys):
         if rank == 0:
-            store.set("roll", _packed([json.loads(record) for record in store.multi_get(keys)]))
+            store.set("roll", _packed([json.loads(record) for record in store.multi_get(list(keys))]))
         packed = store.get("roll")
     found = _checked(json.loads(zlib.decompress(packed)))
     names, options = found["names"], found["all options"]
@@ -133,23 +142,20 @@ def reachable(roll: Roll, ranks: Sequence[int]) -> None:
 
 
 @contextmanager
-def _named(store: Any, keys: Sequence[str]) -> Iterator[None]:
-    """Who has not come, by the keys that the group's ranks have yet to write, in place of the store's words.
+def _named(store: Any, keys: Mapping[str, int]) -> Iterator[None]:
+    """Which ranks of the job have not come, by the keys that they have yet to write, in place of the store's words.
 
     Raises:
-        LinkError: the time is over, or the store has gone.
+        LinkError: the time is over.
     """
     try:
         yield
-    except dist.DistNetworkError as error:
-        raise LinkError(
-            "pccl: the store where the ranks of the group meet has gone; who holds it, as a rule rank 0 of the job, has ended"
-        ) from error
     except dist.DistStoreError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])] or ["0"]
+        first, *_ = map(str, keys.values())
+        missing = [str(rank) for key, rank in keys.items() if not store.check([key])] or [first]
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise LinkError(
-            f"pccl: rank {', '.join(missing[:_NAMED])}{more} of the group did not come to its start within the group's timeout; "
+            f"pccl: rank {', '.join(missing[:_NAMED])}{more} did not come to the start of a group within its timeout; "
             "it has ended, is held up, or makes other groups"
         ) from error
 

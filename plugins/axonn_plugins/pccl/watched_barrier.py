@@ -7,6 +7,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from axonn_plugins.pccl.default_timeout import timeout_of
+
 
 def install() -> None:
     """Have it take groups whose CPU backend is pccl; with all others it is torch's own."""
@@ -27,7 +29,7 @@ def install() -> None:
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)
         if timeout is None:
-            timeout = ours._get_backend(_cpu()).options._timeout
+            timeout = timeout_of(ours._get_backend(_cpu()))
         return ours.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     monitored_barrier.of_pccl = True  # type: ignore[attr-defined]

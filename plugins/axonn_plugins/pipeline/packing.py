@@ -35,12 +35,14 @@ class Message(NamedTuple):
         tensors: None where a gradient is missing.
         single: a tensor by itself, not a tuple of one.
         differentiable: by tensor: whether a gradient is wanted for it.
+        alone: an input, whose microbatch is in the pipeline by itself.
     """
 
     microbatch: int
     tensors: tuple[Tensor | None, ...]
     single: bool
     differentiable: tuple[bool, ...]
+    alone: bool = False
 
 
 def _aligned(size: int) -> int:
@@ -107,6 +109,7 @@ def pack(
     """
     kind = (
         message.single,
+        message.alone,
         message.differentiable,
         *[None if t is None else (t.dtype, t.shape) for t in message.tensors],
     )
@@ -114,7 +117,7 @@ def pack(
         used.later, used.heard = max(later, used.total), heard
         used.write(message)
         return used
-    words = [0, 0, message.microbatch, 0, 0, int(message.single), len(message.tensors)]
+    words = [0, 0, message.microbatch, 0, 0, message.single + 2 * message.alone, len(message.tensors)]
     for tensor, wanted in zip(message.tensors, message.differentiable, strict=True):
         if tensor is None:
             words += (-1, int(wanted), 0)
@@ -176,7 +179,7 @@ def unpack(packed: Tensor, words: list[int]) -> Message:
         packed: the whole message.
         words: its first integers.
     """
-    _, _, microbatch, _, _, single, count = words[:_FIXED]
+    _, _, microbatch, _, _, form, count = words[:_FIXED]
     tensors: list[Tensor | None] = []
     wanted = []
     shapes, at = [], _FIXED
@@ -195,7 +198,7 @@ def unpack(packed: Tensor, words: list[int]) -> Message:
         tensor = _at(packed, place, DTYPES[number], shape)
         tensors.append(tensor)
         place += _aligned(_size(tensor))
-    return Message(microbatch, tuple(tensors), bool(single), tuple(wanted))
+    return Message(microbatch, tuple(tensors), bool(form & 1), tuple(wanted), bool(form & 2))
 
 
 def _at(packed: Tensor, place: int, dtype: torch.dtype, shape: torch.Size | list[int]) -> Tensor:

@@ -8,6 +8,7 @@ choose is how the two kinds interleave.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 Policy = Literal["message_driven", "1f1b", "gpipe"]
@@ -16,10 +17,17 @@ Pass = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
-    """A pass of one microbatch over a stage."""
+    """A pass of one microbatch over a stage.
+
+    Attributes:
+        kind: forward or backward.
+        microbatch: counted from 0.
+        alone: a forward pass of the first stage, whose microbatch is in the pipeline by itself.
+    """
 
     kind: Pass
     microbatch: int
+    alone: bool = False
 
 
 def default_limit(policy: Policy, stages: int, microbatches: int) -> int:
@@ -48,6 +56,8 @@ class Stage:
         microbatches: of the batch.
         limit: ``pipeline_limit``: microbatches that are in the pipeline at most; by default `default_limit`.
         backward: False: forward passes only.
+        apart: of the first stage in message_driven: true of a microbatch, asked once and in order, that is to be in the pipeline by itself. As the
+            other stages work on what has arrived they need not know.
 
     Attributes:
         forwards: forward passes given out.
@@ -66,6 +76,7 @@ class Stage:
         limit: int | None = None,
         *,
         backward: bool = True,
+        apart: Callable[[int], bool] | None = None,
     ) -> None:
         limit = default_limit(policy, stages, microbatches) if limit is None else limit
         if policy not in POLICIES:
@@ -83,6 +94,9 @@ class Stage:
         self._backward = backward
         self._inputs = microbatches if stage == 0 else 0
         self._gradients = 0
+        self._apart = apart
+        self._answers: tuple[bool, ...] = ()
+        self._alone = -1
 
     @property
     def is_first(self) -> bool:
@@ -156,8 +170,10 @@ class Stage:
         """The next pass of a kind that `may` be computed, taken as done."""
         self._last = kind
         if kind == "forward":
+            alone = self._goes_alone()
+            self._alone = self.forwards if alone else self._alone
             self.forwards += 1
-            return Action(kind, self.forwards - 1)
+            return Action(kind, self.forwards - 1, alone)
         self.backwards += 1
         return Action(kind, self.backwards - 1)
 
@@ -168,7 +184,17 @@ class Stage:
             return True
         if self.policy == "gpipe":
             return self.forwards < self._round_end
-        return self.alive < self.kept_at_most
+        if self.alive == 0:
+            return True
+        return self._alone < self.backwards and self.alive < self.kept_at_most and not self._goes_alone()
+
+    def _goes_alone(self) -> bool:
+        """True if the next microbatch is to be in the pipeline by itself."""
+        if self._apart is None:
+            return False
+        if len(self._answers) == self.forwards:
+            self._answers += (self._apart(self.forwards),)
+        return self._answers[self.forwards]
 
     def _may_backward(self) -> bool:
         if not self._backward or self.backwards == (self.forwards if self.is_last else self._gradients):

@@ -6,7 +6,9 @@ posted while the stage before still computes, which on a link that hands over on
 
 Where a receive occupies the accelerator (NCCL) none is posted ahead: a kernel that is loaded for the first time, or memory that is
 given back, waits for all that runs there. A stage that has nothing else to do posts those whose senders wait for nothing from it.
-Sends occupy it until they are taken in, so in the first batch that trains, where kernels are loaded, one microbatch is under way at a time.
+Sends occupy it until they are taken in, so in the first batch that trains, where kernels are loaded, one microbatch is under way at a time. Later
+the first stage lets one whose shapes are new into an empty pipeline, and the next when it is back (`Stage`'s `apart`); its messages say so, and a stage
+posts no receive for the next before it has sent the gradient. So wherever that one is computed nothing is sent or posted.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ class Transport:
         stage: this one.
         stages: G_inter.
         on_idle: called about every second while a message is waited for, with the stages that any is due from; may raise.
+
+    Attributes:
+        occupies: whether messages occupy the accelerator.
     """
 
     def __init__(self, wire: Wire, stage: int, stages: int, on_idle: Callable[[list[int]], None] | None = None) -> None:
@@ -50,7 +55,8 @@ class Transport:
         self._listeners = {} if wire.polls else {k: Listener(v, self._inbox) for k, v in self._incoming.items()}
         self._polls, self._timeout = wire.polls, wire.timeout
         self._window, self._backward, self._sent = 0, True, {True: 0, False: 0}
-        self._cold = wire.ahead == 0
+        self._cold = self.occupies = wire.ahead == 0
+        self._alone = False
 
     def limit(self, chosen: int) -> int:
         """Microbatches that may be under way in the next batch that trains, where so many are `chosen`; the same on all stages."""
@@ -67,7 +73,7 @@ class Transport:
         Raises:
             StageLost: a stage is gone.
         """
-        self._window, self._backward, self._sent = window, backward, {True: 0, False: 0}
+        self._window, self._backward, self._sent, self._alone = window, backward, {True: 0, False: 0}, False
         for outgoing in self._outgoing.values():
             outgoing.window = window
         for is_input, incoming in self._incoming.items():
@@ -150,6 +156,8 @@ class Transport:
                 try:
                     if incoming.ready():
                         found.append(incoming.take())
+                        if incoming.is_input:
+                            self._alone = found[0].message.alone
                         incoming.post()
                         return True
                 except RuntimeError as error:
@@ -171,5 +179,5 @@ class Transport:
     def _may_come(self, incoming: Incoming) -> bool:
         """True if the next message of a link waits for nothing that this stage has yet to send."""
         if incoming.is_input:
-            return not self._backward or incoming.taken < self._window + self._sent[False]
+            return not self._backward or incoming.taken < (1 if self._alone else self._window) + self._sent[False]
         return incoming.taken < self._sent[True]

@@ -12,7 +12,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from axonn_plugins.pccl.answering import Answering
 from axonn_plugins.pipeline.links import StageLost, in_vain
+from axonn_tp.grid.timeouts import world_timeout
 
 _LISTEN_SECONDS, _YIELD_SECONDS, _ANSWER_SECONDS = 1.0, 3.0, 10.0
 # Gloo's errors are plain RuntimeErrors.
@@ -28,7 +30,8 @@ class Watch:
     """
 
     def __init__(self, name: str, pipelines: Sequence[Sequence[int]]) -> None:
-        self._store = dist.PrefixStore(f"axonn/pipeline/{name}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"axonn/pipeline/{name}", dist.distributed_c10d._get_default_store())
+        self._store = Answering(store, world_timeout().total_seconds(), whose="")
         self.ranks = next(list(ranks) for ranks in pipelines if dist.get_rank() in ranks)
         self.stage = self.ranks.index(dist.get_rank())
         self._stages = {rank: stage for ranks in pipelines for stage, rank in enumerate(ranks)}

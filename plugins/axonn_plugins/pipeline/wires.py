@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from axonn_tp.grid.timeouts import world_timeout
+
 CHANNELS = 4
 """Inputs and gradients, each with what its first message had no room for."""
 AHEAD = 2
@@ -87,7 +89,7 @@ class TorchWire:
     """
 
     def __init__(self, pipelines: Sequence[Sequence[int]], device: torch.device, timeout: float | None = None) -> None:
-        self.device, self.timeout = device, world_timeout(device) if timeout is None else timeout
+        self.device, self.timeout = device, world_timeout(device).total_seconds() if timeout is None else timeout
         self._allowed = timedelta(seconds=self.timeout)
         self.polls = device.type != "cpu"
         self.ahead = 0 if self.polls else AHEAD
@@ -133,13 +135,6 @@ class TorchWire:
     def receive(self, buffer: Tensor, stage: int, channel: int) -> Pending:  # noqa: D102
         group, rank, tag = self._link(stage, channel)
         return _Work(group.recv([buffer], rank, tag), self._allowed)
-
-
-def world_timeout(device: torch.device) -> float:
-    """Seconds after which the world's collectives fail."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return (dist.distributed_c10d.default_pg_timeout if timeout is None else timeout).total_seconds()
 
 
 def mpi_found() -> bool:

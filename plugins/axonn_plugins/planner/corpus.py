@@ -84,9 +84,15 @@ class Measurement:
         return self.framework.partition(",")[0], self.machine
 
     def predicted(self, mode: Mode = "calibrated", calibration: Calibration | None = None) -> AnyPlan | None:
-        """The model's plan for this run; where nothing fits, without a limit of memory, as it did run. None where the model has no such strategy."""
-        trained = model.load(self.model, sequence=self.sequence)
-        on = replace(machine.load(self.machine), calibration=calibration)
+        """The model's plan for this run; where nothing fits, without a limit of memory, as it did run. None where the model has no such strategy.
+
+        Args:
+            mode: which model.
+            calibration: coefficients to fit, among them the rate of attention, also where a machine's file has another.
+        """
+        trained, on = model.load(self.model, sequence=self.sequence), machine.load(self.machine)
+        if calibration is not None:
+            on = replace(on, calibration=calibration, attention=None)
         asked = Question(on, trained, self.gpus, self.batch, (self.strategy,), mode, self.fixed or None, self.setting)
         best = answer(asked, 1).best or answer(replace(asked, machine=replace(on, memory=math.inf)), 1).best
         return best[0] if best else None

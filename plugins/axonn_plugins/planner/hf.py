@@ -37,6 +37,7 @@ _PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "moe_k", "moe_topk", "num_expe
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_MOST_LAYERS = 10_000
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn", "hidden_activation_function")
 _GATES = ("silu", "swish", "swiglu", "geglu")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -93,6 +94,10 @@ def sizes_of(where: str, table: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a size is missing, or the model is of a kind that is not modelled.
     """
+    for part in (table, *(table[key] for key in _TEXT if isinstance(table.get(key), Mapping))):
+        for name in _KEYS["layers"]:
+            if isinstance(part.get(name), int):  # before transformers makes as many
+                files.whole(f"{where}: {name}", part[name], 0, _MOST_LAYERS)
     full = _completed(table)
     inner = next((full[key] for key in _TEXT if isinstance(full.get(key), Mapping)), None)
     if inner is not None and not any(key in full for key in _KEYS["hidden"]):

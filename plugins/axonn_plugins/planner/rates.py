@@ -53,14 +53,14 @@ def vector_cost(machine: Machine) -> float:
 
 
 def latest_attention(machine: Machine) -> Machine:
-    """A machine whose attention is as fast as its latest kernels' authors measured it, unless its file says how fast it is.
+    """A machine whose attention is as fast as its latest kernels' authors measured it, or as its file says where that is more.
 
     Raises:
         ConfigError: of its kind there are no such kernels.
     """
     if machine.device == "cpu" or not machine.bf16:
         raise ConfigError(f'--attention = "latest" is of GPUs with bf16, which {machine.name} is not; use fused')
-    return machine if machine.attention else replace(machine, attention=_LATEST * machine.tensor)
+    return replace(machine, attention=max(machine.attention or 0.0, _LATEST * machine.tensor))
 
 
 def in_precision(machine: Machine, setting: Setting) -> Machine:

@@ -89,6 +89,8 @@ def fixed(text: str | None) -> dict[str, int]:
         _check_known("fix", key, PIPELINED + GRID)
         if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 1:
             raise ConfigError(f'--fix = "{text}" gives {key} no size; write a whole number from 1, such as {key}=4')
+        if key in sizes:
+            raise ConfigError(f'--fix = "{text}" gives {key} twice; give it once')
         sizes[key] = int(value)
     return sizes
 

@@ -46,14 +46,14 @@ class Meeting:
             if other != rank or rank:
                 rendezvous.tell(self.store, other, member(other), member(other).node, "algorithm 'auto'")
         if rank:
-            rendezvous.roll_of(self.store, 0, ranks)
+            rendezvous.roll_of(self.store, 0, range(ranks))
         self.store.forget_counts()
 
     def __call__(self) -> object:
         """Tell, read, and find out who shares this rank's node."""
         rendezvous.tell(self.store, self.rank, member(self.rank), member(self.rank).node, "algorithm 'auto'")
-        rendezvous.secret_of(self.store, self.ranks)
-        roll = rendezvous.roll_of(self.store, self.rank, self.ranks)
+        rendezvous.secret_of(self.store, range(self.ranks))
+        roll = rendezvous.roll_of(self.store, self.rank, range(self.ranks))
         rendezvous.reachable(roll, range(self.ranks))
         return roll, nodes_of(roll.nodes, range(self.ranks), "auto")
 

@@ -34,6 +34,10 @@ from axonn_recipes.gpu_test.systems import SYSTEMS
 _POLL, _GRACE, _MARGIN = 0.05, 5.0, 60.0
 """Seconds between looks at the others, of a rank whose neighbour has failed to say what it knows, and of agents beyond a system's."""
 
+_OWN, _OF_OTHERS, _STOPPED, _NONE = range(4)
+"""Of a rank's end, the likeliest cause of the others' first: a failure of its own, a RuntimeError, as a lost connection is, none."""
+_Said = tuple[int, str]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -93,8 +97,8 @@ class Agent:
                 process.start()
             writer.close()
             try:
-                found, error = self._heard(store, reader, process, log)
-                store.set(f"said {self.rank}", json.dumps(error))
+                found, said = self._heard(store, reader, process, log)
+                store.set(f"said {self.rank}", json.dumps(said))
                 errors = self._all_said(store) if self.rank == 0 else {}
                 if self.rank == 0:
                     store.set("over", "")
@@ -104,36 +108,40 @@ class Agent:
                 process.join()
         return Outcome(name, time.monotonic() - begun, None if errors else found, errors)
 
-    def _heard(self, store: Any, reader: Connection, process: Any, log: Path) -> tuple[Found | None, str | None]:
+    def _heard(self, store: Any, reader: Connection, process: Any, log: Path) -> tuple[Found | None, _Said]:
         """Wait for the report of this rank's process, or the reason that there is none."""
         deadline = time.monotonic() + self.patience
         stopped = False
         while time.monotonic() < deadline:
             if reader.poll(_POLL):
                 try:
-                    found, error = reader.recv()
+                    found, how, error = reader.recv()
                 except EOFError:
                     process.join()
-                    found, error = None, f"{exit_in_words(process.exitcode)}\n{_tail(log)}".strip()
-                if error is not None:
+                    found, how, error = None, _OWN, f"{exit_in_words(process.exitcode)}\n{_tail(log)}".strip()
+                if how != _NONE:
                     store.compare_set("failed", "", str(self.rank))
-                return found, error
+                return found, (how, error)
             if not stopped and store.check(["failed"]):
                 stopped, deadline = True, time.monotonic() + _GRACE
         if not stopped:
             store.compare_set("failed", "", str(self.rank))
-            return None, f"it did not end within {self.patience:g} s\n{_tail(log)}".strip()
-        return None, f"it was stopped, since rank {int(store.get('failed'))} had failed"
+            return None, (_OWN, f"it did not end within {self.patience:g} s\n{_tail(log)}".strip())
+        return None, (_STOPPED, "")
 
     def _all_said(self, store: Any) -> dict[int, str]:
         """Errors by rank, the first to fail first."""
         keys = [f"said {rank}" for rank in range(self.ranks)]
         store.wait(keys, timedelta(seconds=self.patience + _MARGIN))
-        errors = {rank: error for rank, key in enumerate(keys) if (error := json.loads(store.get(key))) is not None}
-        if not errors:
+        said: dict[int, _Said] = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)}
+        failed = {rank: how for rank, (how, _) in said.items() if how != _NONE}
+        if not failed:
             return {}
-        first = int(store.get("failed"))
-        return {first: errors.pop(first)} | errors
+        noticed = int(store.get("failed"))
+        # A rank that died may be heard of after those that lost their connection to it.
+        first = min(failed, key=lambda rank: (failed[rank], rank != noticed))
+        stopped = f"it was stopped, since rank {first} had failed"
+        return {rank: said[rank][1] or stopped for rank in sorted(failed, key=lambda rank: rank != first)}
 
 
 @contextmanager
@@ -175,9 +183,9 @@ def _system(number: int, name: str, scale: Scale, patience: float, log: str, wri
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     try:
-        writer.send((_run(number, name, scale, patience), None))
-    except BaseException:
-        writer.send((None, traceback.format_exc()))
+        writer.send((_run(number, name, scale, patience), _NONE, ""))
+    except BaseException as error:
+        writer.send((None, _OF_OTHERS if isinstance(error, RuntimeError) else _OWN, traceback.format_exc()))
     while True:
         time.sleep(patience)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ CLAIMS = ("measured at scale", "model", "formula", "sizes", "trace", "curves", "
 
 Value = float | int | bool | str | list
 _ROW = ("seed", "number", "caption", "claim")
-_ROW_OPTIONAL = ("runs", "command", "note", "needs", "numbers")
+_ROW_OPTIONAL = ("runs", "command", "note", "needs", "total", "numbers")
 _NUMBERS = ("where", "values")
 _NUMBERS_OPTIONAL = ("unit", "tolerance", "within", "needs")
 
@@ -72,6 +73,7 @@ class Row:
         note: what a reader must know of the reproduction.
         needs: what of it only a machine can show, besides numbers that say so; empty where nothing is missing.
         numbers: what the text gives.
+        total: the sum of its numbers as they were read from the text; those of lists count, and true as 1.
     """
 
     seed: str
@@ -83,11 +85,19 @@ class Row:
     note: str = ""
     needs: str = ""
     numbers: tuple[Number, ...] = ()
+    total: float = 0.0
 
     @property
     def name(self) -> str:
         """As users name it."""
         return f"{self.seed} {self.number}"
+
+    @property
+    def summed(self) -> float:
+        """The sum of its numbers as they stand in the file."""
+        each = [one.published for one in self.numbers]
+        plain = [part for one in each for part in (one if isinstance(one, list) else [one])]
+        return float(f"{math.fsum(part for part in plain if isinstance(part, int | float)):.14g}")
 
     @property
     def lacking(self) -> str:
@@ -126,7 +136,8 @@ def _row(file: str, table: dict[str, Any]) -> Row:
         raise ConfigError(f'{where}: claim = "{table["claim"]}" is not known; use one of {", ".join(CLAIMS)}')
     numbers = [number for group in table.get("numbers", []) for number in _numbers(where, group)]
     texts = {key: table[key] for key in (*_ROW, "command", "note", "needs") if key in table}
-    return Row(**texts, runs=tuple(table.get("runs", ())), numbers=tuple(numbers))
+    total = float(table.get("total", 0.0))
+    return Row(**texts, runs=tuple(table.get("runs", ())), numbers=tuple(numbers), total=total)
 
 
 def _numbers(where: str, group: dict[str, Any]) -> list[Number]:

@@ -51,7 +51,9 @@ class Judged:
 
     @property
     def verdict(self) -> str:
-        """In words: all numbers agree, so many differ, or why there are none."""
+        """In words: all numbers agree, so many differ, or why there are none; another if one was changed since it was read from the text."""
+        if self.row.summed != self.row.total:
+            return f"differs: its numbers add up to {self.row.summed:.14g}, those that were read from the text to {self.row.total:.14g}"
         counts = {kind: sum(one.verdict == kind for one in self.compared) for kind in ("agrees", "differs", "not run")}
         known = counts["agrees"] + counts["differs"]
         left = f"; {counts['not run']} not run" if counts["not run"] else ""

@@ -25,7 +25,7 @@ def patch(module: ModuleType) -> None:
         if hasattr(kind, name):
             setattr(kind, name, _over_readers(getattr(kind, name)))
     kind.reduce_boolean_decision = _by_all_ranks(kind.reduce_boolean_decision)
-    kind.process_dataloader = _seeding_workers(kind.process_dataloader)
+    kind.process_dataloader = _for_readers(kind.process_dataloader)
     kind._format_config = _running_once(kind._format_config)
     if hasattr(kind, "_initialize_deepspeed_inference"):  # the Trainer's
         kind._initialize_deepspeed_inference = _split_too(kind._initialize_deepspeed_inference)
@@ -114,15 +114,22 @@ def _by_all_ranks(original: Callable[..., bool]) -> Callable[..., bool]:
     return reduce_boolean_decision
 
 
-def _seeding_workers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _for_readers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def process_dataloader(self: Any, dataloader: Any) -> Any:
-        """Lightning's own; workers draw random numbers by reader."""
-        if _block(self) is not None:
-            from axonn_plugins.hosts.lightning.replicas import seed_workers
+        """Lightning's own; workers draw random numbers by reader, and readers of one stream take its batches in turns."""
+        found = original(self, dataloader)
+        if _block(self) is None:
+            return found
+        from axonn_plugins.hosts.lightning.replicas import seed_workers
+        from axonn_plugins.hosts.lightning.streams import dealt, decide
 
-            seed_workers(dataloader, self.global_rank // _same(self))
-        return original(self, dataloader)
+        same = _same(self)
+        seed_workers(found, self.global_rank // same)
+        found = dealt(found, lambda: _mesh(self), _ranks(self) // same, _predicting(self))
+        if hasattr(self, "lightning_module"):
+            decide(found)
+        return found
 
     return process_dataloader
 

@@ -91,7 +91,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         """Backward, and the sums over readers of the gradients of all models that the loss went through."""
         self.replicas.loss(tensor)
         for gradients in self._gradients.values():
-            gradients.prepare()
+            gradients.prepare(tensor)
         super().backward(tensor, module, *rest, **named)
         finish(self._gradients.values(), self.mesh)
 

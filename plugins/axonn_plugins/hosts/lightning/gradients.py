@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
 from axonn_tp import GradientReducer, Mesh, grad_norm
+from axonn_tp.layers.loss_watch import LossWatch
 
 
 class Gradients:
@@ -30,10 +31,19 @@ class Gradients:
         self._reducers: list[GradientReducer] = []
         self._known: set[int] = set()
         self._syncing = True
+        self._losses = LossWatch(model)
         self.prepare()
 
-    def prepare(self) -> None:
-        """Before backward: parameters may be trained from now on that were frozen."""
+    def prepare(self, *losses: Tensor) -> None:
+        """Before backward of losses: parameters may be trained from now on that were frozen.
+
+        Raises:
+            ConfigError: a loss is of shards.
+        """
+        try:
+            self._losses.look(*losses)
+        except ValueError as error:
+            raise ConfigError(f"AxonnStrategy: {error}") from None
         new = [p for p in self._parameters() if p.requires_grad and id(p) not in self._known]
         if new:
             self._known.update(map(id, new))

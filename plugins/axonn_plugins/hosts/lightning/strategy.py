@@ -31,6 +31,7 @@ from axonn_plugins.hosts.lightning import patch, settings
 from axonn_plugins.hosts.lightning.gradients import clip
 from axonn_plugins.hosts.lightning.norms import measure_whole
 from axonn_plugins.hosts.lightning.replicas import Readers, Replicas, own_samplers, seed_workers
+from axonn_plugins.hosts.lightning.streams import dealt
 from axonn_tp import GradScaler, Grid, LayerPlan, Mesh, auto_plan, parallelize
 
 _meshes: dict[tuple[Any, Grid, str], Mesh] = {}
@@ -71,6 +72,7 @@ class AxonnStrategy:
         node_rank: int
 
     _launcher_class: Any
+    _predicting = False
 
     def __init__(
         self,
@@ -336,9 +338,9 @@ class AxonnStrategy:
         return found[0]
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have workers draw by reader."""
+        """Have workers draw by reader, and readers of one stream take its batches in turns."""
         seed_workers(dataloader, self.reader)
-        return dataloader
+        return dealt(dataloader, lambda: self._mesh, self.grid.batch, self._predicting)
 
 
 def _train(module: nn.Module, names: set[str], trained: bool) -> None:

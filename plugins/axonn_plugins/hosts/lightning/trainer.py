@@ -24,6 +24,7 @@ from axonn_plugins.hosts.lightning.gradients import Gradients, gradients_of
 from axonn_plugins.hosts.lightning.replicas import Readers, count_readers
 from axonn_plugins.hosts.lightning.states import own_state, whole_state
 from axonn_plugins.hosts.lightning.strategy import AxonnStrategy
+from axonn_plugins.hosts.lightning.streams import decide
 from axonn_tp import auto_plan, full_state_dict
 from axonn_tp.checkpoint import load, save
 
@@ -44,10 +45,20 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         Predictions are not padded, so that ranks may have unequal numbers of batches: ranks of z, which gather weights
         together, then read the same.
         """
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.PREDICTING:
+        if self._predicting:
             return {"num_replicas": Readers(self.grid.gdata), "rank": self.grid.coordinates(self.global_rank)["data"]}
         return {"num_replicas": Readers(self.grid.batch), "rank": self.reader}
+
+    @property
+    def _predicting(self) -> bool:  # type: ignore[override]
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See `AxonnStrategy`; the Trainer asks at once for the length of what has one."""
+        found = super().process_dataloader(dataloader)
+        decide(found)
+        return found
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -130,7 +141,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         """Before backward of the loss, which is not scaled."""
         self.replicas.loss(closure_loss)
         if self._gradients is not None:
-            self._gradients.prepare()
+            self._gradients.prepare(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """The sums of gradients over readers."""

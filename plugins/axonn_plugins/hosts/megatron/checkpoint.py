@@ -140,7 +140,7 @@ def install() -> None:
     """Have Megatron save and load by layouts; harmless when called again."""
     if _originals:
         return
-    _originals.wrap(transformer_utils, "make_sharded_tensors_for_checkpoint", _by_layout)
+    _originals.wrap(transformer_utils, "make_sharded_tensors_for_checkpoint", by_layout)
     _originals.wrap(mlp, "apply_swiglu_sharded_factory", _already_in_pieces)
     for copies in (language_module, multi_token_prediction):
         _originals.wrap(copies, "make_tp_sharded_tensor_for_checkpoint", _tied)
@@ -154,7 +154,9 @@ def uninstall() -> None:
     _originals.restore()
 
 
-def _by_layout(original: Any) -> Any:
+def by_layout(original: Any) -> Any:
+    """Megatron's ``make_sharded_tensors_for_checkpoint``, of parameters with a layout by that."""
+
     @wraps(original)
     def make(
         state_dict: dict[str, Any],
@@ -166,6 +168,7 @@ def _by_layout(original: Any) -> Any:
     ) -> Any:
         ours = {name: one for name, one in state_dict.items() if hasattr(one, "axonn_layout")}
         rest = {name: one for name, one in state_dict.items() if name not in ours}
+        axes = named.pop("tensor_parallel_layers_axis_map", axes)
         made = original(rest, prefix, axes, sharded_offsets, *args, **named) if rest else {}
         for name, one in ours.items():
             # Megatron pads a vocabulary to its tensor-parallel size.

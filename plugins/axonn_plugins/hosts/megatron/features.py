@@ -112,8 +112,6 @@ FEATURES = (
     Feature("heterogeneous_layers_config_path", "all layers must be alike", "leave it out", ()),
     Feature("heterogeneous_layers_config_encoded_json", "all layers must be alike", "leave it out", ()),
     Feature("heterogeneous_block_specs", "all layers must be alike"),
-    Feature("is_hybrid_model", _OTHER, "use pretrain_gpt.py without it"),
-    Feature("hybrid_override_pattern", _OTHER, "use pretrain_gpt.py without it", ()),
     Feature("hybrid_layer_pattern", _OTHER, "use pretrain_gpt.py without it", ()),
     Feature(
         "softmax_type",
@@ -121,7 +119,6 @@ FEATURES = (
         "use vanilla",
         ("vanilla", "off-by-one"),
     ),
-    Feature("spec", "it may name layers that are not replaced", "leave it out", ()),
     Feature("enable_mhc_connections", "the residual stream that is split is one"),
     Feature("use_transformer_engine_op_fuser", _KERNEL),
     Feature("use_grouped_gemm_for_dense_mlp", _KERNEL),
@@ -143,7 +140,12 @@ FEATURES = (
     Feature("kitchen_recipe_number", _KERNEL, "leave it out", ()),
     Feature("qk_clip", "it rescales whole weights, and a rank has a share"),
     Feature("modelopt_enabled", "it replaces layers that are replaced already"),
-    Feature("optimizer", "a rank has shares of matrices, of which others want all", "use adam or sgd", ("adam", "sgd")),
+    Feature(
+        "optimizer",
+        "a rank has shares of matrices, of which others want all",
+        "use adam, sgd or muon",
+        ("adam", "sgd", "muon"),
+    ),
     Feature(
         "layernorm_zero_centered_gamma", "norms here multiply by the weight itself", written="--apply-layernorm-1p"
     ),
@@ -171,6 +173,29 @@ FEATURES = (
     ),
 )
 """In the order in which they are reported."""
+
+_MATRICES = "its matrices are not those of a grid's layers"
+MUON = (Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", ()),)
+"""Those that do not go with Muon."""
+
+_HYBRIDS = "it is for models of several kinds of layers"
+ALIKE = (
+    Feature("is_hybrid_model", _HYBRIDS, "use pretrain_mamba.py, or leave it out"),
+    Feature("hybrid_override_pattern", _HYBRIDS, "use pretrain_mamba.py, or leave it out", ()),
+    Feature("spec", "it may name layers that are not replaced", "leave it out", ()),
+)
+"""Those that do not go with models whose layers are alike."""
+
+MIXERS = (
+    Feature("fp8", "products of mixers are torch's, in 16 or 32 bits", "leave it out", (), "--fp8-format"),
+    Feature(
+        "recompute_granularity",
+        "Megatron's stack of such layers recomputes attention alone",
+        "leave it out, or use selective",
+        ("selective",),
+    ),
+)
+"""Those that do not go with Mamba mixers."""
 
 _ATTENTION = "scales would be of a rank's heads alone, other ones on each grid"
 EIGHT_BITS = (
@@ -220,12 +245,11 @@ _T5 = (
     "T5",
     "attention to the encoder's stream and the decoder's head are modules that are not replaced, and would read shares as whole",
 )
-_MAMBA = (
-    "Mamba",
-    "its mixers are kernels of mamba_ssm, on CUDA alone, of weights in which Megatron cuts gates, heads and states each by itself",
-)
 _IMAGES = "patches of images enter the residual stream beside the embedding of words, which alone is split"
-_HYBRID = ("a hybrid of Mamba and attention", _MAMBA[1])
+_HYBRID = (
+    "HybridModel of later versions",
+    "its layers are not those of MambaStack, in which megatron-core 0.16 has mixers, attention and MLPs",
+)
 MODELS = {
     "BertModel": _BERT,
     "bert_layer_local_spec": _BERT,
@@ -233,8 +257,6 @@ MODELS = {
     "LLaVAModel": ("a vision-language model", _IMAGES),
     "model_provider_llava_vlm": ("a multimodal model", _IMAGES),
     "MimoBuildConfig": ("a multimodal model", _IMAGES),
-    "MambaModel": _MAMBA,
-    "mamba_builder": _MAMBA,
     "HybridModel": _HYBRID,
     "hybrid_builder": _HYBRID,
     "biencoder_model_provider": ("a bi-encoder", _BERT[1]),

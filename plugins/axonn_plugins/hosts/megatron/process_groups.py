@@ -23,6 +23,7 @@ from axonn_plugins.hosts.megatron.groups import Communicators, MegatronMesh
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import Grid
+from axonn_tp.comm.replicated import agree_on_bits
 
 _originals = Originals()
 
@@ -118,6 +119,7 @@ def _with_grid(original: Callable[..., None]) -> Callable[..., None]:
         original(*given.args, **given.kwargs)
         _installed.mesh = MegatronMesh(grid, device(), stages, communicators, topology)
         _installed.stages = stages
+        agree_on_bits(_installed.mesh)
 
     return initialize_model_parallel
 

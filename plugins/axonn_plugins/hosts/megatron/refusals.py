@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib.util
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron import engine
-from axonn_plugins.hosts.megatron.features import EIGHT_BITS, FEATURES, MODELS, SHARED, Feature
+from axonn_plugins.hosts.megatron.features import ALIKE, EIGHT_BITS, FEATURES, MIXERS, MODELS, MUON, SHARED, Feature
 from axonn_plugins.hosts.megatron.known import KNOWN
 from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
 
@@ -20,16 +21,23 @@ _DERIVED = ("expert_tensor_parallel_size",)
 """Fields that a config without experts sets by itself."""
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, mixers: bool = False) -> None:
     """Refuse the first argument that does not go with a grid.
 
     Args:
         args: Megatron's.
+        mixers: the script is of models with Mamba mixers.
 
     Raises:
         ConfigError: says which, why and what to do.
     """
     _check_table(args, FEATURES, IMPL)
+    if mixers:
+        _check_table(args, MIXERS, f"Mamba mixers beside {IMPL}")
+    else:
+        _check_table(args, ALIKE, IMPL)
+    if args.optimizer == "muon":
+        _check_muon(args)
     ranks = getattr(args, "context_parallel_size", 1)
     if ranks > 1:
         _check_table(args, SHARED, f"--context-parallel-size {ranks} beside {IMPL}")
@@ -78,8 +86,22 @@ def check_model(kind: type) -> None:
         if base.__name__ in MODELS:
             model, why = MODELS[base.__name__]
             raise ConfigError(
-                f"axonn3d does not split {model} ({kind.__name__}): {why}; use GPTModel, or leave the grid out"
+                f"axonn3d does not split {model} ({kind.__name__}): {why}; use GPTModel or MambaModel, or leave the grid out"
             )
+
+
+def _check_muon(args: Any) -> None:
+    _check_table(args, MUON, f"--optimizer muon beside {IMPL}")
+    for verb in ("save", "load"):
+        if getattr(args, verb, None) and not getattr(args, f"no_{verb}_optim", False):
+            raise ConfigError(
+                f"--{verb} does not go with --optimizer muon beside {IMPL}: a grid's shares make more optimizers of one, whose states are put "
+                f"together for adam and sgd alone; add --no-{verb}-optim"
+            )
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        raise ConfigError(
+            "--optimizer muon is that of emerging-optimizers, which is not installed; install it, or use adam or sgd"
+        )
 
 
 def _check_start(args: Any) -> None:

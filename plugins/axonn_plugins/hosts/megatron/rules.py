@@ -12,6 +12,7 @@ from typing import Any
 
 from axonn_plugins import build_locks
 from axonn_plugins.config.base import ConfigError
+from axonn_plugins.hosts.megatron import components
 from axonn_plugins.hosts.megatron.connections import set_connections
 from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topology_of
 from axonn_plugins.hosts.megatron.features import MODELS
@@ -42,14 +43,23 @@ def before(args: Any) -> Settings:
     require("--tensor-model-parallel-impl=axonn3d", "axonn_tp", "ted_moe")
     build_locks.warn()
     check_host()
-    _check_script()
-    check_arguments(args)
+    mixers = _check_script()
+    check_arguments(args, mixers)
     warn_of_unknown(args)
     _check_engine(args)
     _check_sizes(args)
+    owner = next((key for key in getattr(args, "axonn_components", {}) if mixers and key in components.OWNERS), None)
+    if owner is not None:
+        raise ConfigError(
+            f"{components.flag(owner)} does not go with Mamba mixers, of which some weights are not of the model's type; leave it out"
+        )
     sizes = {axis: _size(args, axis) for axis in AXES}
     set_connections(args, sizes)
     if "auto" in sizes.values():
+        if mixers:
+            raise ConfigError(
+                "sizes auto do not go with Mamba mixers, which the planner does not know of; give numbers to --axonn-gx, -gy and -gz"
+            )
         from axonn_plugins.hosts.megatron.auto_sizes import choose_sizes
 
         sizes = {**sizes, **choose_sizes(args, {axis: n for axis, n in sizes.items() if isinstance(n, int)})}
@@ -105,12 +115,22 @@ def check_host() -> None:
         warnings.warn(f"axonn: megatron-core {version} is newer than what was tested, {TESTED}", stacklevel=2)
 
 
-def _check_script() -> None:
-    """Refuse scripts of other models, which are known by what they import."""
+def _check_script() -> bool:
+    """Refuse scripts of other models, which are known by what they import.
+
+    Returns:
+        Whether it is one of models with Mamba mixers.
+    """
     main = vars(sys.modules["__main__"])
     for name, (model, why) in MODELS.items():
         if name in main and "GPTModel" not in main:
-            raise ConfigError(f"{IMPL} does not split {model}: {why}; use pretrain_gpt.py, or leave the flag out")
+            raise ConfigError(
+                f"{IMPL} does not split {model}: {why}; use pretrain_gpt.py or pretrain_mamba.py, or leave the flag out"
+            )
+    mixers = "GPTModel" not in main and not {"MambaModel", "mamba_builder"}.isdisjoint(main)
+    if mixers and importlib.util.find_spec("mamba_ssm") is None:
+        raise ConfigError("Mamba mixers are computed by mamba-ssm, which is not installed; pip install mamba-ssm")
+    return mixers
 
 
 def _check_engine(args: Any) -> None:

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, transformer_block, transformer_layer
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.megatron import context, grouped, latent, moe, mtp, process_groups
+from axonn_plugins.hosts.megatron import context, grouped, latent, mamba, moe, mtp, muon, process_groups
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.engine_layers import (
     EngineColumnParallelLinear,
@@ -68,15 +68,16 @@ def install(settings: Settings) -> None:
     _originals.wrap(language_model_embedding.LanguageModelEmbedding, "__init__", _with_embeddings)
     _originals.wrap(transformer_layer.TransformerLayer, "__init__", _with_layer)
     _originals.wrap(transformer_block.TransformerBlock, "__init__", _with_final_norm)
-    _originals.wrap(transformer_block.TransformerBlock, "set_input_tensor", _takes_whole)
-    _originals.wrap(transformer_block.TransformerBlock, "forward", _gives_whole)
     _originals.wrap(rotary_pos_embedding.RotaryEmbedding, "get_rotary_seq_len", _of_whole_sequence)
-    _originals.wrap(gpt_model.GPTModel, "__init__", _with_forward)
+    for model, block in ((gpt_model.GPTModel, transformer_block.TransformerBlock), *mamba.install(_originals)):
+        _originals.wrap(model, "__init__", _with_forward)
+        _originals.wrap(block, "set_input_tensor", _takes_whole)
+        _originals.wrap(block, "forward", _gives_whole)
     _originals.wrap(language_module.LanguageModule, "__init__", _of_models_that_are_split)
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
-    for part in (moe, latent, mtp):
+    for part in (moe, latent, mtp, muon):
         part.install(_originals)
     for part in (context, grouped):
         part.install(_originals, _providers())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn
@@ -58,6 +60,8 @@ class StageBatches(PipelineLosses, StagePasses):
         assert block.pipeline is not None
         self._pipeline: Pipeline = block.pipeline
         self._kept = {}
+        self._ahead = deque()
+        self._forms: set[tuple[tuple[torch.Size, torch.dtype], ...]] = set()
         self._label_mask = None if block.goldfish is None else LabelMask(block.goldfish)
         self.most_alive = 0
         self._recorder: Recorder | None = None
@@ -163,7 +167,8 @@ class StageBatches(PipelineLosses, StagePasses):
     def _compute(self, microbatches: int, training: bool) -> None:
         limit, schedule = self._limit(microbatches), self._pipeline.schedule
         limit = self._transport.limit(limit) if training else limit
-        stage = Stage(schedule, self.stage_id, self.num_stages, microbatches, limit, backward=training)
+        apart = self._is_new if training and self._loads_apart() else None
+        stage = Stage(schedule, self.stage_id, self.num_stages, microbatches, limit, backward=training, apart=apart)
         arrived: dict[bool, deque[Message]] = {True: deque(), False: deque()}
         self._transport.begin(microbatches, stage.limit, backward=training)
         while not stage.finished:
@@ -181,6 +186,21 @@ class StageBatches(PipelineLosses, StagePasses):
                 self._run(stage, action, arrived, training)
         self._transport.end()
         self._watch.working()
+
+    def _loads_apart(self) -> bool:
+        """True if this stage keeps microbatches apart that may load kernels: the first, where no other rank has to know and kernels are not all loaded."""
+        if not (self._transport.occupies and self.is_first_stage() and self._lead is None):
+            return False
+        return self._pipeline.schedule == "message_driven" and os.environ.get("CUDA_MODULE_LOADING") != "EAGER"
+
+    def _is_new(self, microbatch: int) -> bool:
+        """Read the next microbatch ahead; true if the like of it was not trained on."""
+        batch = self._next_batch()
+        self._ahead.append(batch)
+        form = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        known = form in self._forms
+        self._forms.add(form)
+        return not known
 
     def _computing_together(self) -> list[list[int]]:
         """Groups of ranks that meet in collectives inside a pass, and so must make their passes in one order."""
@@ -202,11 +222,13 @@ class StageBatches(PipelineLosses, StagePasses):
 
     def _run(self, stage: Stage, action: Action, arrived: dict[bool, deque[Message]], training: bool) -> None:
         start = perf_counter()
-        kind, microbatch = action
+        kind, microbatch, alone = action
         with self._together():
             if kind == "forward":
                 message = None if stage.is_first else arrived[True].popleft()
                 sent = self._forward_microbatch(microbatch, message, training)
+                alone = alone if message is None else message.alone
+                sent = sent._replace(alone=True) if alone and sent is not None else sent
             else:
                 message = None if stage.is_last else arrived[False].popleft()
                 sent = self._backward_microbatch(microbatch, message)

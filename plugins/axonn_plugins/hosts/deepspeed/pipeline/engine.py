@@ -137,7 +137,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
 
     def _agreed_batch(self) -> Any:
         """A batch on which ranks of one x-y plane agree."""
-        batch = self._next_batch()
+        batch = self._unread_batch()
         if self._split is None or self.mesh.size("replicas") == 1:
             return batch
         return self._replicas.call(("batch",), (batch,), {})[0][0]

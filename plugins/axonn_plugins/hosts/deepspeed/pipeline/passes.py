@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,7 @@ def _as_tuple(values: Any, what: str) -> tuple[Tensor, ...]:
 class StagePasses(PipelineEngine):
     """The part of the engine that computes."""
 
+    _ahead: deque[Any]
     _kept: dict[int, Kept]
     _label_mask: LabelMask | None
     most_alive: int
@@ -145,7 +146,11 @@ class StagePasses(PipelineEngine):
         return sent
 
     def _agreed_batch(self) -> Any:
-        return self._next_batch()
+        return self._unread_batch()
+
+    def _unread_batch(self) -> Any:
+        """The next one, which may have been read ahead."""
+        return self._ahead.popleft() if self._ahead else self._next_batch()
 
     def _masked(self, batch: Any) -> tuple[Any, Weight | None]:
         """A batch with labels in which the goldfish loss leaves targets out, and what its loss is multiplied by."""
