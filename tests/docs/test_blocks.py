@@ -1,4 +1,4 @@
-"""Blocks of JSON, Python and commands in READMEs and on the site are read by what would read them; test_python_blocks.py runs Python."""
+"""Every block of code in a README or on the site is read by what would read it; some are run."""
 
 from __future__ import annotations
 

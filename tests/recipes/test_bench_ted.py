@@ -122,7 +122,7 @@ def test_mistakes_are_one_sentence(options: list[str], words: str, capsys: pytes
 
 
 def test_tiles_take_what_is_stated(capfd: pytest.CaptureFixture[str]) -> None:
-    """The tiled step's temporary memory, in torch's optimizer and DeepSpeed's, is below what is printed first; the whole one's is not."""
+    """The tiled step's temporary memory is below what is printed first, the whole one's is not; under ZeRO-1 gloo copies the gathered weights."""
     assert tiled.main(["--elements", "1600000", "--tile-size", "20000", "--steps", "1"]) == 0
     said = capfd.readouterr().out
     limit = float(re.search(r"1 MiB = ([\d.]+) MiB", said)[1])
@@ -130,5 +130,6 @@ def test_tiles_take_what_is_stated(capfd: pytest.CaptureFixture[str]) -> None:
         name.strip(): float(peak) for name, peak in re.findall(r"^(.*?) +[\d.]+ ms a step +([\d.]+) MiB", said, re.M)
     }
     assert peaks.keys() == {f"{kind}, {size}" for kind in ("torch", "ZeRO-1") for size in ("whole", "tiled")}
-    assert {name for name, peak in peaks.items() if peak <= limit} == {"torch, tiled", "ZeRO-1, tiled"}
+    assert {name for name, peak in peaks.items() if peak <= limit} == {"torch, tiled"}
+    assert peaks["ZeRO-1, tiled"] < peaks["ZeRO-1, whole"] / 2
     assert said.count("speed, tiled") == 2

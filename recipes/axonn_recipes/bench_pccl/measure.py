@@ -140,7 +140,7 @@ def _cells(collective: str, size: int, sides: dict[str, Side], rounds: int) -> l
 
 
 def took(collective: str, size: int) -> str:
-    """By what pccl does a collective of the group of all ranks, which all of them make once: "desks", or an algorithm and its chunks."""
+    """The means by which pccl does a collective of the group of all ranks, which all of them make once: "desks", or an algorithm and its chunks."""
     whole, own, _ = _data(collective, size)
     chosen = planner()
     laid = chosen.fabric.core.laid()

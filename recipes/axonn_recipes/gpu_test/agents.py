@@ -35,7 +35,7 @@ _POLL, _GRACE, _MARGIN = 0.05, 5.0, 60.0
 """Seconds between looks at the others, of a rank whose neighbour has failed to say what it knows, and of agents beyond a system's."""
 
 _OWN, _OF_OTHERS, _STOPPED, _NONE = range(4)
-"""Of a rank's end, the likeliest cause of the others' first: a failure of its own, a RuntimeError, as a lost connection is, none."""
+"""Kinds of a rank's end, the likeliest cause of the others' first: a failure of its own, a RuntimeError, as a lost connection is, none."""
 _Said = tuple[int, str]
 
 

@@ -176,7 +176,7 @@ FEATURES = (
 
 _MATRICES = "its matrices are not those of a grid's layers"
 MUON = (Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", ()),)
-"""Those that do not go with Muon."""
+"""Arguments that do not go with Muon."""
 
 _HYBRIDS = "it is for models of several kinds of layers"
 ALIKE = (
@@ -184,7 +184,7 @@ ALIKE = (
     Feature("hybrid_override_pattern", _HYBRIDS, "use pretrain_mamba.py, or leave it out", ()),
     Feature("spec", "it may name layers that are not replaced", "leave it out", ()),
 )
-"""Those that do not go with models whose layers are alike."""
+"""Arguments that do not go with models whose layers are alike."""
 
 MIXERS = (
     Feature("fp8", "products of mixers are torch's, in 16 or 32 bits", "leave it out", (), "--fp8-format"),
@@ -195,7 +195,7 @@ MIXERS = (
         ("selective",),
     ),
 )
-"""Those that do not go with Mamba mixers."""
+"""Arguments that do not go with Mamba mixers."""
 
 _ATTENTION = "scales would be of a rank's heads alone, other ones on each grid"
 EIGHT_BITS = (

@@ -62,7 +62,7 @@ class _Groups(list):
         return iter(self[:])
 
     def remove(self, group: Any) -> None:
-        """That one, not an equal one: tensors are not compared."""
+        """Remove that group, not an equal one: tensors are not compared."""
         self[:] = [one for one in self if one is not group]
 
 
