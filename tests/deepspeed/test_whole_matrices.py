@@ -246,11 +246,11 @@ def test_weights_are_the_serial_optimizers(tmp_path: Path) -> None:
         assert {name: apart for name, apart in rank.items() if not apart <= 1e-9} == {}
 
 
-def test_biases_of_keys_differ_from_themselves_by_as_much_as_from_a_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(disable=True)
+def test_biases_of_keys_differ_from_themselves_by_as_much_as_from_a_grids() -> None:
     """A softmax does not see what is added to all its arguments, so the keys' part of a fused qkv bias has the gradient that rounding leaves. Adam
     divides it by Muon's eps of 1e-10: one process differs from itself there by 1e-9 where the samples of a batch change places, as grids do.
     """
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     found = []
     for flipped in (False, True):
         torch.manual_seed(3)

@@ -174,6 +174,7 @@ NOT_ASKED_OF_A_DEVICE = {
     "axonn_tp/checkpoint/randomness.py": "gloo's group of checkpoints",
     "axonn_tp/checkpoint/ranks.py": "the same",
     "plugins/axonn_plugins/pipeline/lead.py": "gloo's group",
+    "plugins/axonn_plugins/hosts/lightning/streams.py": "readers' first batches, before training",
     "plugins/axonn_plugins/pccl/device_tuner.py": "calls that are timed, the device is waited for behind each",
     "plugins/axonn_plugins/hosts/megatron/mamba.py": "no case has Megatron's Mamba layers on the device",
     "plugins/axonn_plugins/hosts/megatron/muon.py": "no case has Megatron's Muon on the device",

@@ -104,7 +104,7 @@ class Shadow:
         return forward
 
     def users(self, run: Run) -> dict[str, set[str]]:
-        """For each parameter or embedding the linears that read what was made of it in a pass; ``""`` for its output, and for a layer that has it as its weight."""
+        """For each parameter or embedding the linears that read what was made of it in a pass; ``""`` for its output, and where it is a layer's weight."""
         found = run.users(dict(self.model.named_parameters()))
         for name in own_weights(self.model) & found.keys():
             found[name].add("")
