@@ -12,7 +12,8 @@ def timeout_of(backend: Any) -> timedelta | None:
     if backend.name() == "pccl":
         from axonn_plugins.pccl.build import load
 
-        return timedelta(seconds=load().planner(backend).timeout)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it.
+        return timedelta(seconds=load().planner(getattr(backend, "wrapped_pg", backend)).timeout)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
