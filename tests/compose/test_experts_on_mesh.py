@@ -218,7 +218,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "both_layouts"), [(4, False), (8, False), thorough(4, True)])
+@pytest.mark.parametrize(("ranks", "both_layouts"), [thorough(4, False), (8, False), thorough(4, True)])
 def test_equals_one_process(ranks: int, both_layouts: bool) -> None:
     chosen = cases(ranks, both_layouts)
     for case in chosen:

@@ -43,14 +43,20 @@ DEGREES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 CASES = {**SAVED, **{f"by stock, {name}": case for name, case in BY_STOCK.items()}}
-RESUMED = {
-    (name, degrees): (row + 2 * column) % 3 == 0
-    for row, (name, case) in enumerate(CASES.items())
-    for column, degrees in enumerate(
-        DEGREES if case.ted and case.ep_size > 1 else ["same", "tensor 4, expert 2", "whole experts"]
-    )
+EVERY_RUN = {
+    ("ZeRO-0", "same"),
+    ("ZeRO-1, bf16", "tensor 1, expert 4"),
+    ("ZeRO-2, ep_size 1", "whole experts"),
+    ("whole experts", "tensor 8, expert 1"),
+    ("by stock, ZeRO-1, bf16", "tensor 4, expert 2"),
 }
-"""Whether every run has it: every third degree of each, in turn, so that each degree is there."""
+"""Each degree once."""
+RESUMED = {
+    (name, degrees): (name, degrees) in EVERY_RUN
+    for name, case in CASES.items()
+    for degrees in (DEGREES if case.ted and case.ep_size > 1 else ["same", "tensor 4, expert 2", "whole experts"])
+}
+"""Cases, and True for those of every run."""
 
 
 def resumed(case: Case, folder: str) -> Any:

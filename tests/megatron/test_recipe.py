@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 # Before ranks are forked, which then need not import Megatron each.
 from axonn_recipes.megatron_gpt.train import train
 from tests import groups
-from tests.matrix import chosen, names
+from tests.matrix import chosen, names, thorough
 
 STOCK = Settings(
     ranks=1,
@@ -118,7 +118,7 @@ def test_grids_train_as_one_rank(name: str, ours: dict[str, list[Curve]], stock:
     assert {where: value for where, value in differences.items() if not value < 1e-5} == {}
 
 
-@pytest.mark.parametrize("split", [{}, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("split", [thorough({}), SPLIT], ids=["whole", "split"])
 def test_a_checkpoint_goes_on_on_another_grid(prefix: Path, stock: dict, tmp_path: Path, split: dict) -> None:
     half = {"steps": STOCK.steps // 2, **split}
     begun = on(2, 1, 2, 1, **half)

@@ -21,6 +21,7 @@ from axonn_recipes.gpu_test import agents, launchers, report
 from axonn_recipes.gpu_test.scale import Check, Found, Scale, scale_of
 from axonn_recipes.gpu_test.systems import SYSTEMS
 from axonn_recipes.gpu_test.training import spans_hidden
+from tests.matrix import thorough
 
 BROKEN = "tests.recipes.test_gpu_test"
 
@@ -31,8 +32,9 @@ def dry(folder: Path, *words: str) -> tuple[int, dict]:
 
 
 @pytest.mark.timeout(600)
-def test_dry_runs_every_system(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, numbers = dry(tmp_path)
+@pytest.mark.parametrize("words", [("--ranks", "2"), thorough(())])
+def test_dry_runs_every_system(tmp_path: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    code, numbers = dry(tmp_path, *words)
     said = capfd.readouterr().out
     assert code == 0, said
     assert f"{len(SYSTEMS)} of {len(SYSTEMS)} systems ok" in said
@@ -68,7 +70,7 @@ def run(scale: Scale) -> Found:
 @pytest.mark.parametrize(
     ("fault", "rank", "words"),
     [
-        ("raises", "1", "ValueError: the last rank will not"),
+        thorough("raises", "1", "ValueError: the last rank will not"),
         ("dies", "1", "it was ended by SIGSEGV"),
         ("hangs", None, "it did not end within 3 s"),
         ("differs", None, None),
