@@ -469,12 +469,12 @@ def test_what_goes_with_mamba_mixers(host, capsys, monkeypatch):
         (EIGHT, "--fp8-format hybrid does not go with Mamba mixers beside"),
         (["--recompute-granularity", "full"], "--recompute-granularity full does not go with Mamba mixers beside"),
         (["--axonn-gx", "auto"], "sizes auto do not go with Mamba mixers"),
-        (["--axonn-offload-optimizer"], "--axonn-offload-optimizer does not go with Mamba mixers"),
     ):
         with pytest.raises(SystemExit):
             host.run(*ON, *words)
         assert said in capsys.readouterr().err
     assert host.run(*ON, "--axonn-gx", "2", "--spec", "somebodys.layers", "spec").axonn_gx == 2
+    assert host.run(*ON, "--axonn-gz", "2", "--axonn-offload-optimizer").axonn_stage == 0
 
 
 def test_muon_is_that_of_a_package(host, capsys, monkeypatch):

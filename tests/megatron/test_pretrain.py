@@ -124,13 +124,16 @@ def test_shared_sequences_in_stages_and_from_checkpoints(tmp_path: Path) -> None
         assert differences(cases) == {}, name
 
 
-def with_double(folder: Path, double: str, script: str) -> Path:
-    """A script that runs one of Megatron's, which finds a double of a package."""
+def with_doubles(folder: Path, script: str, *doubles: str) -> Path:
+    """A script that runs one of Megatron's, which finds doubles of packages, and the systems of `with_systems`."""
+    lines = ["import runpy, sys", *(f"from tests.megatron import {double}" for double in doubles)]
+    lines += [*(f"{double}.install()" for double in doubles), "import tests.megatron.with_systems"]
+    lines += [
+        f"sys.path.insert(0, {CHECKOUT!r})",
+        f"runpy.run_path({str(Path(CHECKOUT, script))!r}, run_name=__name__)",
+    ]
     file = folder / script
-    file.write_text(
-        f"import runpy, sys\nfrom tests.megatron import {double}\n{double}.install()\n"
-        f"sys.path.insert(0, {CHECKOUT!r})\nrunpy.run_path({str(Path(CHECKOUT, script))!r}, run_name=__name__)\n"
-    )
+    file.write_text("\n".join(lines))
     return file
 
 
@@ -141,25 +144,27 @@ HYBRID = (
 
 
 @needs_script
+@pytest.mark.timeout(1800)
 def test_hybrids_of_mamba(tmp_path: Path) -> None:
     cases = {"stock": stock("plain", *HYBRID), "sharded": flags((2, 1, 2, 1), "distributed optimizer", *HYBRID)}
     cases |= {
         str(grid): flags(grid, "plain", *HYBRID) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (4, 1, 1, 1))
     }
     cases["shared"] = flags((2, 1, 1, 2), "plain", *HYBRID, "--context-parallel-size", "2")
-    script = with_double(tmp_path, "mamba_double", "pretrain_mamba.py")
+    script = with_doubles(tmp_path, "pretrain_mamba.py", "mamba_double")
     assert differences(cases, script=script) == {}
     goes_on(tmp_path, script, "plain", HYBRID, [((2, 1, 2, 1), (1, 2, 1, 2)), ((1, 1, 1, 1), (2, 2, 1, 1))])
 
 
 @needs_script
+@pytest.mark.timeout(1800)
 def test_muon(tmp_path: Path) -> None:
     muon = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "high", "--muon-tp-mode", "duplicated"]
     cases = {"stock": stock("plain", *muon)}
     cases |= {
         str(grid): flags(grid, "plain", *muon) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 4, 1), (2, 1, 1, 2))
     }
-    script = with_double(tmp_path, "muon_double", "pretrain_gpt.py")
+    script = with_doubles(tmp_path, "pretrain_gpt.py", "muon_double")
     assert differences(cases, script=script) == {}
     goes_on(tmp_path, script, "plain", muon, [((2, 1, 2, 1), (1, 2, 1, 2))])
     # In 16 bits there are float32 weights of either optimizer.
