@@ -152,6 +152,10 @@ WRONG = {
         [*ON, "--optimizer", "muon", "--num-experts", "8"],
         "--num-experts 8 does not go with --optimizer muon beside .* leave it out, or use adam",
     ),
+    "muon dealt out": (
+        [*ON, "--optimizer", "muon", "--use-distributed-optimizer"],
+        "--use-distributed-optimizer does not go with --optimizer muon beside .* leave it out",
+    ),
     "muon by shares": (
         [*ON, "--axonn-gy", "2", "--optimizer", "muon", "--muon-tp-mode", "blockwise"],
         "--muon-tp-mode blockwise does not go with .*: it orthogonalises each rank's share by itself.* use duplicated",

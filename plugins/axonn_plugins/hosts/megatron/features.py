@@ -178,6 +178,10 @@ _MATRICES = "its matrices are not those of a grid's layers"
 MUON = (
     Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", ()),
     Feature(
+        "use_distributed_optimizer",
+        "it would share whole matrices out among data-parallel ranks, of which those of z hold shares",
+    ),
+    Feature(
         "muon_tp_mode",
         "every rank orthogonalises whole matrices, and none a part of the iteration",
         "use duplicated, or leave it out",
