@@ -388,3 +388,20 @@ def test_two_optimizers_as_one_and_back(nested: bool) -> None:
     assert all("params" not in one for one in inner["param_groups"]) and inner["state"]["common_step"] == 7
     now = [(one["optimizer"] if nested else one)["param_groups"] for one in parts]
     assert checkpoint_optimizer.separate(joined, now) == parts
+
+
+def test_an_optimizer_of_nothing_leaves_no_list_in_a_checkpoint() -> None:
+    """As Muon's of what z does not split: stored, it would not fit where one optimizer has all."""
+    kept = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+    groups = [{**kept, "params": params, "is_expert_parallel": bool(params)} for params in ([], [0])]
+    parts = [
+        {
+            "optimizer": {"param_groups": [group], "state": {}},
+            "fp32_from_fp16_params": [["master"] * len(group["params"])],
+        }
+        for group in groups
+    ]
+    joined = checkpoint_optimizer.join(parts)
+    assert joined["fp32_from_fp16_params"] == [["master"]]
+    found = checkpoint_optimizer.separate(joined, [[group] for group in groups])
+    assert [one["fp32_from_fp16_params"] for one in found] == [[[]], [["master"]]]

@@ -53,7 +53,8 @@ def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         one["state"] = _interleaved([part["state"] for part in inner])
     joined = {**parts[0], "optimizer": one} if nested else one
     if "fp32_from_fp16_params" in joined:
-        joined["fp32_from_fp16_params"] = [group for part in parts for group in part["fp32_from_fp16_params"]]
+        # A list of nothing would be stored, and not fit where there are others.
+        joined["fp32_from_fp16_params"] = [group for part in parts for group in part["fp32_from_fp16_params"] if group]
     if "param_state" in joined:
         # Only data-parallel rank 0 has it where it was gathered by gloo.
         joined["param_state"] = _interleaved([part["param_state"] or {} for part in parts])
@@ -76,8 +77,13 @@ def separate(joined: dict[str, Any], groups: Sequence[Groups]) -> list[dict[str,
             one["state"] = _every(one["state"], number, count)
         part = {**joined, "optimizer": one} if nested else one
         if "fp32_from_fp16_params" in part:
-            part["fp32_from_fp16_params"] = joined["fp32_from_fp16_params"][begin : begin + len(own)]
-            begin += len(own)
+            masters = joined["fp32_from_fp16_params"]
+            filled = [bool(group["params"]) for group in own]
+            places = [begin + sum(filled[:n]) for n, _ in enumerate(own)]
+            part["fp32_from_fp16_params"] = [
+                masters[at] if full else [] for at, full in zip(places, filled, strict=True)
+            ]
+            begin += sum(filled)
         if "param_state" in part:
             part["param_state"] = _every(part["param_state"], number, count)
         part.pop(_JOINED, None)
