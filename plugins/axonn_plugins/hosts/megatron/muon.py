@@ -20,7 +20,7 @@ from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
 
 _MODULES = ("muon", "emerging_optimizers")
-"""Of `megatron.core.optimizer`: where 0.16 and 0.17 have Muon, and where later versions do."""
+"""Modules of `megatron.core.optimizer` with Muon: of 0.16 and 0.17, and of later versions."""
 
 
 def install(originals: Originals) -> None:
