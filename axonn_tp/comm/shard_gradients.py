@@ -73,7 +73,11 @@ class _Watch:
         if len(given) == 1 and given[0] is grad:
             return
         cast = [one.to(grad.dtype).reshape(grad.shape) for one in given]
-        if not cast or not torch.allclose(reduce(torch.add, cast), grad, rtol=0, atol=0, equal_nan=True):
+        # Autograd may add three and more in another order.
+        rounding = (
+            0.0 if len(cast) < 3 else 8 * torch.finfo(grad.dtype).eps * max(float(one.abs().max()) for one in cast)
+        )
+        if not cast or not torch.allclose(reduce(torch.add, cast), grad, rtol=0, atol=rounding, equal_nan=True):
             raise ValueError(read_in_shards(self._name))
 
 
