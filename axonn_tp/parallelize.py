@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -37,6 +38,7 @@ from axonn_tp.layers.layer_norm import LayerNorm
 from axonn_tp.layers.linear import Linear
 from axonn_tp.layers.materialise import Materialiser
 from axonn_tp.layers.rms_norm import RMSNorm
+from axonn_tp.layers.shared_uses import SharedUses
 from axonn_tp.layers.tuning import TunedMatmul, Tuner
 from axonn_tp.layers.tuning_cache import default_cache
 from axonn_tp.layers.weight import Split, SplitWeight
@@ -143,7 +145,7 @@ class _Forward:
     """The state that a model's hooks share; a copy of the model has its own."""
 
     def __init__(self, model: nn.Module, tuner: Tuner | None) -> None:
-        self.tuner = tuner
+        self.tuner, self.uses = tuner, SharedUses()
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
@@ -172,11 +174,15 @@ def _enter_forward(model: nn.Module, inputs: tuple) -> None:
         # In `as_serial` layers are plain, and gather for themselves.
         if all(isinstance(layer, SplitWeight) for layer in layers):
             gathers.begin(layers)
+    if model.training and torch.is_grad_enabled():
+        forward.uses.begin()
 
 
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
-    for gathers in model.axonn_forward.layers:  # type: ignore[union-attr]
+    forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    for gathers in forward.layers:
         gathers.leave()
+    forward.uses.end(model, output)
 
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Options) -> None:

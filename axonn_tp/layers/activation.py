@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
 
 from axonn_tp.grid.mesh import AXES, Mesh
@@ -75,6 +76,8 @@ class Activation(Tensor):
         with unwatched():
             if split is None or function in _APART:
                 return function(*args, **kwargs)
+            if uses_on_shares:
+                args, kwargs = _noted_uses(function, args, kwargs)
             if drawing(function, args, kwargs):
                 with forked(split.place, given.device):
                     made = function(*args, **kwargs)
@@ -188,6 +191,28 @@ def _each(change: Any, arg: Any) -> Any:
     if isinstance(arg, (tuple, list)):
         return tuple(_each(change, one) for one in arg)
     return change(arg) if type(arg) is Activation else arg
+
+
+uses_on_shares: list[list[Any]] = []
+"""For each pass that `axonn_tp.layers.shared_uses` looks at, one inside another, nodes by which differentiable plain tensors come to activations."""
+
+
+def _noted_uses(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    name = getattr(function, "__name__", "")
+    changed = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    kept = 1 if changed else 0  # what is changed in place stays itself
+    return (*args[:kept], *map(_noted_use, args[kept:])), {key: _noted_use(arg) for key, arg in kwargs.items()}
+
+
+def _noted_use(arg: Any) -> Any:
+    if type(arg) in (tuple, list):
+        return type(arg)(map(_noted_use, arg))
+    if type(arg) not in (Tensor, Parameter) or not arg.requires_grad:
+        return arg
+    made = arg.view_as(arg)
+    if made.requires_grad:
+        uses_on_shares[-1].append(made.grad_fn)
+    return made
 
 
 def split_of(tensor: Tensor) -> ActivationSplit | None:

@@ -1,13 +1,16 @@
-"""A loss made of a rank's share of an activation is refused when it is differentiated, on every rank."""
+"""What cannot be differentiated rank by rank is refused on every rank: a loss of shares, a parameter used on shares and otherwise."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from axonn_tp import Mesh, parallelize
+from axonn_tp import Mesh, parallelize, sync_gradients
+from tests.axonn_tp.test_auto import Everywhere
 from tests.distributed import run_ranks
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -60,8 +63,35 @@ def _refusals() -> list[str]:
     return said
 
 
-def test_a_loss_of_a_share_is_refused() -> None:
-    for said in run_ranks(_refusals, 2):
+def _shared_uses() -> None:
+    """By a plan that nothing but `auto_plan` could tell from a right one; refused in the first training pass, not in evaluation."""
+    tokens, plan = torch.arange(6).view(2, 3), {"up": "normal", "down": "transposed"}
+    for sizes in ({"gx": 2}, {"gy": 2}):
+        mesh = Mesh.create(**sizes)
+        for kind, named in (("activation", "act.weight"), ("rows", "table.weight"), ("within", None)):
+            torch.manual_seed(1)
+            serial = Everywhere(kind).double()
+            model = parallelize(copy.deepcopy(serial), mesh, plan)
+            model.eval()(tokens)
+            model.train()
+            if named is not None:
+                with pytest.raises(ValueError, match=f"{named} is used on features that a pair of the plan splits"):
+                    model(tokens)
+            for each in (model, serial) if named is None else ():
+                each(tokens).square().mean().backward()
+            sync_gradients(model.parameters(), mesh)
+            for mine, other in zip(model.parameters(), serial.parameters(), strict=True):
+                if mine.grad is not None and not hasattr(mine, "axonn_layout"):
+                    assert (mine.grad - other.grad).abs().max() < 1e-12
+
+
+def _all_refusals() -> list[str]:
+    _shared_uses()
+    return _refusals()
+
+
+def test_a_loss_of_a_share_and_a_parameter_used_on_both_are_refused() -> None:
+    for said in run_ranks(_all_refusals, 2):
         assert len(said) == 2 * 3 * len(LOSSES)
         for sentence in said:
             assert "of a rank's share of an activation" in sentence or "across" in sentence, sentence

@@ -1,0 +1,88 @@
+"""Parameters that are used on shares of an activation and otherwise, too: refused in a model's first training pass.
+
+The gradient of a use on a share is the share's, to be summed over the ranks of x and y, and that of a use on whole activations is whole
+on every rank: a parameter gets the sum of both, which is neither. The automatic plan splits no such pair of layers; a plan by hand may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from axonn_tp.layers.activation import uses_on_shares
+
+
+class SharedUses:
+    """Looks at one training pass of a model that was split: the first."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Any] | None = None
+        self._done = False
+
+    def begin(self) -> None:
+        """A forward begins that will be differentiated."""
+        if not self._done:
+            self._done, self._nodes = True, []
+            uses_on_shares.append(self._nodes)
+
+    def end(self, model: nn.Module, outputs: Any) -> None:
+        """A forward of the model ends.
+
+        Raises:
+            ValueError: the outputs are made of a parameter in both ways; the same on all ranks of x and y.
+        """
+        nodes, self._nodes = self._nodes, None
+        if nodes is None:
+            return
+        uses_on_shares[:] = [one for one in uses_on_shares if one is not nodes]
+        name = used_on_both(model, outputs, nodes) if nodes else None
+        if name is not None:
+            raise ValueError(
+                f"{name} is used on features that a pair of the plan splits, where its gradient is a share's, and outside of the pair, where it is whole, and "
+                "no sum over ranks is right for both; leave that pair's layers out of the plan, which makes them self_contained, or use another parameter there"
+            )
+
+
+def used_on_both(model: nn.Module, outputs: Any, uses: Iterable[Any]) -> str | None:
+    """The first parameter that no layer splits, and that the outputs are made of by way of shares and otherwise.
+
+    Args:
+        model: the model.
+        outputs: of its forward, in any structure.
+        uses: nodes of the graph by which whole tensors come to shares.
+    """
+    uses = set(uses)
+    roots = [tensor.grad_fn for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor)]
+    otherwise = _leaves(roots, lambda node: node in uses)
+    # What comes to a share from a layer is a share itself, if one that does not know it.
+    on_shares = _leaves(uses, _of_a_layer)
+    both = otherwise & on_shares
+    for name, parameter in model.named_parameters():
+        if id(parameter) in both and not hasattr(parameter, "axonn_layout"):
+            return name
+    return None
+
+
+def _of_a_layer(node: Any) -> bool:
+    """True if one of our functions made what the node stands for."""
+    return getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("axonn_tp.")
+
+
+def _leaves(roots: Iterable[Any], ends: Callable[[Any], bool]) -> set[int]:
+    """Tensors that were made of no other, by id, which nodes are made of; what `ends` names is not looked into, unless it is a root."""
+    found: set[int] = set()
+    waiting = [root for root in roots if root is not None]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen and not ends(after):
+                seen.add(after)
+                waiting.append(after)
+    return found
