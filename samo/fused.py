@@ -6,10 +6,15 @@ version does the work. State is kept where torch's optimizer keeps it, under its
 
 from __future__ import annotations
 
+import math
+import operator
 import os
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
+from itertools import compress as selected
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from axonn_plugins.optim.store import Entry, Segment, Store
 
+_OF_STATE = operator.itemgetter("step", "exp_avg", "exp_avg_sq")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,10 +82,11 @@ def adam(inner: torch.optim.Optimizer, store: Store, plans: dict[Store, Plan], f
 
 
 class Plan:
-    """One launch that updates all segments of a store, with its table of work and counts of steps.
+    """One launch that updates all segments of a store, with its tables.
 
     The number of the step is each segment's own, as in torch; the tensors of `state["step"]` are views of one vector here, so
-    that counting costs one call.
+    that counting costs one call. The host counts along, so that it computes a step's numbers without asking the device. A step in which
+    nothing has moved costs the host some calls in all, not some a segment.
 
     Args:
         store: whose segments.
@@ -90,7 +97,7 @@ class Plan:
         module = kernels()
         assert module is not None
         self.kernels, self.store = module, store
-        self.groups = [segment.entry.group for segment in store.segments]
+        self.entries = [segment.entry for segment in store.segments]
         rows = [
             module.split(segment.entry.index, segment.begin, segment.length, store.device) for segment in store.segments
         ]
@@ -100,29 +107,71 @@ class Plan:
         self.steps = torch.zeros(len(rows), device=on)
         self.views = self.steps.unbind()
         self.one = torch.ones((), device=store.device)
-        self._addresses: list[list[int]] = []
-        self._table = torch.empty(0)
+        self._counts: list[float] = []
+        self._version = -1
+        self._arrived: list[bool] = []
+        self._used: list[dict[str, Any]] = []
+        self._states: list[dict[str, Any]] = []
+        self._addresses: list[int] = []
+        self._rows: dict[tuple[int, float], int] = {}
+        self._pieces = self._added = torch.empty(0)
 
     def step(self, inner: torch.optim.Optimizer, factor: Tensor | None) -> None:
         """Update what has arrived."""
-        pieces = self._pieces(inner)
+        arrived = [entry.arrived for entry in self.entries]
+        if not self._as_before(inner, arrived):
+            self._look(inner, arrived)
+        self.steps += self._added
+        self._version = self.steps._version
+        self._counts = [count + one for count, one in zip(self._counts, arrived, strict=True)]
+        self._rows = {(group, count + 1): row for (group, count), row in self._rows.items()}
+        decoupled = isinstance(inner, torch.optim.AdamW)
+        scalars = [_scalars(inner.param_groups[group], decoupled, count) for group, count in self._rows]
+        table = torch.tensor(scalars, dtype=torch.float32).to(self.work.device)
         factor = self.one if factor is None else factor.to(self.one)
-        self.kernels.adam(self.work, pieces, self._scalars(inner), self.store.gradient, self.store.master, factor)
+        self.kernels.adam(self.work, self._pieces, table, self.store.gradient, self.store.master, factor)
 
-    def _pieces(self, inner: torch.optim.Optimizer) -> Tensor:
-        """The kernel's table of segments, made anew if a tensor is another than in the last step."""
-        rows = [
-            self._row(segment, inner.state[segment.weights] if segment.entry.arrived else {}, view)
+    def _as_before(self, inner: torch.optim.Optimizer, arrived: list[bool]) -> bool:
+        """True if the same segments have gradients as in the last step, and their tensors are where they were, unchanged but by it."""
+        return (
+            arrived == self._arrived
+            and self.steps._version == self._version
+            and len(inner.state) == len(self._states)
+            and all(map(operator.is_, inner.state.values(), self._states))
+            and self._found() == self._addresses
+        )
+
+    def _found(self) -> list[int]:
+        """Addresses of parameters and states of the segments that have gradients."""
+        tensors = chain.from_iterable(map(_OF_STATE, self._used))
+        return [*map(Tensor.data_ptr, self._parameters()), *map(Tensor.data_ptr, tensors)]
+
+    def _parameters(self) -> Iterable[Tensor]:
+        return (entry.parameter for entry in selected(self.entries, self._arrived))
+
+    def _look(self, inner: torch.optim.Optimizer, arrived: list[bool]) -> None:
+        """Make the kernel's table of segments, and take counts that somebody else has written."""
+        self._arrived = arrived
+        self._used = [
+            self._state(segment, inner, view)
             for segment, view in zip(self.store.segments, self.views, strict=True)
+            if segment.entry.arrived
         ]
-        if rows != self._addresses:
-            self._addresses, self._table = rows, torch.tensor(rows).to(self.work.device)
-        return self._table
+        self._states, self._addresses = list(inner.state.values()), self._found()
+        if self.steps._version != self._version:
+            self._counts = self.steps.tolist()
+        keys = [(entry.group, count) for entry, count in zip(self.entries, self._counts, strict=True)]
+        self._rows = {key: row for row, key in enumerate(dict.fromkeys(selected(keys, arrived)))}
+        states = iter(self._used)
+        pieces = [
+            _piece(segment, next(states), self._rows[key]) if segment.entry.arrived else self.kernels.NOTHING
+            for segment, key in zip(self.store.segments, keys, strict=True)
+        ]
+        self._pieces = torch.tensor(pieces).to(self.work.device)
+        self._added = torch.tensor(arrived).to(self.steps)
 
-    def _row(self, segment: Segment, state: dict[str, Any], count: Tensor) -> list[int]:
-        entry = segment.entry
-        if not entry.arrived:
-            return [0] * len(self.kernels.PIECE)
+    def _state(self, segment: Segment, inner: torch.optim.Optimizer, count: Tensor) -> dict[str, Any]:
+        state = inner.state[segment.weights]
         if not state:
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros(segment.length, device=self.work.device)
@@ -130,33 +179,22 @@ class Plan:
             state["step"] = count
         elif state["step"] is not count:
             state["step"] = count.copy_(torch.as_tensor(state["step"]))
-        index = (0, 0) if entry.index is None else _stored(entry.index.tensors[0])
-        averages = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
-        return [entry.parameter.data_ptr(), *index, segment.begin, segment.gradient, segment.owned, *averages]
-
-    def _scalars(self, inner: torch.optim.Optimizer) -> Tensor:
-        """Count the step, and compute as torch does, in float64, what is the same for all elements of a segment."""
-        arrived = torch.tensor(
-            [float(segment.entry.arrived) for segment in self.store.segments], device=self.steps.device
-        )
-        self.steps += arrived
-        by_group = torch.tensor(
-            [_numbers(group, isinstance(inner, torch.optim.AdamW)) for group in inner.param_groups], dtype=torch.float64
-        )
-        lr, beta1, beta2, *given = by_group[self.groups].to(self.steps.device).unbind(1)
-        step = self.steps.double()
-        step_size, root = lr / (1 - beta1**step), (1 - beta2**step).sqrt()
-        decay, coupled, eps = given
-        columns = [arrived.double(), decay, coupled, 1 - beta1, beta2, 1 - beta2, root, eps, step_size]
-        return torch.stack(columns, 1).float().to(self.work.device)
+        return state
 
 
-def _stored(offsets: Tensor) -> tuple[int, int]:
-    return offsets.data_ptr(), offsets.element_size()
+def _piece(segment: Segment, state: dict[str, Any], row: int) -> tuple[int, ...]:
+    """A row of the kernel's table of segments."""
+    entry = segment.entry
+    index = None if entry.index is None else entry.index.tensors[0]
+    stored = (0, 0) if index is None else (index.data_ptr(), index.element_size())
+    addresses = entry.parameter.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
+    return row, *stored, segment.begin, segment.gradient, segment.owned, *addresses
 
 
-def _numbers(group: dict[str, Any], decoupled: bool) -> tuple[float, ...]:
-    """Learning rate, betas, the factor of decoupled weight decay, coupled weight decay, epsilon."""
-    lr, decay = group["lr"], group["weight_decay"]
+def _scalars(group: dict[str, Any], decoupled: bool, step: float) -> tuple[float, ...]:
+    """A row of the kernel's table of numbers, computed as torch does, in float64."""
+    lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
     decoupled = decoupled or group.get("decoupled_weight_decay", False)
-    return lr, *group["betas"], 1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay, group["eps"]
+    decay, coupled = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+    root, step_size = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+    return decay, coupled, 1 - beta1, beta2, 1 - beta2, root, group["eps"], step_size

@@ -21,12 +21,14 @@ CHUNK = 1024
 ADAM_WARPS = 8
 """Warps of a program of `adam`: with four, a thread's eight elements take 122 registers on sm_90, and programs fill a quarter of the GPU."""
 
-PIECE = ("parameter", "index", "bytes", "begin", "gradient", "master", "exp_avg", "exp_avg_sq")
-"""Columns of `adam`'s int64 table, a row a piece: addresses, but for these: bytes of an index's element (0: all are kept),
-and where the piece begins in the index and in the vectors of gradients and master weights."""
+PIECE = ("scalars", "index", "bytes", "begin", "gradient", "master", "parameter", "exp_avg", "exp_avg_sq")
+"""Columns of `adam`'s int64 table, a row a piece: addresses, but for these: its row of scalars (-1: it has no gradient), bytes of an index's
+element (0: all are kept), and where the piece begins in the index and in the vectors of gradients and master weights."""
+NOTHING = (-1,) * len(PIECE)
+"""A row of a piece without a gradient."""
 
-SCALAR = ("arrived", "decay", "coupled_decay", "weight1", "beta2", "weight2", "root", "eps", "step_size")
-"""Columns of `adam`'s float32 table, a row a piece: what torch's Adam computes in float64 on the host."""
+SCALAR = ("decay", "coupled_decay", "weight1", "beta2", "weight2", "root", "eps", "step_size")
+"""Columns of `adam`'s float32 table, what torch's Adam computes in float64 on the host."""
 
 PIECE_COLUMNS = tl.constexpr(len(PIECE))
 SCALAR_COLUMNS = tl.constexpr(len(SCALAR))
@@ -73,16 +75,17 @@ def _adam(work, pieces, scalars, gradients, masters, factor, MASTER: tl.constexp
     first = tl.load(row + 1)
     count = tl.load(row + 2)
     base = tl.load(row + 3)
-    scalars += piece * SCALAR_COLUMNS
     pieces += piece * PIECE_COLUMNS
-    if tl.load(scalars) != 0:
+    numbers = tl.load(pieces)
+    if numbers >= 0:
+        scalars += numbers * SCALAR_COLUMNS
         lane = tl.arange(0, SIZE)
         inside = lane < count
         number = first + lane
-        parameter = tl.load(pieces).to(tl.pointer_type(gradients.dtype.element_ty))
+        parameter = tl.load(pieces + 6).to(tl.pointer_type(gradients.dtype.element_ty))
         position = _position(tl.load(pieces + 1), tl.load(pieces + 2), base, tl.load(pieces + 3) + number, inside)
-        exp_avg = tl.load(pieces + 6).to(tl.pointer_type(tl.float32)) + number
-        exp_avg_sq = tl.load(pieces + 7).to(tl.pointer_type(tl.float32)) + number
+        exp_avg = tl.load(pieces + 7).to(tl.pointer_type(tl.float32)) + number
+        exp_avg_sq = tl.load(pieces + 8).to(tl.pointer_type(tl.float32)) + number
         if MASTER:
             master = masters + tl.load(pieces + 5) + number
             weight = tl.load(master, inside)
@@ -92,17 +95,17 @@ def _adam(work, pieces, scalars, gradients, masters, factor, MASTER: tl.constexp
         average = tl.load(exp_avg, inside)
         square = tl.load(exp_avg_sq, inside)
 
-        weight *= tl.load(scalars + 1)
-        gradient += tl.load(scalars + 2) * weight
-        weight1 = tl.load(scalars + 3)
+        weight *= tl.load(scalars)
+        gradient += tl.load(scalars + 1) * weight
+        weight1 = tl.load(scalars + 2)
         # As torch's lerp: from the nearer end.
         if weight1 < 0.5:
             average += weight1 * (gradient - average)
         else:
             average = gradient - (gradient - average) * (1 - weight1)
-        square = square * tl.load(scalars + 4) + tl.load(scalars + 5) * (gradient * gradient)
-        root = tl.div_rn(tl.sqrt_rn(square), tl.load(scalars + 6)) + tl.load(scalars + 7)
-        weight -= tl.load(scalars + 8) * tl.div_rn(average, root)
+        square = square * tl.load(scalars + 3) + tl.load(scalars + 4) * (gradient * gradient)
+        root = tl.div_rn(tl.sqrt_rn(square), tl.load(scalars + 5)) + tl.load(scalars + 6)
+        weight -= tl.load(scalars + 7) * tl.div_rn(average, root)
 
         tl.store(exp_avg, average, inside)
         tl.store(exp_avg_sq, square, inside)

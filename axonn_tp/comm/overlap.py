@@ -19,6 +19,7 @@ from torch import Tensor
 from axonn_tp.comm.bundle import Bundle, fits, start_all_gathers
 from axonn_tp.comm.collectives import scatter_from, start_sum_of_shares
 from axonn_tp.comm.recorded import apart_from_checkpoints
+from axonn_tp.comm.shard_gradients import ShardGradients, given
 from axonn_tp.comm.stalls import BACKWARD, calls_of, explained
 from axonn_tp.comm.sums_of_shares import Sums
 from axonn_tp.grid.mesh import Mesh
@@ -71,7 +72,7 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         with explained(ctx.layer.mesh.group("z")):
             share = ctx.sums.share(ctx)
-        return grad if share is None else ctx.layer.receive(share), None, None, None
+        return given(ctx, grad if share is None else ctx.layer.receive(share)), None, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -96,9 +97,10 @@ class _Gathered(torch.autograd.Function):
         gathers.note(ctx.layer, "the gradient of ")
         grad = ctx.layer.send(grad)
         if torch.is_grad_enabled():
-            return scatter_from(grad, mesh, "z", 0), None, None, None, None
+            return given(ctx, scatter_from(grad, mesh, "z", 0)), None, None, None, None
         if ctx.waits is None:
-            return ctx.layer.receive(start_sum_of_shares(grad, mesh, "z").wait()), None, None, None, None
+            share = start_sum_of_shares(grad, mesh, "z").wait()
+            return given(ctx, ctx.layer.receive(share)), None, None, None, None
         gathers.sums.start(ctx.waits, grad)
         return grad.new_empty(()).expand(ctx.shape), None, None, None, None
 
@@ -152,6 +154,7 @@ class Gathers:
         self._numbers: dict[GatheredLayer, int] = {}
         self.forwards = 0
         self.sums = Sums(mesh, options.bucket_bytes)
+        self._gradients = ShardGradients()
         self.order, self._forward_since = 0, False
 
     def __deepcopy__(self, memo: dict) -> Gathers:
@@ -172,6 +175,8 @@ class Gathers:
             store.clear()
         if self.mesh.size("z") == 1:
             return
+        if torch.is_grad_enabled() and not in_backward():
+            self._gradients.begin(layers)
         if self.options.overlap_reduce_scatter and torch.is_grad_enabled() and not torch.is_anomaly_enabled():
             for layer in layers:
                 shard = layer._shard()

@@ -1,7 +1,8 @@
 """Losses that read a rank's shard of a weight, as a penalty over ``model.parameters()`` does: refused.
 
 A shard over z is this rank's alone, and its gradient is taken for a sum over the ranks of z and divided by their number: that of a penalty would be
-too small by it. Nothing but a layer's gather gives a shard a gradient otherwise, so the graph of a loss tells.
+too small by it. Nothing but a layer's gather gives a shard a gradient otherwise, so the graph of a loss tells, where a host sees one; elsewhere
+`axonn_tp.comm.shard_gradients` sees what comes of it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from axonn_tp.comm.shard_gradients import read_in_shards
 from axonn_tp.layers.weight import SplitWeight
 
-_OURS = {"_DeferredBackward", "_GatheredBackward", "_GatherSummedBackward", "CompiledFunctionBackward"}
+_READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
+"""Layers' own reads of shards, and of what code makes of shards to give it to a layer."""
+_OURS = {*_READS, "_GatherSummedBackward", "CompiledFunctionBackward"}
 _CASTS = {"ToCopyBackward0"}
 
 
@@ -41,10 +45,7 @@ class LossWatch:
             return
         name = first_read_in_shards(losses, model)
         if name is not None:
-            raise ValueError(
-                f"the loss reads {name} outside of its layer, where a rank has nothing but its shard over z, so that the loss and its gradient would be "
-                "others than in one process; read layer.weight in the model's forward, which gives the whole, or have the optimizer decay weights"
-            )
+            raise ValueError(read_in_shards(name))
 
 
 def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | None:
@@ -61,6 +62,8 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
     while waiting:
         node = waiting.pop()
         own = node.name()
+        if own in _READS:
+            continue
         for after, _ in node.next_functions:
             while after is not None and own not in _OURS and after.name() in _CASTS:
                 after = after.next_functions[0][0]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import whole_parameter
 from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.compiled.casting import computing_dtype
 from axonn_tp.grid.distribute import distribute
 from axonn_tp.grid.layout import Layout
@@ -126,5 +127,7 @@ class SplitWeight(Split):
     def weight(self) -> Tensor:  # type: ignore[override]
         """This rank's shard; in a model's forward, where all ranks meet, the whole weight, differentiable."""
         if "gathers" in self.__dict__ and self.gathers.in_forward:
-            return whole_parameter(self._shard(), self.layouts["weight"], self.mesh)
+            shard = self._shard()
+            own = OwnRead.apply(shard) if self.mesh.size("z") > 1 else shard
+            return whole_parameter(own, self.layouts["weight"], self.mesh)
         return self._shard()

@@ -7,7 +7,9 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
@@ -231,6 +233,40 @@ def shards_that_losses_read(mesh: Mesh, rows: torch.Tensor) -> None:
         ):
             watch.look(loss)
         watch.look(loss)  # the third
+    gradients_that_layers_give(mesh, rows)
+    for options in (OVERLAP, Options(overlap_reduce_scatter=False)):
+        model = axonn_tp.parallelize(model_of(Tied), mesh, plan, options)
+        for passes in range(1, 5):
+            loss = model(rows).square().mean() + 1e-5 * model.down.weight.norm() ** 2
+            if passes == 3:
+                loss.backward()
+                continue
+            with pytest.raises(ValueError, match="reads down.weight outside of its layer"):
+                loss.backward()
+
+
+class Tied(Gated):
+    """Calls a layer twice, once with a weight made of the layer's, and reads another's weight; trains on gradients' gradients."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = super().forward(rows) + F.linear(self.up(rows), self.down.weight)
+        return out + functional_call(self.gate, {"weight": 2 * self.gate._parameters["weight"]}, (rows,)).mean()  # type: ignore[operator]
+
+
+def gradients_that_layers_give(mesh: Mesh, rows: torch.Tensor) -> None:
+    """All of these are layers' own, in whatever way they come: of two calls, of cast sums, of gradients of gradients, beside users' hooks."""
+    for options in (OVERLAP, Options(), Options(gradient_dtype="float32")):
+        model = axonn_tp.parallelize(model_of(Tied), mesh, dict.fromkeys(Gated.names, SPLIT), options)
+        model.down.weight.register_hook(lambda gradient: 2 * gradient)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(rows).square().mean()
+            LossWatch(model).look(loss)
+            loss.backward(retain_graph=True)
+            (loss + model(rows).mean()).backward()
+            given = rows.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(model(given).square().mean(), given, create_graph=True)
+            gradient.square().sum().backward()
 
 
 def test_steps_without_gradients_and_beside_a_frozen_layer() -> None:

@@ -158,11 +158,25 @@ def schedulers(stage: int) -> Any:
     return rates, config_of(run)["optimizer"]["params"]["lr"]
 
 
+def penalty(stage: int) -> str:
+    """Weights' norms, added to the loss outside of the model."""
+    run = case("gx2gz2", stage=stage)
+    engine = start(run)
+    loss = engine(*(engine.mesh.shard_batch(t) for t in run.batches()[0][0]))
+    penalty = sum(parameter.square().sum() for parameter in engine.module.parameters())
+    try:
+        engine.backward(loss + 1e-4 * penalty)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def odd_things() -> dict[str, Any]:
     found = {f"lazy-{ready}": attempt(lazy, ready) for ready in (False, True)}
     found["dropout"] = attempt(dropout)
     for stage in (0, 2):
         found[f"scheduler-{stage}"] = attempt(schedulers, stage)
+        found[f"penalty-{stage}"] = attempt(penalty, stage)
     return found
 
 
@@ -250,6 +264,13 @@ def test_replicas_draw_the_same_masks(ranks: list[dict[str, Any]]) -> None:
     found = [rank["odd"]["dropout"] for rank in ranks]
     assert not any(isinstance(value, str) for value in found), found[0]
     assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_penalty_on_shards_is_refused(stage: int, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        refusal = rank["odd"][f"penalty-{stage}"]
+        assert refusal.startswith("the loss reads fc") and one_sentence(refusal), refusal
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -83,6 +83,7 @@ def every(folder: str, grid: dict[str, Any] | None, readers: int) -> dict[str, A
     return found if grid is None else found | {"stream": streamed(folder, grid, readers)}
 
 
+@pytest.mark.thorough
 def test_as_in_one_process(tmp_path: Any) -> None:
     llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

@@ -161,9 +161,7 @@ def every(folder: str, names: list[str], grid: dict[str, Any] | None, readers: i
     return found
 
 
-@pytest.mark.parametrize(
-    "names", [["rewards", "DPO", "DPO, experts", "GKD", "ORPO", "KTO, LoRA"], thorough([*TRAINERS])]
-)
+@pytest.mark.parametrize("names", [["rewards", "DPO, experts", "ORPO", "KTO, LoRA"], thorough([*TRAINERS])])
 def test_as_in_one_process(tmp_path: Any, names: list[str]) -> None:
     for kind in ("pairs", "single", "chats"):
         for number, seed in ((SAMPLES, 1), (EVALUATED, 2)):

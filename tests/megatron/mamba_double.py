@@ -97,7 +97,7 @@ def mamba_chunk_scan_combined(
     assert dt_bias is not None and dt_softplus and initial_states is cu_seqlens is None
     assert not return_final_states and not return_varlen_states
     made = scan(x, F.softplus(dt + dt_bias), A, B, C, D, seq_idx)
-    return made if z is None else made * F.silu(z)
+    return (made if z is None else made * F.silu(z)).to(x.dtype)
 
 
 def mamba_split_conv1d_scan_combined(

@@ -52,14 +52,17 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
 
 def get_muon_scale_factor(size_out: int, size_in: int, mode: str) -> float:
-    assert mode == "spectral"
-    return max(size_out, size_in) ** 0.5
+    return {
+        "spectral": max(size_out, size_in) ** 0.5,
+        "unit_rms_norm": (size_out / size_in) ** 0.5,
+        "shape_scaling": max(1, size_out / size_in) ** 0.5,
+    }[mode]
 
 
 def newton_schulz_tp(
     x: Tensor, steps: int, coefficient_type: str, tp_group: Any, partition_dim: int | None, mode: str
 ) -> Tensor:
-    assert partition_dim is None, "Megatron's own tensor parallelism is not asked for"
+    assert partition_dim is None or tp_group.size() == 1, "Megatron's own tensor parallelism is not asked for"
     rows = x.mT if x.size(-2) > x.size(-1) else x
     rows, (a, b, c) = rows / rows.norm(), COEFFICIENTS
     for _ in range(steps):

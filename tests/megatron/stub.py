@@ -43,6 +43,7 @@ _WORDS = {
     "cuda_graph_impl": "none",
     "ckpt_format": "torch_dist",
     "optimizer": "adam",
+    "muon_tp_mode": "blockwise",
     "fp8_format": None,
     "fp8_recipe": "delayed",
     "recompute_granularity": None,

@@ -26,6 +26,7 @@ from axonn_tp.layers.layer_norm import norm_collectives
 from axonn_tp.layers.linear_split import LinearSplit, linear_collectives
 from tests.axonn_tp.counting import joined_over_z
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.megatron import training
 from tests.megatron.training import Case
 from tests.noisy import noisy
@@ -182,10 +183,11 @@ def test_replicas_stay_identical_where_kernels_do_not_compute_the_same_bits_twic
             assert _relative(ranks[0][name][kind][:2], stock[name][kind]) < 1e-4, (name, kind)
 
 
-def test_replicas_stay_identical_for_a_hundred_steps_and_recomputation_drops_the_same() -> None:
+@pytest.mark.parametrize("steps", [30, thorough(100)])
+def test_replicas_stay_identical_and_recomputation_drops_the_same(steps: int) -> None:
     drops = Case(config={**DROPS, "num_layers": 1}, ddp={"use_distributed_optimizer": True}, optimizer={"lr": 1e-3})
     recomputed = drops.on(None, config={**drops.config, **FULL})
-    cases = {"long": drops.on(Settings(2, 2), steps=100)}
+    cases = {"long": drops.on(Settings(2, 2), steps=steps)}
     for name, settings in (("replicated", Settings(2, 2, layout="replicated")), ("scattered", Settings(2, 2))):
         cases |= {f"{name} kept": drops.on(settings), f"{name} recomputed": recomputed.on(settings)}
     ranks = run_ranks(training.train_all, 4, cases)

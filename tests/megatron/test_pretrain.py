@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,13 +124,16 @@ def test_shared_sequences_in_stages_and_from_checkpoints(tmp_path: Path) -> None
         assert differences(cases) == {}, name
 
 
-def with_double(folder: Path, double: str, script: str) -> Path:
-    """A script that runs one of Megatron's, which finds a double of a package."""
+def with_doubles(folder: Path, script: str, *doubles: str) -> Path:
+    """A script that runs one of Megatron's, which finds doubles of packages, and the systems of `with_systems`."""
+    lines = ["import runpy, sys", *(f"from tests.megatron import {double}" for double in doubles)]
+    lines += [*(f"{double}.install()" for double in doubles), "import tests.megatron.with_systems"]
+    lines += [
+        f"sys.path.insert(0, {CHECKOUT!r})",
+        f"runpy.run_path({str(Path(CHECKOUT, script))!r}, run_name=__name__)",
+    ]
     file = folder / script
-    file.write_text(
-        f"import runpy, sys\nfrom tests.megatron import {double}\n{double}.install()\n"
-        f"sys.path.insert(0, {CHECKOUT!r})\nrunpy.run_path({str(Path(CHECKOUT, script))!r}, run_name=__name__)\n"
-    )
+    file.write_text("\n".join(lines))
     return file
 
 
@@ -140,32 +144,51 @@ HYBRID = (
 
 
 @needs_script
+@pytest.mark.timeout(1800)
 def test_hybrids_of_mamba(tmp_path: Path) -> None:
     cases = {"stock": stock("plain", *HYBRID), "sharded": flags((2, 1, 2, 1), "distributed optimizer", *HYBRID)}
     cases |= {
         str(grid): flags(grid, "plain", *HYBRID) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (4, 1, 1, 1))
     }
     cases["shared"] = flags((2, 1, 1, 2), "plain", *HYBRID, "--context-parallel-size", "2")
-    script = with_double(tmp_path, "mamba_double", "pretrain_mamba.py")
+    script = with_doubles(tmp_path, "pretrain_mamba.py", "mamba_double")
     assert differences(cases, script=script) == {}
-    wanted = run(script, {"stock": cases["stock"]})["stock"]["losses"][10:]
-    for first, then in (((2, 1, 2, 1), (1, 2, 1, 2)), ((1, 1, 1, 1), (2, 2, 1, 1))):
-        load = ["--load", str(tmp_path / str(first)), "--ckpt-format", "torch_dist"]
-        save = ["--save", load[1], "--save-interval", "10", "--exit-interval", "10"]
-        run(script, {"begun": flags(first, "plain", *HYBRID, *load, *save)})
-        goes_on = {"ours": flags(then, "plain", *HYBRID, *load), "stock": stock("plain", *HYBRID, *load)}
-        for name, found in run(script, goes_on).items():
-            assert found.get("losses") == pytest.approx(wanted, rel=TOLERANCE), (name, found)
+    goes_on(tmp_path, script, "plain", HYBRID, [((2, 1, 2, 1), (1, 2, 1, 2)), ((1, 1, 1, 1), (2, 2, 1, 1))])
 
 
 @needs_script
+@pytest.mark.timeout(1800)
 def test_muon(tmp_path: Path) -> None:
-    muon = ["--optimizer", "muon", "--no-save-optim", "--muon-fp32-matmul-prec", "high"]
+    muon = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "high", "--muon-tp-mode", "duplicated"]
     cases = {"stock": stock("plain", *muon)}
     cases |= {
         str(grid): flags(grid, "plain", *muon) for grid in ((2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 4, 1), (2, 1, 1, 2))
     }
-    assert differences(cases, script=with_double(tmp_path, "muon_double", "pretrain_gpt.py")) == {}
+    script = with_doubles(tmp_path, "pretrain_gpt.py", "muon_double")
+    assert differences(cases, script=script) == {}
+    goes_on(tmp_path, script, "plain", muon, [((2, 1, 2, 1), (1, 2, 1, 2))])
+    # In 16 bits there are float32 weights of either optimizer.
+    goes_on(tmp_path / "half", script, "plain", [*muon, "--bf16"], [((1, 1, 2, 1), (1, 2, 1, 1))], 2e-2)
+
+
+def goes_on(
+    folder: Path,
+    script: Path,
+    variant: str,
+    words: list[str],
+    routes: list[tuple[Any, Any]],
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Hold runs that go on from the tenth iteration, on another grid and in stock Megatron, against one that was not interrupted."""
+    wanted = run(script, {"stock": stock(variant, *words)})["stock"]["losses"][10:]
+    for first, then in routes:
+        load = ["--load", str(folder / str(first)), "--ckpt-format", "torch_dist"]
+        save = ["--save", load[1], "--save-interval", "10", "--exit-interval", "10"]
+        begun = run(script, {"begun": flags(first, variant, *words, *load, *save)})["begun"]
+        assert "error" not in begun, begun["error"]
+        loaded = {"ours": flags(then, variant, *words, *load), "stock": stock(variant, *words, *load)}
+        for name, found in run(script, loaded).items():
+            assert found.get("losses") == pytest.approx(wanted, rel=tolerance), (name, found)
 
 
 @needs_script

@@ -13,11 +13,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.hosts.megatron import engine, spec
+from axonn_plugins.hosts.megatron import engine, mamba, process_groups, spec
 from axonn_plugins.hosts.megatron.embedding import VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
 from axonn_plugins.hosts.megatron.refusals import check_config, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
+from axonn_plugins.hosts.megatron.whole_layers import WholeLinear
 from tests.distributed import run_ranks
 from tests.megatron import engine_double, training
 from tests.megatron.training import Case
@@ -88,6 +89,23 @@ def _said(make: Any) -> str:
     return ""
 
 
+def _sent() -> tuple[int, list[bool]]:
+    """How many calls gave this rank the first one's tensors, and which of them it has."""
+    original, calls = mamba.dist.broadcast, []
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        return original(*given, **named)
+
+    rank, types = process_groups.mesh().rank("x"), (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
+    tensors = [torch.full((3, n + 1), n + 10.0 * rank, dtype=one) for n, one in enumerate(types)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mamba.dist, "broadcast", counted)
+        mamba.send_first(tensors, process_groups.mesh().group("model"))
+        mamba.send_first([], process_groups.mesh().group("model"))
+    return len(calls), [bool((one == n).all()) for n, one in enumerate(tensors)]
+
+
 def _on_two_ranks() -> dict[str, Any]:
     training.on_cpu()
     settings = Settings(2)
@@ -105,6 +123,10 @@ def _on_two_ranks() -> dict[str, Any]:
         found["decoder_input"] = _said(lambda: model(ids, ids, None, stream))
         row = {**wanted, "input_is_parallel": True, "skip_bias_add": True}
         found["row"] = _said(lambda: RowParallelLinear(8, 16, **row, scaled=True))
+        whole = {**wanted, "gather_output": False, "skip_bias_add": True, "input_is_parallel": True, "tp_group": None}
+        for name, value in (("output_dtype", torch.float32), ("is_expert", True), ("bias", True), ("tp_group", None)):
+            found[f"whole {name}"] = _said(lambda n=name, v=value: WholeLinear(8, 16, **{**whole, n: v}))  # type: ignore[misc]
+        found["sent"] = _sent()
         found["plain"] = _said(
             lambda: ColumnParallelLinear(8, 16, **wanted, disable_grad_reduce=False, tp_group=object(), name="q")
         )
@@ -116,7 +138,10 @@ def _on_two_ranks() -> dict[str, Any]:
 
 
 def test_what_layers_are_made_with_is_obeyed_or_refused() -> None:
-    found = run_ranks(_on_two_ranks, 2)[0]
+    found, second = run_ranks(_on_two_ranks, 2)
+    assert "output_dtype = torch.float32" in found["whole output_dtype"] and found["whole tp_group"] == ""
+    assert "is_expert = True" in found["whole is_expert"] and "bias = True" in found["whole bias"]
+    assert second["sent"] == (1, [True] * 4)
     assert found["model"].startswith("cross_entropy_loss_fusion = True does not go with axonn3d")
     assert (
         found["disable_grad_reduce"]

@@ -13,7 +13,7 @@ import torch
 
 from tests.megatron.harness import run
 from tests.megatron.test_own_system import NOISE, SCRIPT, apart
-from tests.megatron.test_pretrain import flags, needs_script, stock
+from tests.megatron.test_pretrain import HYBRID, flags, needs_script, stock, with_doubles
 
 SAMO = ["--axonn-samo", json.dumps({"sparsity": 0.9})]
 OFFLOAD = ["--axonn-offload-optimizer", json.dumps({"bucket_size": 4096})]
@@ -155,6 +155,26 @@ def test_in_16_bits(tmp_path: Path) -> None:
         assert found[f"{name} begins"].get("error") is None, found[f"{name} begins"]
         assert apart(last(found[f"{name} masked"]), {name: found[f"{name} goes on"]}, 2e-3) == {}
         assert apart(found[f"{name} dense"], {name: found[f"{name} in host memory"]}, 2e-3) == {}
+
+
+@needs_script
+@pytest.mark.timeout(1800)
+def test_beside_mamba_mixers(tmp_path: Path) -> None:
+    """Pruned and in host memory, also from a checkpoint of another grid."""
+    begin, load = interrupted(tmp_path / "saved")
+    cases = {
+        "masked": stock("swiglu", "--axonn-masked", *HYBRID, *FEW),
+        "one": stock("swiglu", *SAMO, *HYBRID, *FEW),
+        "(2, 1, 2, 1), in host memory": flags((2, 1, 2, 1), "swiglu", *SAMO, *OFFLOAD, *HYBRID, *FEW),
+        "(1, 2, 1, 2), shared": flags((1, 2, 1, 2), "swiglu", SHARED, *SAMO, *HYBRID, *FEW),
+        "begins": flags((2, 1, 1, 1), "swiglu", *SAMO, *HYBRID, *begin),
+        "goes on": flags((1, 1, 2, 1), "swiglu", SHARED, *SAMO, *HYBRID, *load),
+    }
+    found = run(with_doubles(tmp_path, "pretrain_mamba.py", "mamba_double"), cases, 1800)
+    begun, masked = found.pop("begins"), found.pop("masked")
+    assert "error" not in begun, begun["error"]
+    assert apart(last(masked), {"goes on": found.pop("goes on")}) == {}
+    assert apart(masked, found) == {}
 
 
 def test_states_of_megatrons_distributed_optimizer_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,30 @@ def test_messages_go_to_the_receive_that_asks_for_them() -> None:
     launch(_messages, 3)
 
 
+def _early() -> None:
+    """A message comes before it is asked for, to a rank whose own of the same number, of another length and type, is not taken yet."""
+    rank, _ = join(timeout=30)
+    if rank == 1:
+        work = dist.isend(torch.ones(1), 2)
+        time.sleep(0.6)
+        got = torch.zeros(256, dtype=torch.int32)
+        dist.recv(got, 0)
+        assert work is not None and work.wait() and got.tolist() == list(range(256))
+    elif rank == 0:
+        time.sleep(0.2)
+        dist.send(torch.arange(256, dtype=torch.int32), 1)
+    else:
+        time.sleep(1)
+        dist.recv(got := torch.zeros(1), 1)
+        assert got.item() == 1
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_message_that_comes_early_has_the_number_of_its_sender() -> None:
+    launch(_early, 3)
+
+
 def _parts(size: int, elements: int) -> list[Tensor]:
     return [torch.zeros(elements) for _ in range(size)]
 

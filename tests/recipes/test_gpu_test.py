@@ -85,6 +85,7 @@ def test_a_system_that_goes_wrong_does_not_keep_the_others(
     words: str | None,
 ) -> None:
     monkeypatch.setenv("AXONN_TEST_FAULT", fault)
+    monkeypatch.setattr(agents, "_GRACE", 1.0)
     broken = SYSTEMS["kernels"].__class__(BROKEN, "nothing")
     monkeypatch.setitem(SYSTEMS, "kernels", broken)  # type: ignore[index]
     patience = ["--patience", "3"] if fault == "hangs" else []

@@ -101,6 +101,7 @@ def test_other_settings_have_another_folder(tmp_path: Path, monkeypatch: pytest.
     run(tmp_path, *TINY, "--seeds", "1", "--lr", "1e-3", "--name", "memorization", code=2)
 
 
+@pytest.mark.thorough
 def test_every_grid_learns_the_same(tmp_path: Path) -> None:
     cells = []
     for grid in ("1,1,1,1", "2,1,2,1", "1,2,1,2"):

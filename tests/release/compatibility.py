@@ -65,7 +65,7 @@ ELSEWHERE = (
     (
         "torch",
         "2.11.0 with CUDA 13.0",
-        "one H100, 1 to 4 ranks, Python 3.12, NCCL 2.28.9, Triton 3.6.0, DeepSpeed 0.19.8, megatron-core 0.16.1",
+        "one H100, 1 to 6 ranks, Python 3.12, NCCL 2.28.9, Triton 3.6.0, DeepSpeed 0.19.8, megatron-core 0.16.1",
         "`axonn test gpu` and `python -m tests.device gpu`, in part: `recipes/axonn_recipes/gpu_test/README.md` says what was compared and what not",
     ),
     (

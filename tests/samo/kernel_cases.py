@@ -104,11 +104,11 @@ def make(factory, dtype=torch.bfloat16, form="auto", **options):
         ]
 
 
-def step(both, generator, scale=1.0, passes=1):
+def step(both, generator, scale=1.0, passes=1, without=("unused",)):
     """The same gradients to both, and a step of each."""
     for _ in range(passes):
         gradients = {
-            n: torch.randn(p.shape, generator=generator) for n, p in both[0][0].named_parameters() if n != "unused"
+            n: torch.randn(p.shape, generator=generator) for n, p in both[0][0].named_parameters() if n not in without
         }
         for model, _ in both:
             used = [getattr(model, name) for name in gradients]
@@ -185,6 +185,26 @@ def test_torch_and_the_kernels_take_turns():
         optimizer.prune(masks)
     step(both, generator)
     assert_close(*both, rtol=1e-5)
+
+
+@runs
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+def test_parameters_that_have_gradients_in_some_steps(name):
+    """Counts differ; one is written in place, and moments are replaced."""
+    generator = torch.Generator().manual_seed(7)
+    both = make(FACTORIES[name])
+    for without in (("unused",), ("bias", "matrix"), ("bias", "matrix"), (), ("blocks",), ()):
+        step(both, generator, without=without)
+    assert_close(*both)
+    for _, optimizer in both:
+        for state in optimizer.inner.state.values():
+            state["step"] += 3
+    step(both, generator, without=())
+    for _, optimizer in both:
+        for state in optimizer.inner.state.values():
+            state["exp_avg"] = state["exp_avg"] * 0.5
+    step(both, generator, without=())
+    assert_close(*both)
 
 
 @runs

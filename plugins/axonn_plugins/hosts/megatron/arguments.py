@@ -246,6 +246,7 @@ def _settle(found: argparse.Namespace, given: set[str]) -> None:
                 f"--yaml-cfg does not go with {_IMPL} axonn3d, whose flags it would drop; give flags instead"
             )
         found.axonn_tensor_size_given = "--tensor-model-parallel-size" in given
+        found.axonn_muon_mode_given = "--muon-tp-mode" in given
         return
     if impl != "megatron":
         raise ConfigError(f"{_IMPL} {impl} is not known; use megatron or axonn3d")

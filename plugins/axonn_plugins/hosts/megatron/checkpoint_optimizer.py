@@ -1,7 +1,7 @@
 """Optimizer state in the form that Megatron itself gives it on any number of ranks, though z makes two optimizers of one.
 
 Megatron keeps parameters whose gradients are summed over other ranks in an optimizer of their own, as it does experts'. Saved, the two
-are one again; loaded, each takes its part.
+are one again; loaded, each takes its part. Beside Muon there are two kinds on one rank, too, Muon's and Adam's, and each is one.
 """
 
 from __future__ import annotations
@@ -121,14 +121,24 @@ def _every(state: dict[Any, Any], number: int, count: int) -> dict[Any, Any]:
     return found | {key: value for key, value in state.items() if not isinstance(key, int)}
 
 
+def _kinds(chain: Sequence[Any]) -> list[list[Any]]:
+    """Optimizers of a chain, those together that do the same."""
+    found: dict[type, list[Any]] = {}
+    for one in chain:
+        found.setdefault(type(one.optimizer), []).append(one)
+    return list(found.values())
+
+
 def _saved_as_one(original: Any) -> Any:
     @wraps(original)
     def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
         chain = self.chained_optimizers
-        if len(chain) == 1:
+        kinds = _kinds(chain)
+        if len(chain) == len(kinds):
             return original(self, model, is_loading, **named)
         self._synchronize_steps()
-        return join([one.sharded_state_dict(model, is_loading, **named) for one in chain])
+        made = [join([one.sharded_state_dict(model, is_loading, **named) for one in kind]) for kind in kinds]
+        return made[0] if len(made) == 1 else dict(enumerate(made))
 
     return sharded_state_dict
 
@@ -137,8 +147,14 @@ def _loaded_from_one(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
         chain = self.chained_optimizers
-        if len(chain) > 1 and _JOINED in state_dict:
-            state_dict = separate(state_dict, [one.optimizer.state_dict()["param_groups"] for one in chain])
+        kinds = _kinds(chain)
+        if len(chain) > len(kinds) and isinstance(state_dict, dict):
+            joined = [state_dict] if _JOINED in state_dict else [one for _, one in sorted(state_dict.items())]
+            parts: dict[Any, dict[str, Any]] = {}
+            for kind, one in zip(kinds, joined, strict=True):
+                groups = [part.optimizer.state_dict()["param_groups"] for part in kind]
+                parts |= dict(zip(kind, separate(one, groups), strict=True))
+            state_dict = [parts[one] for one in chain]
         original(self, state_dict)
 
     return load_state_dict

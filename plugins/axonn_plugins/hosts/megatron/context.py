@@ -45,7 +45,8 @@ def install(originals: Originals, providers: list[type]) -> None:
     originals.wrap(schedules, "forward_step_calc_loss", _mean_over_sequences)
     for module in (gpt_model, multi_token_prediction):
         # Later versions compute the loss of predictions beside their layers.
-        if module is gpt_model and "roll_tensor" in vars(module) or hasattr(module, "process_mtp_loss"):
+        computes = module is gpt_model or hasattr(module, "process_mtp_loss")
+        if computes and "roll_tensor" in vars(module):
             originals.wrap(module, "roll_tensor", _counting_whole_sequences)
 
 

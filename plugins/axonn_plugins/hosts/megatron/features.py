@@ -175,7 +175,15 @@ FEATURES = (
 """In the order in which they are reported."""
 
 _MATRICES = "its matrices are not those of a grid's layers"
-MUON = (Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", ()),)
+MUON = (
+    Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", ()),
+    Feature(
+        "muon_tp_mode",
+        "every rank orthogonalises whole matrices, and none a part of the iteration",
+        "use duplicated, or leave it out",
+        ("duplicated", "blockwise"),
+    ),
+)
 """Arguments that do not go with Muon."""
 
 _HYBRIDS = "it is for models of several kinds of layers"

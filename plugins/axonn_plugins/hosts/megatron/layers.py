@@ -129,8 +129,8 @@ class ColumnParallelLinear(Parallel):
         tp_comm_buffer_name: str | None = None,
         **others: Any,
     ) -> None:
-        _refuse_experts(is_expert)
-        _refuse_others(others)
+        refuse_experts(is_expert)
+        refuse_others(others)
         settings, mesh = process_groups.settings(), process_groups.mesh()
         role = tp_comm_buffer_name
         heads = getattr(config, _HEADS[role]) if role in _HEADS else None
@@ -193,8 +193,8 @@ class RowParallelLinear(Parallel):
         tp_comm_buffer_name: str | None = None,
         **others: Any,
     ) -> None:
-        _refuse_experts(is_expert)
-        _refuse_others(others)
+        refuse_experts(is_expert)
+        refuse_others(others)
         if not input_is_parallel:
             raise ValueError(
                 "input_is_parallel = False: axonn3d's row-parallel layer follows a column-parallel one, whose output is split; "
@@ -218,7 +218,8 @@ def _ranks(layer: ColumnParallelLinear) -> int:
     return ranks
 
 
-def _refuse_experts(is_expert: bool) -> None:
+def refuse_experts(is_expert: bool) -> None:
+    """Refuse to be an expert's layer."""
     if is_expert:
         raise ValueError(
             "is_expert = True: experts of axonn3d are Megatron's own layers, made by its SequentialMLP; use that"
@@ -229,8 +230,15 @@ _NOT_READ = ("tp_group", "pg_collection", "name", "embedding_activation_buffer",
 """Arguments of which nothing is taken: groups are the mesh's, the buffers are for a feature that is refused, names are for messages."""
 
 
-def _refuse_others(others: Mapping[str, Any]) -> None:
-    """Arguments that change what a layer computes, in this version of Megatron or a later one."""
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that change what a layer computes, in this version of Megatron or a later one.
+
+    Args:
+        others: those that a layer does not read.
+
+    Raises:
+        ValueError: names the first that is neither none nor false, but for those of `_NOT_READ`.
+    """
     for name, value in others.items():
         if name not in _NOT_READ and value not in (None, False):
             raise ValueError(f"{name} = {value}: axonn3d's layers have nothing of the kind; leave it out")

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -105,14 +106,26 @@ def _whole(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, pg_collection=groups, **named)
         # What is saved of it is counted by tensor rank.
         self.tp_group = mesh.group("model")
-        first, several = dist.get_process_group_ranks(self.tp_group)[0], mesh.size("model") > 1
-        for parameter in self.parameters():
+        parameters = list(self.parameters())
+        for parameter in parameters:
             mark(parameter, Layout(tuple(parameter.shape)), mesh)
+        if mesh.size("model") > 1:
             # Tensor ranks have drawn other values on their devices, and the same on CPUs beside these.
-            if several and parameter.device.type == mesh.device.type:
-                dist.broadcast(parameter.data, first, self.tp_group)
+            send_first([one.data for one in parameters if one.device.type == mesh.device.type], self.tp_group)
 
     return init
+
+
+def send_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Give tensors the first rank's values, by one call for all types."""
+    # The widest first, so that each begins at a multiple of its width.
+    tensors = sorted(tensors, key=lambda one: one.itemsize, reverse=True)
+    if not tensors:
+        return
+    flat = torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
+    dist.broadcast(flat, group=group, group_src=0)
+    for one, sent in zip(tensors, flat.split([one.nbytes for one in tensors]), strict=True):
+        one.copy_(sent.view(one.dtype).view_as(one))
 
 
 def _of_whole_sequences(original: Callable[..., Any]) -> Callable[..., Any]:

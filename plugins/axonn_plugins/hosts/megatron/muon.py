@@ -1,11 +1,13 @@
 """Megatron's Muon on a grid: momentum stays in shares, of which each update is gathered, orthogonalised whole and cut again.
 
 Megatron's own splits over tensor ranks give each rank's share by itself by default (``--muon-tp-mode blockwise``), another update on every
-number of ranks; here it is that of one rank.
+number of ranks; here it is that of one rank, as with ``duplicated``.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -17,22 +19,38 @@ from torch import Tensor
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
 
+_MODULES = ("muon", "emerging_optimizers")
+"""Modules of `megatron.core.optimizer` with Muon: of 0.16 and 0.17, and of later versions."""
+
 
 def install(originals: Originals) -> None:
     """Have optimizers that are made from now on see whole matrices; nothing where Megatron has no Muon."""
-    try:
-        from megatron.core.optimizer import muon
-    except ImportError:
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(f"megatron.core.optimizer.{name}")
+        except ImportError:
+            continue
+        kind = getattr(module, "TensorParallelMuon", None)
+        if kind is None:
+            continue
+        originals.wrap(kind, "__init__", _of_whole_matrices)
+        originals.wrap(kind, "orthogonalize", _whole)
+        if hasattr(module, "_get_param_groups"):
+            originals.wrap(module, "_get_param_groups", _to_be_parted)
         return
-    originals.wrap(muon.TensorParallelMuon, "__init__", _of_whole_matrices)
-    originals.wrap(muon.TensorParallelMuon, "orthogonalize", _whole)
-    originals.wrap(muon, "_get_param_groups", _to_be_parted)
 
 
 def _of_whole_matrices(original: Callable[..., None]) -> Callable[..., None]:
+    mode = "mode" if "mode" in inspect.signature(original).parameters else "tp_mode"
+
     @wraps(original)
     def init(self: Any, *args: Any, **named: Any) -> None:
-        original(self, *args, **{**named, "mode": "blockwise"})
+        if named.get(mode) == "distributed":
+            raise ValueError(
+                "muon_tp_mode = 'distributed': on a grid every rank orthogonalises whole matrices, and none a part; use 'duplicated'"
+            )
+        # What it is given is orthogonalised as it is, and that is whole.
+        original(self, *args, **{**named, mode: "blockwise"})
 
     return init
 

@@ -92,12 +92,12 @@ def check_model(kind: type) -> None:
 
 def _check_muon(args: Any) -> None:
     _check_table(args, MUON, f"--optimizer muon beside {IMPL}")
-    for verb in ("save", "load"):
-        if getattr(args, verb, None) and not getattr(args, f"no_{verb}_optim", False):
-            raise ConfigError(
-                f"--{verb} does not go with --optimizer muon beside {IMPL}: a grid's shares make more optimizers of one, whose states are put "
-                f"together for adam and sgd alone; add --no-{verb}-optim"
-            )
+    split = any(getattr(args, f"axonn_{axis}") not in (None, "1") for axis in ("gx", "gy"))
+    if split and args.axonn_muon_mode_given and args.muon_tp_mode == "blockwise":
+        raise ConfigError(
+            f"--muon-tp-mode blockwise does not go with {IMPL}: it orthogonalises each rank's share by itself, another update on each grid; "
+            "use duplicated, which is what is done, or leave it out"
+        )
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise ConfigError(
             "--optimizer muon is that of emerging-optimizers, which is not installed; install it, or use adam or sgd"

@@ -12,7 +12,6 @@ from typing import Any
 
 from axonn_plugins import build_locks
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.hosts.megatron import components
 from axonn_plugins.hosts.megatron.connections import set_connections
 from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topology_of
 from axonn_plugins.hosts.megatron.features import MODELS
@@ -48,11 +47,6 @@ def before(args: Any) -> Settings:
     warn_of_unknown(args)
     _check_engine(args)
     _check_sizes(args)
-    owner = next((key for key in getattr(args, "axonn_components", {}) if mixers and key in components.OWNERS), None)
-    if owner is not None:
-        raise ConfigError(
-            f"{components.flag(owner)} does not go with Mamba mixers, of which some weights are not of the model's type; leave it out"
-        )
     sizes = {axis: _size(args, axis) for axis in AXES}
     set_connections(args, sizes)
     if "auto" in sizes.values():

@@ -9,9 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.megatron import process_groups
+from axonn_plugins.hosts.megatron.layers import refuse_experts, refuse_others
 from axonn_plugins.hosts.megatron.norms import whole_norm
 from axonn_plugins.hosts.megatron.parameters import new_weight
 from axonn_tp.grid.layout import Layout
+
+_OF_SPLITS = ("gather_output", "input_is_parallel", "stride", "skip_bias_add", "tp_comm_buffer_name")
+"""Arguments that say how a layer is split or for what, and who adds a bias, of which there is none here."""
 
 
 class WholeLinear(nn.Module):
@@ -23,10 +27,11 @@ class WholeLinear(nn.Module):
         config: Megatron's.
         init_method: fills the weight in place.
         bias: must be false.
-        others: groups, and how Megatron's own layers would split and communicate.
+        is_expert: must be false.
+        others: Megatron's further arguments; those of `_OF_SPLITS` change nothing, of others see `layers.refuse_others`.
 
     Raises:
-        ValueError: there is to be a bias.
+        ValueError: there is to be a bias, the layer is an expert's, or another argument asks for something.
     """
 
     def __init__(
@@ -37,8 +42,11 @@ class WholeLinear(nn.Module):
         config: Any,
         init_method: Callable[[Tensor], Any],
         bias: bool = False,
+        is_expert: bool = False,
         **others: Any,
     ) -> None:
+        refuse_experts(is_expert)
+        refuse_others({name: value for name, value in others.items() if name not in _OF_SPLITS})
         super().__init__()
         if bias:
             raise ValueError("bias = True: a layer that every rank has whole is made without; set it to False")

@@ -174,17 +174,17 @@ void Engine::on_body(Link& link) {
   }
   if (kind != Sink::Kind::kOwn) return header.sequence >= kPoints ? acknowledge(link, *whose, 0, header) : finish(*whose, link.sink.op);
   Key key{header.group, header.sequence, link.peer, header.tag};
-  auto run = runs_.find({header.group, header.sequence});
-  if (run != runs_.end() && !(header.signature == run->second->signature))
-    return fail_group(header.group, mismatch(*run->second, link.peer, header), true);
   Early early{header, std::move(own), link.id, link.peer};
-  if (header.sequence >= kPoints) {
+  if (header.sequence >= kPoints) {  // the sender's number, which a call of this rank's may have, too
     if (!groups_.contains(header.group)) return keep_early(link, key, std::move(early));
     if (Run* wants = match(header, link.peer)) return take_point(*wants, early);
     // Its group may have failed as it does not match.
     if (groups_.at(header.group).broken.empty()) keep_early(link, key, std::move(early));
     return;
   }
+  auto run = runs_.find({header.group, header.sequence});
+  if (run != runs_.end() && !(header.signature == run->second->signature))
+    return fail_group(header.group, mismatch(*run->second, link.peer, header), true);
   // Its op may have come to wait for it while it arrived.
   auto found = posted_.find(key);
   if (found != posted_.end()) {

@@ -1,0 +1,144 @@
+"""Gradients that come to shards over z past their layers, as those of a penalty over ``model.parameters()`` do: refused.
+
+A shard over z is this rank's alone, and its gradient is taken for a sum over the ranks of z and divided by their number: that of a penalty would be
+too small by it. The gradient that comes to a shard is that which gathers of layers have given, bit by bit, or something else was differentiated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class _Layer(Protocol):
+    def _shard(self) -> Tensor: ...
+
+
+def read_in_shards(name: str) -> str:
+    """The sentence on a loss that reads a weight's shard."""
+    return (
+        f"the loss reads {name} outside of its layer, where a rank has nothing but its shard over z, so that the loss and its gradient would be "
+        "others than in one process; read layer.weight in the model's forward, which gives the whole, or have the optimizer decay weights"
+    )
+
+
+class _Watch:
+    """Compares what comes to a shard with what was given, by backward pass: these may run inside one another.
+
+    Args:
+        shard: a leaf.
+        name: of the weight.
+    """
+
+    def __init__(self, shard: Tensor, name: str) -> None:
+        self._shard, self._name = ref(shard), name
+        self._given: dict[int, list[Tensor]] = defaultdict(list)
+        self._passed_over: set[int] = set()
+        self._hook: RemovableHandle = shard.register_hook(self._came)
+        # Before hooks of the user's, which may change the gradient. The engine reads the order in which they were put in.
+        hooks: dict[int, Any] = shard._backward_hooks  # type: ignore[assignment]
+        hooks.update([(key, hooks.pop(key)) for key in list(hooks) if key != self._hook.id])
+        _watches[shard] = self
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._hook.remove()
+        shard = self._shard()
+        if shard is not None:
+            del _watches[shard]
+
+    def give(self, grad: Tensor) -> None:
+        """Note a gradient that a gather gives."""
+        self._given[torch._C._current_graph_task_id()].append(grad)
+
+    def pass_over(self) -> None:
+        """A layer computes with something that was made of the shard, whose gradient is then another."""
+        self._passed_over.add(torch._C._current_graph_task_id())
+
+    @torch.no_grad()
+    def _came(self, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        given = self._given.pop(task, [])
+        if task in self._passed_over:
+            return
+        # Autograd adds in place only where nobody else, as here, holds the first.
+        if len(given) == 1 and given[0] is grad:
+            return
+        cast = [one.to(grad.dtype).reshape(grad.shape) for one in given]
+        # Autograd may add three and more in another order.
+        rounding = (
+            0.0 if len(cast) < 3 else 8 * torch.finfo(grad.dtype).eps * max(float(one.abs().max()) for one in cast)
+        )
+        if not cast or not torch.allclose(reduce(torch.add, cast), grad, rtol=0, atol=rounding, equal_nan=True):
+            raise ValueError(read_in_shards(self._name))
+
+
+_watches = WeakTensorKeyDictionary()
+
+
+class ShardGradients:
+    """Looks at the gradients of a model's shards, in fewer and fewer of its passes."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._watches: list[_Watch] = []
+
+    def begin(self, layers: Iterable[_Layer]) -> None:
+        """A pass begins that will be differentiated."""
+        for watch in self._watches:
+            watch.end()
+        self._watches.clear()
+        self._passes += 1
+        if self._passes & (self._passes - 1):
+            return
+        for layer in layers:
+            shard = layer._shard()
+            if shard.requires_grad and shard.is_leaf and shard not in _watches:
+                self._watches.append(_Watch(shard, f"{getattr(layer, 'axonn_name', type(layer).__name__)}.weight"))
+
+
+def given(node: Any, grad: Tensor) -> Tensor:
+    """Note the gradient that a function's backward gives for its first argument: a shard, or what was made of shards."""
+    if not _watches:
+        return grad
+    first = node.next_functions[0][0]
+    watch = _watch_of(first)
+    if watch is not None:
+        watch.give(grad)
+    waiting, seen = [first], {first}
+    while waiting:
+        for after, _ in getattr(waiting.pop(), "next_functions", ()):
+            if after is not None and after not in seen:
+                seen.add(after)
+                waiting.append(after)
+                watch = _watch_of(after)
+                if watch is not None:
+                    watch.pass_over()
+    return grad
+
+
+def _watch_of(node: Any) -> _Watch | None:
+    leaf = getattr(node, "variable", None)
+    return None if leaf is None else _watches.get(leaf)
+
+
+class OwnRead(torch.autograd.Function):
+    """A shard as it is, read by its layer in another way than by its block."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        """The shard."""
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The gradient."""
+        return given(ctx, grad)
