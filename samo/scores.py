@@ -110,7 +110,7 @@ def snip(
         shards: see there; gradients are averaged over the ranks.
 
     Raises:
-        ValueError: see there; there is no batch.
+        ValueError: see there; there is no batch, or no gradient.
     """
     parameters = _trained(model, include, exclude, shards)
     every = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -122,8 +122,13 @@ def snip(
     if shards is not None and shards.average is not None:
         shards.average(every)
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    empty = all(parameter.grad is None for parameter in every)
     for parameter, gradient in zip(every, before, strict=True):
         parameter.grad = gradient
+    if empty:
+        raise ValueError(
+            "samo.snip finds no gradient in any parameter; call it before samo.Optimizer is made, which takes gradients away, with a loss of the model's"
+        )
     scores = {name: sensitivity(parameter, gradients[name]) for name, parameter in parameters.items()}
     return by_scores(parameters, scores, sparsity, scope, shards, stacks_of(model, shards))
 

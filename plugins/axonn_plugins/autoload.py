@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +44,8 @@ def _patch_accelerate(module: ModuleType) -> None:
 
 
 def _patch_trainer(module: ModuleType) -> None:
+    if find_spec("accelerate") is None:  # Without it there are models, but no Trainer.
+        return
     from axonn_plugins.hosts.transformers import trainer_patch
 
     parts = {

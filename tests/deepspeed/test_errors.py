@@ -12,8 +12,8 @@ import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_tp import Grid
-from tests.deepspeed import training  # noqa: F401  ranks are forked from here
 from tests.deepspeed.scripts import NO_KERNEL, fork_script, one_sentence, run_script, sentences
+from tests.deepspeed.training import deepspeed  # ranks are forked from here
 
 axonn_plugins.activate()
 RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
@@ -151,6 +151,17 @@ def test_good_blocks_pass() -> None:
     check(RAW | {"zero_optimization": {"stage": 2}}, Grid(2, 2, 2, 2))
 
 
+@pytest.mark.parametrize("key", ["axon", "Axonn", "axonn_tp", "axonn3d", "samo", "ted", "pccl", "goldfish"])
+def test_a_misplaced_key_is_not_passed_over(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.DeepSpeedConfig(RAW | {key: {"tensor_parallel": {"gx": 1}}})
+    assert one_sentence(f"{caught.value}") and f'"{key}"' in str(caught.value) and '"axonn"' in str(caught.value)
+
+
+def test_keys_of_others_are_passed_over() -> None:
+    deepspeed.DeepSpeedConfig(RAW | {"axonn": None, "annotations": {}, "aio": {}, "offload_optimizer": {}, "mine": 1})
+
+
 SCRIPT = """
 import os, torch, deepspeed
 from torch import nn
@@ -187,6 +198,15 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parts": ("tp['plan'] = {'fc1': {'kind': 'normal', 'parts': 5}}", ("layer fc1", "12", "5 equal parts")),
     "no match": ("tp['plan'] = {'*.fc3': 'normal'}", ("*.fc3", "Net", "fc")),
     "wrong class": ("tp['plan'] = {'norm': 'normal'}", ("layer norm", "LayerNorm", "Linear")),
+    "half a pair": (
+        "tp['plan'] = {'fc1': 'normal'}",
+        (
+            "plan: on shares train.py:",
+            "self.fc2(torch.tanh(self.fc1(x)))",
+            "has 6 features, expected 12",
+            "correct the plan",
+        ),
+    ),
     "norm alone": ("tp['plan'] = {'norm': 'norm'}", ("norm", "embedding")),
     "mpu": ("keywords['mpu'] = type('Mpu', (), {'get_data_parallel_world_size': lambda s: 2})()", ("mpu",)),
     "pipeline": (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import axonn_plugins
+from axonn_plugins import autoload
 
 axonn_plugins.activate()
 transformers = pytest.importorskip("transformers")
@@ -112,3 +115,10 @@ def test_the_model_is_the_same(name: str, tmp_path: Path) -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
     for (_, tensor), (key, other) in zip(expected.named_buffers(), model.named_buffers(), strict=True):
         assert torch.equal(tensor, other), key
+
+
+def test_models_need_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    trainer = ModuleType("transformers.trainer")
+    autoload._patch_trainer(trainer)
+    assert not hasattr(trainer, "Trainer")

@@ -97,6 +97,10 @@ def test_refusals():
     model = network()
     with pytest.raises(ValueError, match="there is no batch"):
         samo.snip(model, loss_of, [], 0.5)
+    held = network()
+    samo.Optimizer(lambda groups: torch.optim.SGD(groups, lr=0.1), held)
+    with pytest.raises(ValueError, match="call it before samo.Optimizer is made"):
+        samo.snip(held, loss_of, BATCHES, 0.5)
     with pytest.raises(ValueError, match="sparsity = 2"):
         samo.random(model, 2)
     parameters = {"w": torch.ones(2, 2)}

@@ -139,8 +139,7 @@ def _sentence(error: Any) -> str:
     if kind == "extra_forbidden":
         parent, _ = _block_at(location[:-1])
         known = sorted([*parent.model_fields, *(REGISTERED if parent is Axonn else ())])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)[0]
-        return f'{path} is not a key; use "{near}", or another of {", ".join(known)}'
+        return f"{path} is not a key; use {_nearest(str(location[-1]), known)}"
     if kind == "missing":
         return f"{path} is missing; add it to {path.rsplit('.', 1)[0]}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -148,8 +147,7 @@ def _sentence(error: Any) -> str:
         return f"{path} = {shown} is not {what}; write it in braces"
     if kind == "literal_error":
         allowed = [str(choice) for choice in get_args(block.model_fields[str(location[-1])].annotation)]
-        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
-        return f'{path} = {shown} is not known; use "{near}", or another of {", ".join(allowed)}'
+        return f"{path} = {shown} is not known; use {_nearest(str(value), allowed)}"
     allowed_text = {
         "int_type": "an integer of at least 1",
         "greater_than_equal": "an integer of at least 1",
@@ -157,6 +155,12 @@ def _sentence(error: Any) -> str:
         "string_type": "a string",
     }.get(kind, error["msg"])
     return f"{path} = {shown} is not {allowed_text}; correct its value"
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    """The one that was meant, where one is like it, and all of them."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f'"{near[0]}", or another of {", ".join(known)}' if near else f"one of {', '.join(known)}"
 
 
 def schema() -> str:

@@ -88,7 +88,7 @@ class Pruning:
         try:
             result = work(*inputs)
         except ValueError as error:
-            problem = str(error)
+            problem = str(error).removeprefix("axonn.samo: ")
         for other in _everyone(problem):
             if other is not None:
                 raise ConfigError(f"axonn.samo: {other}")

@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from axonn_plugins import __version__
-from axonn_plugins.config import Axonn, ConfigError, TensorParallel
+from axonn_plugins.config import Axonn, TensorParallel
 from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.elementwise import check_by_parameter
 from axonn_plugins.hosts.common.split_states import split_states
@@ -33,6 +33,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
 )
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
+from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
@@ -49,7 +50,6 @@ from axonn_tp import (
     Placement,
     auto_plan,
     clip_grad_norm_,
-    first_difference,
     grad_norm,
     parallelize,
     place,
@@ -238,7 +238,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._verify and self.mesh.size("model") > 1 and self.module.training and torch.is_grad_enabled():
             self._verify = False
             self._verify_plan(inputs, keywords)
-        outputs = super().forward(*inputs, **keywords)
+        with one_sentence():
+            outputs = super().forward(*inputs, **keywords)
         if self.module.training and torch.is_grad_enabled():
             self._replicas.watch(outputs)
         return outputs
@@ -247,14 +248,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         half = self.fp16_enabled() or self.bfloat16_enabled() or getattr(self._config, "torch_autocast_enabled", False)
         half = half or torch.is_autocast_enabled(self.mesh.device.type)
         # The module itself: DeepSpeed's forward counts passes and hooks the outputs.
-        found = first_difference(
-            self.module, lambda: self.module(*inputs, **keywords), self.mesh, 0.1 if half else 1e-3
-        )
-        if found is not None:
-            raise ConfigError(
-                f"axonn.tensor_parallel.plan: the output of layer {found[0]} differs from the serial model's by {found[1]:.1%}; code before it "
-                "looks across features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
-            )
+        check_plan(self.module, lambda: self.module(*inputs, **keywords), self.mesh, half=half)
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the whole model's norm, where the optimizer does not."""

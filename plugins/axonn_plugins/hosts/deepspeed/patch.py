@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +27,8 @@ def patch(module: ModuleType) -> None:
         if steps.asked():
             _watch_steps()
         if not block:
+            if isinstance(parsed, dict):
+                refuse_misplaced(parsed)
             hook = sys.modules.get("axonn_plugins.hosts.deepspeed.config_hook")
             if hook is not None:
                 hook.step_aside()
@@ -37,6 +41,30 @@ def patch(module: ModuleType) -> None:
 
     __init__.axonn = True  # type: ignore[attr-defined]
     config_class.__init__ = __init__
+
+
+def refuse_misplaced(raw: Mapping[str, Any]) -> None:
+    """DeepSpeed passes over keys that it does not know, and would train without what was asked for.
+
+    Raises:
+        ConfigError: a key that is nearly "axonn", or one of the block's outside of it.
+    """
+    for key in raw:
+        if key in ("samo", "ted", "pccl", "goldfish"):
+            remedy = f'belongs into the block; write "axonn": {{"{key}": ...}}'
+        elif (
+            isinstance(key, str)
+            and key != "axonn"
+            and difflib.get_close_matches(key.casefold(), ["axonn"], cutoff=0.75)
+        ):
+            remedy = 'is no key of DeepSpeed\'s; write "axonn"'
+        else:
+            continue
+        from axonn_plugins.config import ConfigError
+        from axonn_plugins.hosts.deepspeed.config_hook import one_sentence_for_mistakes
+
+        one_sentence_for_mistakes()
+        raise ConfigError(f'"{key}" in DeepSpeed\'s configuration {remedy}, or remove it')
 
 
 def _watch_steps() -> None:

@@ -27,7 +27,6 @@ from axonn_plugins.hosts.deepspeed.engine import choose_sizes
 from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     AXES,
-    KEY,
     StageLayers,
     regroup,
     settings_of,
@@ -35,6 +34,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     stage_plan,
 )
 from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
+from axonn_plugins.hosts.deepspeed.plan_check import check_plan
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states_config import take_over, take_over_whole
@@ -42,7 +42,7 @@ from axonn_plugins.hosts.deepspeed.ted.left_out import let_go
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts, without_experts
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_plugins.hosts.deepspeed.whole_parameters import mark
-from axonn_tp import Grid, Mesh, first_difference, parallelize, sync_gradients
+from axonn_tp import Grid, Mesh, parallelize, sync_gradients
 
 
 class MessageDrivenEngine(StagedCheckpoints, StageBatches):
@@ -167,12 +167,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             return self.module(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs))
 
         with without_experts(self.module):
-            found = first_difference(self.module, run, self.mesh, 0.1 if half else 1e-3)
-        if found is not None:
-            raise ConfigError(
-                f"{KEY}.plan: the output of layer {found[0]} differs from the serial model's by {found[1]:.1%}; code before it looks across "
-                "features that are split, or parts or heads are wrong: correct the plan, or name its layers self_contained"
-            )
+            check_plan(self.module, run, self.mesh, half=half)
 
     # Sums
 
