@@ -18,6 +18,7 @@ from axonn_tp.comm.collectives import gather_from, split_to
 from axonn_tp.grid.layout import become
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import plain, split_among, split_of, unwatched
+from axonn_tp.layers.boundary import whole_activation
 from axonn_tp.layers.entry import Entered, SharedInput, enter
 from axonn_tp.layers.linear_split import LinearSplit, features, is_conv1d
 from axonn_tp.layers.product import Matmul, Operation, Product, Route
@@ -91,11 +92,13 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         self._split(mesh, {"weight": weight, "bias": split.bias_layout(n)})
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, k or its share) → (…, n or its share), as `self.split` says.
+        """(…, k or its share) → (…, n or its share), as `self.split` says; a layer that takes whole inputs gathers a share.
 
         Raises:
             ValueError: the input is not what this layer takes.
         """
+        if self.split.takes == "whole" and split_of(input) is not None:
+            input = whole_activation(input, self.mesh, self.in_features)
         tokens = self._tokens(input)
         with unwatched():
             output = self.multiply(input, self.bias, tokens)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from axonn_tp import Mesh, parallelize, sync_gradients
+from axonn_tp import Mesh, Options, layout_of, parallelize, sync_gradients
 from tests.axonn_tp.test_auto import Everywhere
 from tests.distributed import run_ranks
 
@@ -85,8 +86,30 @@ def _shared_uses() -> None:
                     assert (mine.grad - other.grad).abs().max() < 1e-12
 
 
+def _whole_last_layer() -> None:
+    """A layer that the plan does not name reads a stream of shares: it gives what the serial one gives, on every rank."""
+    plan = {"table": "embedding", "up": "normal", "down": "transposed"}
+    for sizes, layout in itertools.product(({"gx": 2}, {"gy": 2}), ("scattered", "replicated")):
+        mesh = Mesh.create(**sizes)
+        for length in (1, 3, 4):
+            torch.manual_seed(2)
+            serial = Net().double()
+            model = parallelize(copy.deepcopy(serial), mesh, plan, Options(layout=layout))
+            found = []
+            for each in (model, serial):
+                last = each(torch.arange(2 * length).view(2, length))[2]
+                last.square().mean().backward()
+                found.append(last)
+            sync_gradients(model.parameters(), mesh)
+            assert (found[0] - found[1]).abs().max() < 1e-12, (sizes, layout, length)
+            for mine, other in zip(model.parameters(), serial.parameters(), strict=True):
+                wanted = layout_of(mine).shard(other.grad, mesh.grid, mesh.coordinates)
+                assert (mine.grad - wanted).abs().max() < 1e-12, (sizes, layout, length)
+
+
 def _all_refusals() -> list[str]:
     _shared_uses()
+    _whole_last_layer()
     return _refusals()
 
 

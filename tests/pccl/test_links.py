@@ -275,7 +275,10 @@ def test_the_listener_is_bound_to_the_interface_chosen(monkeypatch: pytest.Monke
             assert right.getpeername()[0] == address
         listening = Path("/proc/net/tcp").read_text()
         port = f"{fabric.member.addresses[0][1]:04X}"
-        bound = {line.split()[1] for line in listening.splitlines() if line.split()[3] == "0A" and f":{port} " in line}
+        # Other processes may listen at the same port of other addresses.
+        ours = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+        rows = [line.split() for line in listening.splitlines() if f":{port} " in line]
+        bound = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in ours}
         assert bound == {f"{socket.inet_aton(address)[::-1].hex().upper()}:{port}"}
 
 

@@ -31,7 +31,10 @@ class Samples:
     _seen: dict[int, int] = field(default_factory=dict)
 
     def take(self, pids: list[int], agent: int | None, steps: int) -> None:
-        """Look at processes, of which some may be gone, and ranks may not have taken enough steps to have all that they need.
+        """Look at processes, of which some may be gone.
+
+        An agent is looked at once it has started ranks, for it imports what it needs before, and a rank once it has taken enough steps to
+        have all that it needs.
 
         Args:
             pids: the processes.
@@ -39,7 +42,8 @@ class Samples:
             steps: that the job has taken so far.
         """
         for pid in pids:
-            if steps - self._seen.setdefault(pid, steps) < WARM and pid != agent:
+            starting = pid not in self.agents and len(pids) == 1
+            if starting if pid == agent else steps - self._seen.setdefault(pid, steps) < WARM:
                 continue
             try:
                 resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
