@@ -11,7 +11,10 @@ import torch
 import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.hosts.deepspeed.plan_check import one_sentence as plan_sentence
 from axonn_tp import Grid
+from axonn_tp.grid.mesh import AXES
+from axonn_tp.layers.activation import ActivationSplit, _noted
 from tests.deepspeed.scripts import NO_KERNEL, fork_script, one_sentence, run_script, sentences
 from tests.deepspeed.training import deepspeed  # ranks are forked from here
 
@@ -162,6 +165,14 @@ def test_keys_of_others_are_passed_over() -> None:
     deepspeed.DeepSpeedConfig(RAW | {"axonn": None, "annotations": {}, "aio": {}, "offload_optimizer": {}, "mine": 1})
 
 
+def test_what_fails_on_shares_is_the_plans_fault_but_for_memory() -> None:
+    share = _noted(torch.ones(2, 3), ActivationSplit(("x",), dict.fromkeys(AXES, 0)))
+    with pytest.raises(ConfigError, match="on shares"), plan_sentence():
+        share + torch.ones(2, 6)
+    with pytest.raises(RuntimeError, match="can't allocate memory"), plan_sentence():
+        share.new_empty(2**50)
+
+
 SCRIPT = """
 import os, torch, deepspeed
 from torch import nn
@@ -203,7 +214,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "plan: on shares train.py:",
             "self.fc2(torch.tanh(self.fc1(x)))",
-            "has 6 features, expected 12",
+            "has its features split over x, as between the layers of a pair, and is to be whole",
             "correct the plan",
         ),
     ),

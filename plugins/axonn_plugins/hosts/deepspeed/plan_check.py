@@ -57,10 +57,11 @@ def one_sentence() -> Iterator[None]:
             raise
         if inside == _CONTEXT and type(error) is ValueError:
             raise ConfigError(f"axonn.tensor_parallel.gz: {error}") from error
-        # Of torch's errors only those of an operation on a split activation are the plan's: others may be of memory or links.
-        if type(error) is not ValueError and Path(frames[-1].filename).name != "activation.py":
-            raise
         message = str(error).partition("\n")[0].partition(";")[0]
+        # Of torch's errors only those of an operation on a split activation are the plan's: others are of memory, devices or links.
+        plain = type(error) is RuntimeError and not any(word in message for word in ("memory", "CUDA"))
+        if type(error) is not ValueError and not (plain and Path(frames[-1].filename).name == "activation.py"):
+            raise
         raise ConfigError(
             f"{_KEY}: on shares {_place(frames)} fails ({message}); code between a normal and a transposed layer sees a share of the features, and "
             'behind an embedding a share of the tokens: correct the plan, name its layers self_contained, or use "plan": "auto"'
