@@ -72,6 +72,8 @@ class _Watch:
         # Autograd adds in place only where nobody else, as here, holds the first.
         if len(given) == 1 and given[0] is grad:
             return
+        if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing may be asked of the device
         if given and not grad.isfinite().all():
             return  # an overflow: a later pass tells
         cast = [one.to(grad.dtype).reshape(grad.shape) for one in given]
