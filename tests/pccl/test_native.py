@@ -30,7 +30,7 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The programs in one, compiled with a sanitizer, in a folder of its name."""
     folder = tmp_path_factory.mktemp(request.param.split(",")[0])
     flags = ["-std=c++20", "-O0", "-g1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all", f"-I{ENGINE}"]
-    torchs = {"shim", "device", "router", "schedule", "module", "module_doors"}
+    torchs = {"shim", "device", "router", "schedule", "module"}
     alone = ENGINE / "engine.cpp"  # its constants have the names of others'
     together = folder / "together.cpp"  # the standard library's headers are read once
     others = [file for file in sorted(ENGINE.glob("*.cpp")) if file != alone and file.stem not in torchs]

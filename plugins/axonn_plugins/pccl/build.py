@@ -19,6 +19,9 @@ from axonn_plugins.observe.clock import elapsed
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-DTORCH_EXTENSION_NAME=_pccl"]
+_UNITS = (("shim", "module"), ("device", "router", "schedule"), ("engine",))
+"""Sources that are compiled as one, and one more unit of all others: reading torch's headers takes longer than compiling the
+sources that need them."""
 
 
 class BuildError(RuntimeError):
@@ -86,10 +89,11 @@ def _compile(sources: list[Path], to: Path) -> None:
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     flags = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
     with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        units = _units(sources, Path(scratch))
+        objects = [unit.with_suffix(".o") for unit in units]
         running: list[subprocess.Popen] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = zip(sources, objects, strict=True)
+            jobs = zip(units, objects, strict=True)
             done = pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])], running), jobs)
             try:
                 list(done)
@@ -103,6 +107,17 @@ def _compile(sources: list[Path], to: Path) -> None:
         names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
         _run([command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)], running)
         built.replace(to)
+
+
+def _units(sources: list[Path], folder: Path) -> list[Path]:
+    """The files to compile, written to the folder: each includes the sources of one unit."""
+    named = {name for unit in _UNITS for name in unit}
+    others = [source.stem for source in sources if source.stem not in named]
+    units = []
+    for names in (*_UNITS, others):
+        units.append(folder / f"{names[0]}_unit.cpp")
+        units[-1].write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in names))
+    return units
 
 
 def _run(command: list[str], running: list[subprocess.Popen]) -> None:

@@ -123,8 +123,6 @@ struct Core {
   Engine engine;
 };
 
-void define_doors(py::module_& module);
-
 // A group's backend for the CPU's tensors.
 BackendPointer make_shim(std::shared_ptr<Core> core, uint64_t key, int rank, int size, double timeout, py::object plan);
 
