@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USE_PEP517 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs wheel compatibility lint style types suite compiler clean
+.PHONY: help setup train test docs wheel compatibility lint style types native suite compiler clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -30,8 +30,9 @@ train: $(READY) ## train the quickstart recipe; make train ARGS="--steps 50"
 	$(BIN)/axonn train quickstart $(ARGS)
 
 test: style compiler ## lint, and run the tests; make test ARGS="-k mesh"
-	@# mypy takes a minute of one core, and so runs beside the tests.
-	@$(MAKE) --no-print-directory -j 2 types suite
+	@# mypy takes a minute of one core, and so runs beside the tests; so does compiling pccl, which each test worker would do on
+	@# its one core.
+	@$(MAKE) --no-print-directory -j 3 native types suite
 
 # Two files of tests at a time: most start ranks, but some wait, and some compute in one process. tests/conftest.py orders them.
 suite:
@@ -54,6 +55,9 @@ style: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+native: $(READY)
+	@$(BIN)/python -c 'from axonn_plugins.pccl.build import load; load()'
 
 # Stock DeepSpeed, which the tests compare with, compiles a small kernel when it starts on a CPU.
 compiler:

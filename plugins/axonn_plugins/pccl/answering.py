@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import _thread
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -47,7 +47,7 @@ class Answering:
         try:
             if self._silent:
                 raise Empty
-            threading.Thread(target=ask, name="pccl-store", daemon=True).start()
+            _thread.start_new_thread(ask, ())  # threading's own waits until it runs, as long as the call takes
             answer, failed = answers.get(timeout=self.seconds)
         except Empty:
             self._silent = True

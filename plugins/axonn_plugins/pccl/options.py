@@ -85,8 +85,8 @@ class Options:
             "AXONN_PCCL_READ_MEMORY": ("read_memory", _switch),
         }
         given: dict[str, Any] = {}
-        for name, value in os.environ.items():
-            if not name.startswith("AXONN_PCCL_") or not value:
+        for name in [name for name in os.environ if name.startswith("AXONN_PCCL_")]:
+            if not (value := os.environ[name]):
                 continue
             if name not in read:
                 near = difflib.get_close_matches(name, read, n=1, cutoff=0.0)[0]

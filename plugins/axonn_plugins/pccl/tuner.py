@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,13 @@ def _known(planner: Planner, backend: Any, store: Any, first: bool) -> Measured:
     if "error" in found:
         raise BuildError(f"rank 0 of the group cannot use pccl: {found['error']}")
     planner.network = found["network"] and Network(*found["network"])
-    return Measured.load(found["times"])
+    return _loaded(found["times"])
+
+
+@lru_cache(maxsize=8)
+def _loaded(times: str) -> Measured:
+    """The same for all groups of a job, of which there may be many."""
+    return Measured.load(times)
 
 
 def _measure_and_keep(backend: Any, file: Path, sizes: Sequence[int]) -> None:
