@@ -39,7 +39,7 @@ from tests.distributed import run_ranks
 from tests.pipeline import training as pipelines
 
 WORDS = 51
-STAGES = {0: (2, 2, 1), 2: (2, 1, 2)}
+STAGES = {0: (2, 2, 1), 2: (1, 2, 2)}
 """Of ZeRO, and the grid of each."""
 
 
