@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, Mesh, Options, factorisations, full_state_dict, parallelize, sync_gradients
-from tests.distributed import meshes, run_ranks
+from tests.distributed import meshes, run_ranks, same_on_all
 from tests.matrix import thorough
 
 TOKENS, BATCH = 13, 8
@@ -61,16 +61,17 @@ def step(model: nn.Module, loss: Callable[[nn.Module], Tensor], mesh: Mesh | Non
 def compare(
     make: Callable[[], nn.Module], loss: Callable[..., Tensor], mesh: Mesh, plan: Any, options: Options
 ) -> None:
-    grid = mesh.grid
-    expected, weights = step(seeded(make), partial(loss, mesh=None), None)
+    """The serial step is rank 0's alone."""
+    grid, first = mesh.grid, torch.distributed.get_rank() == 0
+    alone, weights = step(seeded(make), partial(loss, mesh=None), None) if first else (None, {})
+    expected = same_on_all(alone)
     model = parallelize(seeded(make), mesh, plan, options)
     got, found = step(model, partial(loss, mesh=mesh), mesh)
     if grid.readers > 1:
         torch.distributed.all_reduce(got, group=mesh.group("readers"))
     torch.testing.assert_close(got / grid.readers, expected, rtol=1e-10, atol=1e-10, msg=f"{grid} {make}")
-    if torch.distributed.get_rank() == 0:
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-10, msg=f"{grid} {make} {name}")
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-10, msg=f"{grid} {make} {name}")
 
 
 def part(tensor: Tensor, mesh: Mesh | None) -> Tensor:
@@ -128,7 +129,7 @@ def hf(kind: str, **more: Any) -> nn.Module:
     }
     if kind == "GPT2":
         sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
-        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, **more}
     config = getattr(transformers, f"{kind}Config" if kind != "Gemma3" else "Gemma3TextConfig")(**sizes)
     names = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
     model = getattr(transformers, names.get(kind, f"{kind}ForCausalLM"))(config)
@@ -139,10 +140,16 @@ def hf(kind: str, **more: Any) -> nn.Module:
 
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Qwen3": {},
-    "GPT2": {},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "output_router_logits": True},
-    "Mistral": {"sliding_window": 4},
+    "Qwen3": {"num_hidden_layers": 1},
+    "GPT2": {"n_layer": 1},
+    "Mixtral": {
+        "num_hidden_layers": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "output_router_logits": True,
+    },
+    "Mistral": {"num_hidden_layers": 1, "sliding_window": 4},
     "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4},
 }

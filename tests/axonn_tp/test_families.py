@@ -14,7 +14,7 @@ import torch.distributed as dist
 import axonn_tp
 from axonn_tp import Grid, auto_plan, factorisations
 from tests.axonn_tp.families import FAMILIES, in_float64
-from tests.axonn_tp.test_auto import TOLERANCE, serial_steps, three_steps
+from tests.axonn_tp.test_auto import TOLERANCE, few_steps, serial_steps
 from tests.distributed import meshes, run_ranks
 
 TRAINED = (
@@ -45,13 +45,13 @@ def trained(names: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], s
         for name, model in models.items():
             with in_float64(), redirect_stdout(io.StringIO()) as printed:
                 parallel = axonn_tp.parallelize(copy.deepcopy(model), mesh, "auto")
-                errors = three_steps(model, expected[name], parallel, mesh)
+                errors = few_steps(model, expected[name], parallel, mesh)
             found[name, str(mesh.grid)] = errors, printed.getvalue()
     return found
 
 
 @pytest.mark.families
-def test_three_steps_of_every_family_equal_serial() -> None:
+def test_steps_of_every_family_equal_serial() -> None:
     pytest.importorskip("transformers")
     ranks = run_ranks(trained, 4, list(TRAINED))
     for (name, grid), (_, report) in ranks[0].items():

@@ -177,10 +177,10 @@ def gpt_on_grids(
     return found
 
 
-@pytest.mark.parametrize(("ranks", "turns"), [(1, 1), (2, 1), (4, 1), (8, 4), thorough(8, 1)])
+@pytest.mark.parametrize(("ranks", "turns"), [(1, 1), (2, 1), (4, 2), (8, 4), thorough(4, 1), thorough(8, 1)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gpt(ranks: int, turns: int, tied: bool) -> None:
-    """Of 8 ranks' grids tied and untied have a quarter each in every run."""
+    """Of 4 ranks' grids tied and untied have a half each in every run, of 8 ranks' a quarter."""
     config = GPTConfig(vocabulary=250, context=6, layers=2, heads=24, hidden=96, tied=tied)
     options = NOTHING if tied else Options()
     grids_of_run = list(factorisations(ranks))[tied % turns :: turns]
@@ -202,7 +202,7 @@ THREE_AXES, ALL_AXES = [Grid(2, 2, 2), Grid(1, 2, 4), Grid(2, 1, 2, 2)], [Grid(2
     ],
 )
 def test_gpt_with_everything_on(ranks: int, grids: list[Grid], checkpointed: bool) -> None:
-    config = GPTConfig(vocabulary=61, context=7, layers=3, heads=8, hidden=32, tied=True)
+    config = GPTConfig(vocabulary=61, context=7, layers=2, heads=8, hidden=32, tied=True)
     for found in gpt_errors(ranks, config, grids, EVERYTHING, checkpointed):
         for grid, errors in found.items():
             assert max(errors.values()) < TOLERANCE, (grid, errors)

@@ -20,6 +20,7 @@ from axonn_tp import Grid, LayerPlan, Mesh, Options
 from tests.axonn_tp.drawn import HIDDEN, PLAN, VOCABULARY, Streams
 from tests.axonn_tp.test_grids import largest_error
 from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
 TOLERANCE = 1e-10
 
@@ -82,7 +83,17 @@ def drawn(seeds: range) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(10)), (3, range(10, 16)), (4, range(16, 19))])
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [
+        (2, range(5)),
+        (3, range(10, 13)),
+        (4, range(16, 18)),
+        thorough(2, range(5, 10)),
+        thorough(3, range(13, 16)),
+        thorough(4, range(18, 19)),
+    ],
+)
 def test_drawn_models_equal_serial(ranks: int, seeds: range) -> None:
     torch.manual_seed(0)
     for found in run_ranks(drawn, ranks, seeds):

@@ -12,8 +12,9 @@ from torch import nn
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import Collective, Grid, Linear, LinearSplit, Mesh, factorisations, linear_collectives
-from tests.axonn_tp.test_grids import TOLERANCE, WORLDS, whole
+from tests.axonn_tp.test_grids import OF_EIGHT, TOLERANCE, WORLDS, whole
 from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
 K, N, ROWS = 24, 40, 8
 
@@ -57,17 +58,22 @@ def one_layer(mesh: Mesh, transposed: bool, bias: bool) -> tuple[float, list, li
     return max(errors), sorted(map(str, ledger.collectives)), sorted(map(str, expected_collectives)), sums.collectives
 
 
-def layers_on_grids() -> list:
+KINDS = ((False, True), (True, True), (False, False))
+"""Transposed, and with a bias."""
+
+
+def layers_on_grids(turns: int) -> list:
+    """Each kind of layer on each grid; on every third one, in turn, where there are three turns."""
     return [
         (mesh.grid, bias, *one_layer(mesh, transposed, bias))
-        for mesh in meshes(factorisations(dist.get_world_size()))
-        for transposed, bias in ((False, True), (True, True), (False, False))
+        for place, mesh in enumerate(meshes(factorisations(dist.get_world_size())))
+        for transposed, bias in KINDS[place % turns :: turns]
     ]
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_every_grid(ranks: int) -> None:
-    for found in run_ranks(layers_on_grids, ranks):
+@pytest.mark.parametrize(("ranks", "turns"), [*((world, 3 if world == 8 else 1) for world in WORLDS), thorough(8, 1)])
+def test_every_grid(ranks: int, turns: int) -> None:
+    for found in run_ranks(layers_on_grids, ranks, turns):
         for grid, bias, largest, passes, expected, sums in found:
             assert largest < TOLERANCE, grid
             assert passes == expected
@@ -108,20 +114,18 @@ class Odd(nn.Module):
         return self.d(torch.tanh(self.c(torch.relu(self.b(torch.tanh(self.a(x))))))).square().mean()
 
 
-def odd_on_grids() -> list:
+def odd_on_grids(grids: list[Grid]) -> list:
     from tests.axonn_tp.test_grids import train_one_step
 
     batch = torch.randn(8, 2, 3, 7, dtype=torch.float64)
-    return [
-        (mesh.grid, train_one_step(Odd, {}, lambda model, x: model(x), (batch,), mesh))
-        for mesh in meshes(factorisations(dist.get_world_size()))
-    ]
+    return [(mesh.grid, train_one_step(Odd, {}, lambda model, x: model(x), (batch,), mesh)) for mesh in meshes(grids)]
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_self_contained_layers_of_any_size(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "every"), [*((world, world < 8) for world in WORLDS), thorough(8, True)])
+def test_self_contained_layers_of_any_size(ranks: int, every: bool) -> None:
     torch.manual_seed(11)
-    for found in run_ranks(odd_on_grids, ranks):
+    grids = list(factorisations(ranks)) if every else OF_EIGHT
+    for found in run_ranks(odd_on_grids, ranks, grids):
         for grid, errors in found:
             assert max(errors.values()) < TOLERANCE, (grid, errors)
 

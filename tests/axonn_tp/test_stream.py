@@ -19,7 +19,7 @@ from axonn_tp import Collective, Grid, LayerPlan, Mesh, Options, auto_plan, fact
 from axonn_tp.options import LAYOUTS
 from tests.axonn_tp.counting import joined_over_z
 from tests.axonn_tp.families import FAMILIES
-from tests.axonn_tp.test_auto import TOLERANCE, Expected, batch_for, serial_steps, three_steps
+from tests.axonn_tp.test_auto import TOLERANCE, Expected, batch_for, few_steps, serial_steps
 from tests.distributed import meshes, run_ranks
 from tests.matrix import thorough
 
@@ -59,7 +59,7 @@ def trained(
             for layout in LAYOUTS if both or grid in COUNTED else (LAYOUTS[(turn + place_of_model) % 2],):
                 options = Options(layout=layout)
                 parallel = axonn_tp.parallelize(copy.deepcopy(model), mesh, plan, options)
-                errors = three_steps(model, expected[name], parallel, mesh)
+                errors = few_steps(model, expected[name], parallel, mesh)
                 found[f"{name} {grid} {layout}"] = (errors, kinds(plan))
                 if grid in COUNTED:
                     found[f"{name} {grid} {layout}"] += counted(name, model, parallel, mesh, plan, options)

@@ -27,7 +27,7 @@ from axonn_tp.checkpoint.whole import assemble
 from tests.axonn_tp.test_grids import gpt_plan
 
 EXPERTS, BATCH, CLIP = 4, 8, 0.05
-CONFIG = GPTConfig(vocabulary=50, context=7, layers=3, heads=8, hidden=32)
+CONFIG = GPTConfig(vocabulary=50, context=7, layers=2, heads=8, hidden=32)
 PAIRS = {
     name: LayerPlan(layer.kind, layer.parts, layer.heads)
     for name, layer in gpt_plan(CONFIG.heads).items()

@@ -68,25 +68,30 @@ def cases_of(grid: Grid, both_layouts: bool) -> Iterator[Case]:
 
 
 def cases(ranks: int, both_layouts: bool) -> list[Case]:
+    """Of eight ranks, those of every run, or the others."""
     if ranks == 4:
         return [case for grid in factorisations(4) for case in cases_of(grid, both_layouts)]
     everything = Options(reshard_after_forward=True, regather_inputs=True)
-    return [
-        Case(Grid(2, 2, 2), 2, "k 1"),
+    in_turn = [  # each gate, plan, option, switch, form of checkpoint and axis
         Case(Grid(2, 2, 2), 2, "k 2, drops, residual", options=everything),
         Case(Grid(2, 1, 2, 2), 4, "k 2", options=everything, checkpoint=REENTRANT),
         Case(Grid(1, 2, 2, 2), 2, "k 1, drops", options=REPLICATED, checkpoint=PLAIN),
+        Case(Grid(2, 2, 2), 4, "k 1, drops", ted=WHOLE, checkpoint=REENTRANT),
+        Case(Grid(2, 2, 2), 2, "k 2", ted={"duplicate_token_dropping": False, "fused": False}),
+        Case(Grid(1, 2, 2, 2), 4, "k 1", checkpoint=PLAIN, stash=True),
+        Case(Grid(2, 2, 2), 2, "k 2", ted={"dropless": True}),
+        Case(Grid(4, 1, 1, 2), 2, "k 2", plan="auto"),
+    ]
+    others = [
+        Case(Grid(2, 2, 2), 2, "k 1"),
         Case(Grid(2, 2, 1, 2), 2, "k 2", checkpoint=PLAIN),
         Case(Grid(4, 1, 1, 2), 2, "k 2, drops, residual"),
         Case(Grid(2, 1, 4), 2, "k 2", ted=WHOLE),
-        Case(Grid(2, 2, 2), 4, "k 1, drops", ted=WHOLE, checkpoint=REENTRANT),
-        Case(Grid(2, 2, 2), 2, "k 2", ted={"duplicate_token_dropping": False, "fused": False}),
         Case(Grid(2, 2, 1, 2), 2, "k 2, drops, residual", checkpoint=REENTRANT, stash=True),
-        Case(Grid(1, 2, 2, 2), 4, "k 1", checkpoint=PLAIN, stash=True),
-        Case(Grid(2, 2, 2), 2, "k 2", ted={"dropless": True}),
         Case(Grid(2, 2, 2), 2, "k 2", plan="auto"),
         Case(Grid(2, 1, 2, 2), 4, "k 1", plan="auto", options=REPLICATED),
     ]
+    return others if both_layouts else in_turn
 
 
 def all_errors(chosen: list[Case]) -> Any:
@@ -218,7 +223,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "both_layouts"), [thorough(4, False), (8, False), thorough(4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "both_layouts"), [thorough(4, False), (8, False), thorough(8, True), thorough(4, True)]
+)
 def test_equals_one_process(ranks: int, both_layouts: bool) -> None:
     chosen = cases(ranks, both_layouts)
     for case in chosen:

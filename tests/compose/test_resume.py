@@ -13,7 +13,7 @@ from tests.compose.training import Case, readers_of, ready, serial_run, start, t
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
-CLOSE, STEPS, MIDDLE = 1e-10, 20, 2
+CLOSE, STEPS, MIDDLE = 1e-10, 6, 2
 ALL: dict[str, Any] = {
     "ted": {},
     "samo": {"sparsity": 0.9},

@@ -75,10 +75,18 @@ def run_script(folder: Path, text: str, ranks: int = 1, **changes: str) -> list[
 
 
 @contextmanager
-def starter() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs scripts one after the other, each as a fresh interpreter would that has imported torch and DeepSpeed first, and nothing else."""
+def starter(**changes: str) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs scripts one after the other, each as a fresh interpreter would that has imported torch and DeepSpeed first, and nothing else.
+
+    Args:
+        changes: of that interpreter's environment.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", _STARTER], env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", _STARTER],
+        env=environment(**changes),
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdin is not None and process.stdout is not None
 

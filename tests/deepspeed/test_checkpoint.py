@@ -42,7 +42,7 @@ def case(grid: str, dtype: str = "fp32", stage: int = 0, **changes: Any) -> Case
     }
     if dtype == "fp16":
         extra["fp16"] = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}
-    return Case(gpt, ids, GRIDS[grid], GPT_PLAN, stage, dtype, extra=extra, **changes)
+    return Case(gpt, ids, GRIDS[grid], GPT_PLAN, stage, dtype, extra=extra, steps=5, **changes)
 
 
 def fresh(run: Case) -> Any:
@@ -101,14 +101,14 @@ def save_and_die(folder: str, when: str) -> None:
     """Rank 0 is killed while it saves for the second time."""
     run = case("gx2gz2", stage=1)
     engine = start(run)
-    train(engine, run.batches()[:2])
+    train(engine, run.batches()[:1])
     engine.save_checkpoint(folder, "one")
-    first = train(engine, run.batches()[2:4])
+    first = train(engine, run.batches()[1:3])
     second = None
     if when == "before latest":
         keep = Path(folder) / "kept"
         engine.save_checkpoint(str(keep), "same")
-        second = train(engine, run.batches()[4:])
+        second = train(engine, run.batches()[3:])
         engine.load_checkpoint(str(keep), "same")
     if dist.get_rank() == 0:
         (Path(folder) / "expected.json").write_text(json.dumps([first, second]))
@@ -142,8 +142,8 @@ DEATHS = ("before latest", "between renames", "while writing")
 
 
 def all_resumed(folder: str) -> dict[str, Any]:
-    found = {when: attempt(resume, f"{folder}/{when}", None, (2, 4)) for when in DEATHS}
-    return found | {"tag": attempt(resume, f"{folder}/before latest", "two", (4, 6))}
+    found = {when: attempt(resume, f"{folder}/{when}", None, (1, 3)) for when in DEATHS}
+    return found | {"tag": attempt(resume, f"{folder}/before latest", "two", (3, 5))}
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.deepspeed.ted_training import STEPS, TOLERANCE, Case, serial_run, start, train
+from tests.deepspeed.ted_training import TOLERANCE, Case, serial_run, start, train
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 from tests.matrix import chosen, names
 
+STEPS = 2
+"""The second sees what the first has made."""
+
 
 def run(case: Case) -> Any:
     engine = start(case)
-    found = train(engine, case)
+    found = train(engine, case, slice(STEPS))
     kind = type(engine).__name__
     engine.destroy()
     return kind, found
@@ -50,13 +53,20 @@ CASES = MATRIX | OTHERS
 EVERY_RUN = {*OTHERS, *(f"{topology}, {kind}" for topology, kind in zip(TOPOLOGIES, STAGES, strict=True))}
 
 
+FOUR_RANKS = {"plain", "bf16 without ZeRO", "fp16", "reentrant", "not reentrant", "DeepSpeed's checkpoint"}
+"""Cases of `tensor 2, expert 2` whose layout is not their point; the others have eight."""
+
+
 def run_cases(cases: dict[str, Case]) -> Any:
     return {name: attempt(run, case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Any:
-    return run_ranks(run_cases, 8, chosen(request, CASES))[0]
+    cases = chosen(request, CASES)
+    few = {name: case for name, case in cases.items() if name in FOUR_RANKS}
+    many = {name: case for name, case in cases.items() if name not in FOUR_RANKS}
+    return run_ranks(run_cases, 4, few)[0] | run_ranks(run_cases, 8, many)[0]
 
 
 @pytest.mark.parametrize("name", names(CASES, EVERY_RUN))
@@ -65,6 +75,6 @@ def test_trains_what_one_process_trains(found: Any, name: str) -> None:
     assert not isinstance(found[name], str), found[name]
     kind, (losses, norms) = found[name]
     assert kind == "TedEngine"
-    expected, expected_norms = serial_run(case, [8 // case.tensor] * STEPS)
+    expected, expected_norms = serial_run(case, [(4 if name in FOUR_RANKS else 8) // case.tensor] * STEPS)
     assert losses == pytest.approx(expected, rel=TOLERANCE[case.dtype])
     assert norms == pytest.approx(expected_norms, rel=10 * TOLERANCE[case.dtype])

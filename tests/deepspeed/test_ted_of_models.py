@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
-def serial_losses(number: int, name: str = "Mixtral") -> tuple[list[float], dict[str, torch.Tensor]]:
+@cache
+def serial_losses(number: int, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of one process with the tokens of so many readers, and its weights at the end."""
     model = mixture(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
@@ -117,6 +120,8 @@ def trained(folder: str) -> dict[str, tuple[float, float]]:
 
 
 def test_training_equals_one_process_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    for number, name in ((4, "Mixtral"), (2, "Mixtral"), (4, "a list")):
+        serial_losses(number, name)  # which ranks inherit
     for found in run_ranks(trained, 4, str(tmp_path)):
         assert found.keys() == CASES.keys()
         assert not {name: far for name, far in found.items() if max(far) > 1e-8 or math.isnan(max(far))}

@@ -28,7 +28,8 @@ from tests.distributed import run_ranks  # noqa: E402
 from tests.ted_moe.mixtures import mixture, tokens  # noqa: E402
 
 activate()
-STEPS = 10
+STEPS, MIDDLE = 5, 2
+"""Of a run, and those before its checkpoint."""
 PLAN = {"up": "normal", "down": "transposed"}
 MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1}}
 
@@ -142,7 +143,7 @@ def block_of(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def others(folder: str) -> Iterator[tuple[str, float]]:
-    """Other optimizers, each from its fifth step on at another stage and on another grid."""
+    """Other optimizers, each from its middle on at another stage and on another grid."""
     lamb: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     makers: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
         "Lamb": ({"type": "Lamb", "params": lamb}, lambda given: Lamb(given, **lamb)),
@@ -155,12 +156,12 @@ def others(folder: str) -> Iterator[tuple[str, float]]:
     for number, (name, (optimizer, make)) in enumerate(makers.items()):
         wanted = serial(model := serial_model(), by_torch(model, make, 0.5))
         engine = engine_of(block_of(GRIDS[number]), number, 0.5, optimizer, serial_model())
-        train(engine, slice(0, 5))
+        train(engine, slice(MIDDLE))
         engine.save_checkpoint(folder, name)
         engine.destroy()
         engine = engine_of(block_of(GRIDS[number - 1]), 2 - number, 0.5, optimizer, serial_model())
         engine.load_checkpoint(folder, name)
-        train(engine, slice(5, None))
+        train(engine, slice(MIDDLE, None))
         yield name, apart(engine, wanted)
         engine.destroy()
     matrices_alone(model := serial_model())
@@ -175,15 +176,15 @@ def others(folder: str) -> Iterator[tuple[str, float]]:
 
 
 def resumed(folder: str, wanted: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Five steps on one grid and stage, five on another; a bf16 run, and one from host memory."""
+    """Begun on one grid and stage, ended on another; a bf16 run, and one from host memory."""
     engine = engine_of(block_of(GRIDS[0]), 1, 0.5, MUON, serial_model())
-    train(engine, slice(0, 5))
+    train(engine, slice(MIDDLE))
     engine.save_checkpoint(folder, "half")
     engine.destroy()
     for stage in (0, 2):
         engine = engine_of(block_of(GRIDS[2 - stage]), stage, 0.5, MUON, serial_model())
         engine.load_checkpoint(folder, "half")
-        train(engine, slice(5, None))
+        train(engine, slice(MIDDLE, None))
         yield f"resumed at stage {stage}", apart(engine, wanted)
         engine.destroy()
     block = block_of(GRIDS[1]) | {"offload_optimizer": {}}
@@ -258,7 +259,7 @@ def test_biases_of_keys_differ_from_themselves_by_as_much_as_from_a_grids() -> N
         for p in model.parameters():
             p.data = 0.2 * torch.randn(p.shape, dtype=torch.float64) + (p.dim() == 1)
         step = muon_by_hand(model, 0.5)
-        for number in range(STEPS):
+        for number in range(10):
             ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(number))
             ids = ids.flip(0) if flipped else ids
             model(ids[:, :-1], ids[:, 1:]).backward()

@@ -20,7 +20,7 @@ from torch import Tensor, nn  # noqa: E402
 
 # For inference alone, and compiled for a minute in each new folder.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-STEPS, ACCUMULATION = 6, 2
+ACCUMULATION = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 Grid = tuple[int, int, int]
 
@@ -62,6 +62,7 @@ class Case:
     extra: dict[str, Any] = field(default_factory=dict)
     after: Callable[[Any, nn.Module], Any] | None = None
     scale: float = 1.0
+    steps: int = 4
 
     def model(self) -> nn.Module:
         torch.manual_seed(11)
@@ -69,7 +70,7 @@ class Case:
 
     def batches(self) -> list[list[tuple[Tensor, ...]]]:
         torch.manual_seed(5)
-        drawn = [[self.batch() for _ in range(ACCUMULATION)] for _ in range(STEPS)]
+        drawn = [[self.batch() for _ in range(ACCUMULATION)] for _ in range(self.steps)]
         return [[tuple(self.cast(t) for t in micro) for micro in step] for step in drawn]
 
     def cast(self, tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -56,6 +56,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "shares of sequences": ({"gz": 4, "sequence": 4}, {}),
     "tensor and shares": ({"gx": 2, "gz": 2, "sequence": 2}, {}),
 }
+COVERING = ("expert and tensor", "whole experts", "y and z", "tensor and shares")
+"""Layouts with every axis, for a second mixture."""
 
 
 _DYNAMICS = ("A_log", "dt_bias", ".D")
@@ -106,6 +108,12 @@ def serial(name: str, readers: int) -> tuple[float, dict[str, Tensor]]:
             loss.backward()
             total += loss.item()
     return total, {each: p.grad for each, p in model.named_parameters() if p.grad is not None}
+
+
+def before_ranks(name: str, layouts: Iterable[str]) -> None:
+    """Take the serial runs that four ranks of these layouts inherit."""
+    for readers in {Grid.for_world(4, **LAYOUTS[layout][0]).readers for layout in layouts}:
+        serial(name, readers)
 
 
 def difference(name: str, sizes: dict[str, int], ted: dict[str, Any]) -> tuple[float, float]:

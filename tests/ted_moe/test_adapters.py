@@ -17,7 +17,7 @@ from axonn_tp import Grid, Mesh, layout_of, sync_gradients
 from axonn_tp.grid.layout import Layout
 from ted_moe.adapters import Choices, adopt, blocks_of, find, splittable, suspect
 from tests.distributed import run_ranks
-from tests.ted_moe.mixtures import LAYOUTS, MIXTURES, difference, mixture
+from tests.ted_moe.mixtures import LAYOUTS, MIXTURES, before_ranks, difference, mixture
 
 
 def differences(names: list[str]) -> dict[str, tuple[float, float]]:
@@ -30,6 +30,8 @@ def differences(names: list[str]) -> dict[str, tuple[float, float]]:
     ids=", ".join,
 )
 def test_layouts_equal_one_process(names: list[str]) -> None:
+    for name in names:
+        before_ranks(name, LAYOUTS)
     for found in run_ranks(differences, 4, names):
         assert len(found) == len(names) * len(LAYOUTS)
         assert not {case: far for case, far in found.items() if max(far) > 1e-10}

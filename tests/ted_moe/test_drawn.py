@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from tests.distributed import run_ranks
-from tests.matrix import names
+from tests.matrix import thorough
 from tests.ted_moe.drawn import DRAWN
-from tests.ted_moe.mixtures import LAYOUTS, difference
+from tests.ted_moe.mixtures import COVERING, LAYOUTS, before_ranks, difference
 
 MIXING = {"shares of sequences": "cannot share sequences", "tensor and shares": "cannot share sequences"}
 """Of layers that mix tokens by other means than attention."""
@@ -34,21 +34,27 @@ REFUSED = {
 """By family and layout what is said of why it is not trained so."""
 
 
-def differences(name: str) -> dict[str, tuple[float, float] | str]:
+def differences(name: str, layouts: tuple[str, ...]) -> dict[str, tuple[float, float] | str]:
     found: dict[str, tuple[float, float] | str] = {}
-    for layout, chosen in LAYOUTS.items():
+    for layout in layouts:
         try:
-            found[layout] = difference(name, *chosen)
+            found[layout] = difference(name, *LAYOUTS[layout])
         except ValueError as error:
             found[layout] = str(error)
     return found
 
 
-@pytest.mark.parametrize("name", names(DRAWN, ["GraniteMoeShared"]))
-def test_layouts_equal_one_process_or_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("GraniteMoeShared", COVERING), *(thorough(name, tuple(LAYOUTS)) for name in DRAWN)],
+    ids=lambda given: given if isinstance(given, str) else f"{len(given)} layouts",
+)
+def test_layouts_equal_one_process_or_are_refused(name: str, layouts: tuple[str, ...]) -> None:
     refused = REFUSED.get(name, {})
-    for found in run_ranks(differences, 4, name):
-        assert len(found) == len(LAYOUTS)
+    if name not in WHOLE:
+        before_ranks(name, layouts)
+    for found in run_ranks(differences, 4, name, layouts):
+        assert len(found) == len(layouts)
         for layout, far in found.items():
             if layout in refused:
                 assert isinstance(far, str) and refused[layout] in far, (layout, far)

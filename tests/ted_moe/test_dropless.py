@@ -42,9 +42,10 @@ def everywhere(all_switches):
     return found
 
 
-def wild_routing(switches):
-    for topology in (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False)):
-        for options in OPTIONS:
+def wild_routing(switches, turns):
+    topologies = (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False))
+    for place, topology in enumerate(topologies):
+        for options in OPTIONS[place % turns :: turns]:
             compare(topology, Plain, options, switches, wild_tokens)
 
 
@@ -143,12 +144,14 @@ def test_equals_stock_on_all_factorisations_of_eight(all_switches):
     assert run_ranks(everywhere, 8, all_switches)[0] == (66 if all_switches else 15)
 
 
-def test_wildly_different_routing_neither_differs_nor_hangs():
-    run_ranks(wild_routing, 8, {"dropless": True})
+@pytest.mark.parametrize("turns", [2, thorough(1)])
+def test_wildly_different_routing_neither_differs_nor_hangs(turns):
+    run_ranks(wild_routing, 8, {"dropless": True}, turns)
 
 
-def test_wildly_different_routing_does_not_hang_capacities_either():
-    run_ranks(wild_routing, 8, {})
+@pytest.mark.parametrize("turns", [3, thorough(1)])
+def test_wildly_different_routing_does_not_hang_capacities_either(turns):
+    run_ranks(wild_routing, 8, {}, turns)
 
 
 def test_bytes_on_the_wire():

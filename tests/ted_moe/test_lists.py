@@ -15,9 +15,7 @@ from axonn_tp.checkpoint.dealt import still_here
 from ted_moe.adapters import find, splittable
 from tests.distributed import run_ranks
 from tests.ted_moe.listed import FEATURES, LISTED, Gated, Itself, Parallel, mixed, normed, stacked
-from tests.ted_moe.mixtures import LAYOUTS, difference, mixture
-
-FEW = ("expert and tensor", "whole experts", "y and z", "tensor and shares")
+from tests.ted_moe.mixtures import COVERING, LAYOUTS, before_ranks, difference, mixture
 
 
 def differences(kind: str, layouts: list[str]) -> tuple[dict[str, tuple[float, float]], list[str]]:
@@ -55,13 +53,14 @@ def loaded_and_given(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
-        ("a list within", FEW),
+        ("a list within", COVERING),
         pytest.param("a list", tuple(LAYOUTS), marks=pytest.mark.families),
         pytest.param("parallel lists", tuple(LAYOUTS), marks=pytest.mark.families),
         pytest.param("experts with norms", tuple(LAYOUTS), marks=pytest.mark.families),
     ],
 )
 def test_layouts_equal_one_process(kind: str, layouts: tuple[str, ...]) -> None:
+    before_ranks(kind, layouts)
     for found, faults in run_ranks(differences, 4, kind, list(layouts)):
         assert len(found) == len(layouts) and not faults
         assert not {layout: far for layout, far in found.items() if max(far) > 1e-10}

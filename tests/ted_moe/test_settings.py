@@ -7,6 +7,7 @@ import random
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,11 +27,21 @@ from axonn_plugins.ted.stock import (
 )
 from ted_moe import Topology
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.stock import BAR
 
 TOPOLOGIES = [Topology(4, 1, 4), Topology(4, 2, 2), Topology(4, 4, 1), Topology(4, 2, 1), Topology(4, 1, 2)]
 TOPOLOGIES += [Topology(4, 2, expert, expert_tensor_parallel=False) for expert in (2, 4)]
 NOISES = list(itertools.product((torch.float32, torch.bfloat16), (1, 2, 3), ("RSample", "Jitter"), (True, False)))
+IN_TURN = [
+    (torch.float32, 1, "RSample", True),
+    (torch.bfloat16, 2, "RSample", False),
+    (torch.bfloat16, 3, "Jitter", True),
+    (torch.float32, 2, "Jitter", False),
+    (torch.bfloat16, 1, "Jitter", True),
+    (torch.float32, 3, "RSample", False),
+]
+"""Each type, policy and draw of lots with two or three numbers of experts a token."""
 
 
 def alike(count: int, data: int) -> Tensor:
@@ -76,10 +87,10 @@ def settings(count: int) -> None:
         assert max(found.values()) <= BAR, (found, case)
 
 
-def noisy() -> None:
+def noisy(noises: list[tuple[Any, ...]]) -> None:
     """Tensor ranks get the same bits, and so does a recomputation."""
     groups = groups_of(Topology(4, 2, 2))
-    for dtype, k, policy, lots in NOISES:
+    for dtype, k, policy, lots in noises:
         case = dtype, k, policy, lots
         layer = ted_moe.MoE(
             FEATURES, Plain(), 4, 2, k=k, noisy_gate_policy=policy, use_rts=lots, min_capacity=0, groups=groups
@@ -106,9 +117,11 @@ def noisy() -> None:
             assert torch.equal(*beside), case
 
 
-def test_drawn_settings_equal_stock() -> None:
-    run_ranks(settings, 4, 60)
+@pytest.mark.parametrize("count", [30, thorough(60)])
+def test_drawn_settings_equal_stock(count: int) -> None:
+    run_ranks(settings, 4, count)
 
 
-def test_noise_is_the_same_on_tensor_ranks_and_when_recomputed() -> None:
-    run_ranks(noisy, 4)
+@pytest.mark.parametrize("noises", [IN_TURN, thorough(NOISES)], ids=len)
+def test_noise_is_the_same_on_tensor_ranks_and_when_recomputed(noises: list[tuple[Any, ...]]) -> None:
+    run_ranks(noisy, 4, noises)
