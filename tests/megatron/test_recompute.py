@@ -52,12 +52,12 @@ def all_grids() -> dict[str, list[Any]]:
     training.on_cpu()
     found = {}
     for grid in GRIDS:
-        case = replace(grid, config={**grid.config, **FULL}, micro_batches=2)
+        case = replace(grid, config={**grid.config, **FULL}, steps=1, micro_batches=2)
         runs = [counted(case)]
         recompute.install(Ted())
         runs.append(counted(case))
         recompute.uninstall()
-        runs.append(counted(replace(grid, micro_batches=2)))
+        runs.append(counted(replace(grid, steps=1, micro_batches=2)))
         found[f"{grid.settings} over {grid.context}"] = [(told["losses"], told["norms"], count) for told, count in runs]
     return found
 
