@@ -46,6 +46,11 @@ def meshes(grids: Iterable[Grid]) -> Iterator[Mesh]:
         mesh.destroy()
 
 
+def made_once(make: Callable[[], Any]) -> Any:
+    """Something that rank 0 makes, as a run in one process to compare with, on all ranks."""
+    return same_on_all(make() if not dist.is_initialized() or dist.get_rank() == 0 else None)
+
+
 def same_on_all(value: Any) -> Any:
     """Rank 0's; this rank's where there is no group."""
     if not dist.is_initialized():

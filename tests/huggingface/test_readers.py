@@ -21,6 +21,8 @@ import axonn_plugins
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import asked
+from tests.matrix import names as marked
 
 axonn_plugins.activate()
 accelerate = pytest.importorskip("accelerate")
@@ -201,12 +203,13 @@ OPTIMIZER = {
 }
 
 
-def every_trainer(config: bool) -> dict[str, Any]:
+def every_trainer(config: bool, wanted: set[str]) -> dict[str, Any]:
+    """By name, what one process gives, or of what is wanted of the grids."""
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     found = {}
     grids = GRIDS if config else {"one": {}}
     for (name, grid), (case, (_, more)) in itertools.product(grids.items(), CASES.items()):
-        if name != "one" and name not in ("gx", "gz") and case not in ("plain", "optimizer"):
+        if config and f"{name}: {case}" not in wanted:
             continue
         readers = 2 if name == "gz" else 1
         changes = {"optimizer": OPTIMIZER} if case == "optimizer" else {}
@@ -218,6 +221,8 @@ def every_trainer(config: bool) -> dict[str, Any]:
             partial(trained, settings(grid) if config else None, readers, streamed=True)
         )
         for way in WAYS if config else ({}, {"steps": 2}):
+            if config and f"{name}: loop {' '.join(way)}" not in wanted:
+                continue
             forget()
             raw = settings(grid) if config else None
             found[f"{name}: loop {' '.join(way)}"] = attempt(partial(looped, raw, readers, **way))
@@ -238,12 +243,12 @@ def every_trainer(config: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
-    return run_ranks(every_trainer, 1, False)[0]
+    return run_ranks(every_trainer, 1, False, set())[0]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(every_trainer, 2, True)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(every_trainer, 2, True, {name for (name,) in asked(request, "name")})
 
 
 def of(found: dict[str, Any], name: str) -> Any:
@@ -257,7 +262,13 @@ def names(kind: str) -> list[str]:
     return {"trainer": cases, "loop": [f"{grid}: loop {' '.join(way)}" for grid in GRIDS for way in WAYS]}[kind]
 
 
-@pytest.mark.parametrize("name", names("trainer"))
+# In every run each case, each way and each grid.
+SOME = {"trainer": {f"{grid}: plain" for grid in GRIDS}, "loop": {f"{grid}: loop " for grid in GRIDS}}
+SOME["trainer"] |= {"ted: optimizer", "gz: zero 2", "gz: accumulated", "gz: by length", "gx: optimizer"}
+SOME["loop"] |= {"gz: loop dispatch", "gx: loop dispatch", "gz: loop split"}
+
+
+@pytest.mark.parametrize("name", marked(names("trainer"), SOME["trainer"]))
 def test_trainer(name: str, one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     grid, _, case = name.partition(": ")
     expected = of(one, f"one: {case}")
@@ -289,7 +300,7 @@ def test_a_stream_of_samples(grid: str, one: dict[str, Any], ranks: list[dict[st
         assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=2e-5)
 
 
-@pytest.mark.parametrize("name", names("loop"))
+@pytest.mark.parametrize("name", marked(names("loop"), SOME["loop"]))
 def test_a_loop_on_accelerate(name: str, one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     grid, _, way = name.partition(": loop ")
     readers = 2 if grid == "gz" else 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import axonn_plugins
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 pytest.importorskip("accelerate")
@@ -25,6 +26,7 @@ GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
     2: {"gx": ({"gx": 2}, 1), "gz": ({"gz": 2}, 2)},
     4: {"xz": ({"gx": 2, "gz": 2}, 2)},
 }
+SOME = {"gx": ["smoothed"], "gz": ["greedy"], "xz": ["greedy"], "one": ["greedy", "smoothed"]}
 WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "smoothed": {"label_smoothing_factor": 0.1, "generation_num_beams": 2}}
 
 
@@ -85,22 +87,22 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> dict[str, A
     }
 
 
-def every(grids: dict[str, tuple[dict[str, Any] | None, int]]) -> dict[str, Any]:
-    ways = WAYS if len(grids) > 1 or None in [grid for grid, _ in grids.values()] else {"greedy": {}}
+def every(grids: dict[str, tuple[dict[str, Any] | None, int]], all_pairs: bool) -> dict[str, Any]:
     return {
-        f"{way}: {name}": attempt(partial(tuned, grid, readers, **more))
+        f"{way}: {name}": attempt(partial(tuned, grid, readers, **WAYS[way]))
         for name, (grid, readers) in grids.items()
-        for way, more in ways.items()
+        for way in (WAYS if all_pairs else SOME[name])
     }
 
 
-def test_evaluations_are_those_of_one_process() -> None:
-    wanted = run_ranks(every, 1, {"one": (None, 1)})[0]
+@pytest.mark.parametrize("all_pairs", [False, thorough(True)])
+def test_evaluations_are_those_of_one_process(all_pairs: bool) -> None:
+    wanted = run_ranks(every, 1, {"one": (None, 1)}, all_pairs)[0]
     for way in WAYS:
         ends = wanted[f"{way}: one"]["ends"]  # at once, or never
         assert len(ends) == 9 and ends[:2] == [False, True]
     for world, grids in GRIDS.items():
-        for rank in run_ranks(every, world, grids):
+        for rank in run_ranks(every, world, grids, all_pairs):
             for name, found in rank.items():
                 expected = wanted[f"{name.partition(':')[0]}: one"]
                 assert not isinstance(found, str), (name, found)

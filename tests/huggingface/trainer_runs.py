@@ -87,6 +87,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 4
+    samples: int = 30
     optimizers: Callable[[nn.Module], tuple[Any, Any]] = lambda model: (None, None)
 
 
@@ -168,7 +169,7 @@ def trainer(case: Case, block: dict[str, Any] | None, readers: int, folder: str,
     return transformers.Trainer(
         model,
         transformers.TrainingArguments(**given | case.arguments | more),
-        train_dataset=Sentences(30),
+        train_dataset=Sentences(case.samples),
         eval_dataset=Sentences(10, 4),
         data_collator=case.collate,
         compute_metrics=right,

@@ -24,12 +24,14 @@ from axonn_plugins.config import ConfigError
 from tests.distributed import run_ranks
 from tests.lightning.models import Language, groups, loader
 from tests.lightning.test_trainer import fit, same
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 GRIDS: dict[int, list[dict[str, int]]] = {
     2: [{"gx": 2}, {"gz": 2}],
-    4: [{"gx": 2, "gz": 2}, {"gy": 2}, {"gx": 2, "gy": 2}],
+    4: [{"gx": 2, "gz": 2}, {"gy": 2}],
 }
+PLANE = {"gx": 2, "gy": 2}
 EPOCHS, STAGE = 2, 1
 
 
@@ -104,11 +106,12 @@ def refused() -> str:
     return str(caught.value)
 
 
-def every(folder: Path) -> list[Any]:
+def every(folder: Path, plane: bool) -> list[Any]:
     ranks = dist.get_world_size()
+    grids = GRIDS[ranks] + ([PLANE] if plane and ranks == 4 else [])
     with on_cpu():
-        trained = [by_trainer(grid, folder / f"{ranks}-{number}") for number, grid in enumerate(GRIDS[ranks])]
-        looped = [by_fabric(grid) for grid in GRIDS[ranks]]
+        trained = [by_trainer(grid, folder / f"{ranks}-{number}") for number, grid in enumerate(grids)]
+        looped = [by_fabric(grid) for grid in grids]
         if ranks == 4:
             return [
                 trained,
@@ -120,10 +123,11 @@ def every(folder: Path) -> list[Any]:
         return [trained, looped, refused()]
 
 
-def test_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", [False, thorough(True)])
+def test_as_one_process(tmp_path: Path, plane: bool) -> None:
     wanted = fit("auto", tmp_path / "one", precision="32-true")
     loop = by_fabric(None)
-    two, four = run_ranks(every, 2, tmp_path), run_ranks(every, 4, tmp_path)
+    two, four = run_ranks(every, 2, tmp_path, plane), run_ranks(every, 4, tmp_path, plane)
     for trained, looped, last in (*two, *four):
         for found in trained:
             same(found, wanted, within=2e-4)

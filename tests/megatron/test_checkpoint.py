@@ -25,6 +25,7 @@ from axonn_plugins.hosts.megatron import checkpoint, checkpoint_optimizer, check
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import Grid, Layout, factorisations
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.megatron import harness, training
 from tests.megatron.test_layers import LLAMA, TIED
 from tests.megatron.training import Case
@@ -63,6 +64,18 @@ TAKEN = {
     "predicting pipeline": ["112"],
 }
 """Routes by case; others go from 2121."""
+SOME = {
+    "llama 1212": [0],
+    "llama stock": [0, 1, 2],
+    "bf16 2121": [1, 3],
+    "sharded 2121": [0, 2],
+    "sharded bf16 2121": [2, 3],
+    "empty shards 112": [0],
+    "empty shards shared": [0, 2],
+    "pipeline stock": [0, 2],
+    "predicting pipeline 112": [1],
+}
+"""Routes in every run, and which of their ends, beside all of the tied case."""
 
 
 def start(case: Case) -> tuple[Any, Any]:
@@ -133,7 +146,7 @@ def interrupted(case: Case, folder: str, settings: Any, others: list[Any]) -> di
     return told
 
 
-def all_routes(names: list[str], folder: str) -> dict[str, dict[str, list[float]]]:
+def all_routes(names: list[str], folder: str, every: bool) -> dict[str, dict[str, list[float]]]:
     training.on_cpu()
     # In its place Megatron starts a process that imports everything again, for saving in the background.
     filesystem_async._results_queue = queue.Queue()
@@ -141,6 +154,10 @@ def all_routes(names: list[str], folder: str) -> dict[str, dict[str, list[float]
     for name in names:
         for route in TAKEN.get(name, ["2121"]):
             settings, others = ROUTES[route]
+            if not every and name != "tied":
+                others = [others[at] for at in SOME.get(f"{name} {route}", [])]
+                if not others:
+                    continue
             if CASES[name].pipeline > 1:
                 others = [one for one in others if not isinstance(one, Settings) or one.gz == 1]
             place = Path(folder, f"{name}-{route}".replace(" ", "-"))
@@ -153,9 +170,9 @@ def all_routes(names: list[str], folder: str) -> dict[str, dict[str, list[float]
     return found
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_ranks(all_routes, 4, list(CASES), str(tmp_path_factory.mktemp("checkpoints")))
+@pytest.fixture(scope="module", params=[False, thorough(True)], ids=["some", "every"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_ranks(all_routes, 4, list(CASES), str(tmp_path_factory.mktemp("checkpoints")), request.param)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,6 +23,7 @@ from axonn_tp import Grid, factorisations
 from axonn_tp.comm.collectives import Collective
 from ted_moe.adapters import Choices
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.megatron import training
 from tests.megatron.training import Case
 
@@ -67,11 +68,9 @@ PLACES: list[tuple[Settings, tuple[int, int | None]]] = [
     (Settings(1, 1, 4), (2, None)),  # and the other way round
     (Settings(4), (1, 1)),  # whole experts on every rank, which share the tokens
 ]
-SOME = {
-    "balanced": [PLACES[2], PLACES[5]],
-    "all": [PLACES[at] for at in (0, 1, 3, 4)],
-    "biased": [PLACES[4], PLACES[6]],
-}
+SOME = {"balanced": [5], "all": [3, 4], "biased": [6], "dropping": [0], "sinkhorn": [2]}
+MORE = {"balanced": [2], "all": [0, 1], "biased": [4], "dropping": [1], "sinkhorn": [1]}
+"""In every run each case, and each place; cases that are not named are on the second. And what a thorough one has more."""
 
 
 def _micro_batches(settings: Settings, ranks: int = 4) -> int:
@@ -85,11 +84,13 @@ def stock() -> dict[str, Any]:
     return run_ranks(training.train_all, 1, cases)[0]
 
 
-@pytest.fixture(scope="module")
-def ours() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=[False, thorough(True)], ids=["some", "every"])
+def ours(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     wanted = {}
     for name, case in CASES.items():
-        for settings, experts in SOME.get(name, PLACES[1:2]):
+        for settings, experts in [
+            PLACES[at] for at in SOME.get(name, [1]) + (MORE.get(name, []) if request.param else [])
+        ]:
             mixed = experts if "num_moe_experts" in case.config else (1, None)
             wanted[f"{name} on {settings}, {mixed}"] = case.on(
                 settings, experts=mixed, micro_batches=_micro_batches(settings), batch=training.FEW
@@ -129,6 +130,7 @@ LAYERS = {
     "inputs": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True},
 }
 TOKENS = (8, 2, 32)
+ALL_KINDS = [Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(2, 2)]
 
 
 def _given(batch: int) -> torch.Tensor:
@@ -214,10 +216,14 @@ def _all_serial() -> dict[str, dict[int, Any]]:
     return {kind: {batch: _serial(config, batch) for batch in (1, 2, 4)} for kind, config in LAYERS.items()}
 
 
-def test_a_mixture_is_one_process_s_on_every_grid() -> None:
-    """Ties and dropped tokens included, in float64."""
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_a_mixture_is_one_process_s_on_every_grid(every: bool) -> None:
+    """Ties and dropped tokens included, in float64; in every run one kind on all grids, and all kinds on those of `ALL_KINDS`."""
     wanted = {}
     for grid in factorisations(4):
+        wanted[f"dropping on {grid}"] = "dropping", grid, (grid.batch, None), Choices()
+        if not (every or grid in ALL_KINDS):
+            continue
         for kind in LAYERS:
             wanted[f"{kind} on {grid}"] = kind, grid, (grid.batch, None), Choices()
         wanted[f"unfused on {grid}"] = "softmax", grid, (1, None), Choices(fused=False)

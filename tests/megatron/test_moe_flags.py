@@ -22,6 +22,7 @@ from axonn_plugins.hosts.megatron.features import FEATURES
 from axonn_plugins.hosts.megatron.refusals import check_config, refused
 from axonn_plugins.hosts.megatron.settings import Settings
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.megatron import harness, training
 from tests.megatron.test_experts import CASES as EXPERTS
 from tests.megatron.test_experts import GATED, ROUTED
@@ -115,14 +116,17 @@ def _case(name: str, micro_batches: int, **more: Any) -> Case:
     return Case(config={**ROUTED, **CASES[name]}, micro_batches=micro_batches, batch=training.FEW, **more)
 
 
-def test_what_is_obeyed_is_one_rank_s() -> None:
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_what_is_obeyed_is_one_rank_s(every: bool) -> None:
+    """Each case in one place, in turn, or in every one."""
     # One rank has no grouped kernel of Megatron's, and its experts with biases end in an error of autograd.
     plain = {name: _case(name, training.FEW) for name in CASES}
     plain = {name: replace(case, config={**case.config, "moe_grouped_gemm": False}) for name, case in plain.items()}
     plain["grouped biases"] = plain["grouped biases"].on(Settings())
     wanted = {}
-    for name in CASES:
-        for settings, experts in ALONE.get(name, PLACES):
+    for number, name in enumerate(CASES):
+        places = ALONE.get(name) or (PLACES if every else [PLACES[number % 2]])
+        for settings, experts in places:
             readers = 4 // settings.tensor
             wanted[f"{name} on {settings}"] = _case(name, training.FEW // readers, settings=settings, experts=experts)
     one, ranks = run_ranks(training.train_all, 1, plain)[0], run_ranks(training.train_all, 4, wanted)

@@ -25,7 +25,7 @@ from tests.matrix import chosen, names, thorough
 STOCK = Settings(
     ranks=1,
     layers=2,
-    hidden=64,
+    hidden=32,
     heads=8,
     context=16,
     batch=4,
@@ -53,13 +53,15 @@ GRIDS_OF_4 = [
     if 4 % (gx * gy * gz) == 0
 ]
 CASES = {
-    "plain": [on(4, 1, 1, 1), on(2, 2, 1, 1), on(1, 2, 2, 1), on(2, 1, 1, 2), on(1, 1, 2, 2)],
+    "plain": [on(2, 2, 1, 1), on(1, 1, 2, 2)],
     "plain on every grid": [on(*grid) for grid in GRIDS_OF_4],
     "accumulated": [on(2, 1, 2, 1, micro_batch=1)],
     "recomputed": [on(2, 1, 2, 1, recompute="full"), on(1, 2, 2, 1, recompute="selective")],
-    "split optimizer": [on(1, 2, 1, 2, **SPLIT), on(1, 1, 2, 2, **SPLIT)],
+    "split optimizer": [on(1, 1, 2, 2, **SPLIT)],
+    "split optimizer beside y": [on(1, 2, 1, 2, **SPLIT)],
     "pipeline": [on(1, 1, 2, 1, 2), on(2, 1, 1, 1, 2)],
-    "llama": [on(2, 1, 2, 1, **LLAMA), on(2, 2, 1, 1, **LLAMA), on(1, 2, 1, 1, 2, **LLAMA)],
+    "llama": [on(2, 1, 2, 1, **LLAMA), on(1, 2, 1, 1, 2, **LLAMA)],
+    "llama on a plane": [on(2, 2, 1, 1, **LLAMA)],
     "eight": [on(2, 2, 2, 1), on(2, 1, 2, 2), on(2, 2, 1, 2)],
 }
 
@@ -109,7 +111,10 @@ def ours(request: pytest.FixtureRequest, prefix: Path) -> dict[str, list[Curve]]
     return found
 
 
-@pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"plain on every grid", "eight"}))
+THOROUGH = {"plain on every grid", "split optimizer beside y", "llama on a plane", "eight"}
+
+
+@pytest.mark.parametrize("name", names(CASES, CASES.keys() - THOROUGH))
 def test_grids_train_as_one_rank(name: str, ours: dict[str, list[Curve]], stock: dict[bool, Curve]) -> None:
     differences = {
         f"{case.grid} pipeline {case.pipeline_model_parallel_size}": apart(stock[case.rmsnorm], curve)

@@ -16,6 +16,7 @@ from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
 from axonn_plugins.pipeline import watch
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.pipeline.losing import stop_or_kill, survivors
 from tests.pipeline.training import Case, compare, parameters, plain, ready, start, tied, train
 
@@ -54,9 +55,14 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_equals_a_serial_run(ranks: int) -> None:
-    for rank, found in enumerate(run_ranks(compare, ranks, CASES[ranks])):
+SOME = [*CASES[4], "2 x (1, 2, 1) x 2", "2 x (2, 1, 2)"]
+"""In every run each axis in stages, beside data and beside another."""
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(4, True), (8, False), thorough(8, True)])
+def test_equals_a_serial_run(ranks: int, every: bool) -> None:
+    cases = {name: case for name, case in CASES[ranks].items() if every or name in SOME}
+    for rank, found in enumerate(run_ranks(compare, ranks, cases)):
         for name, (loss, weight, alive) in found.items():
             assert loss < CLOSE and weight < CLOSE, f"{name} on rank {rank}: {loss}, {weight}"
             assert 1 <= alive <= 2 * CASES[ranks][name].stages, name

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
-from tests.distributed import run_ranks
+from tests.distributed import made_once, run_ranks
+from tests.matrix import thorough
 from tests.pipeline.training import (
     WIDTH,
     Case,
@@ -151,6 +152,12 @@ KINDS: dict[str, tuple[Case, float]] = {
 }
 
 
+def serial_runs(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after the run, before it, and after its first step without clipping."""
+    unclipped = serial(replace(case, clip=0.0), replicas, [0])[1]
+    return serial(case, replicas)[1], serial(case, replicas, [])[1], unclipped
+
+
 def rounded(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
     """By case: how far weights and the first step's norm are from the serial run's, as a share of how far they moved and of the norm."""
     ready()
@@ -161,15 +168,14 @@ def rounded(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
         norm = float(engine.get_global_grad_norm() or 0)
         train(engine, case, range(1, case.steps))
         ours, replicas = parameters(engine), engine.grid.data_parallel_size
-        weights, before = serial(case, replicas)[1], serial(case, replicas, [])[1]
-        unclipped = serial(replace(case, clip=0.0), replicas, [0])[1]
+        weights, before, unclipped = made_once(lambda case=case, replicas=replicas: serial_runs(case, replicas))
         wanted = float(torch.cat([(unclipped[key] - before[key]).flatten() for key in before]).norm()) / LR
         found[name] = {"weights": difference(ours, weights) / difference(ours, before), "norm": abs(norm / wanted - 1)}
         engine.destroy()
     return found
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize(("ranks", "every"), [(2, 2), (4, 5), thorough(2, 1), thorough(4, 3)])
 def test_gradients_are_found_in_any_type_of_sum(ranks: int, every: int) -> None:
     cases = {name: case for name, (case, _) in list(KINDS.items())[::every]}
     for rank, found in enumerate(run_ranks(rounded, ranks, cases)):

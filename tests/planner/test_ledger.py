@@ -6,6 +6,7 @@ from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,7 +17,8 @@ from axonn_plugins.planner.model import Transformer
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Linear, Mesh, Options, factorisations, place
 from axonn_tp.plan.volumes import local_parameters, step_volumes
-from tests.distributed import run_ranks
+from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
 RANKS, BATCH, CONTEXT = 4, 8, 8
 SIZES = GPTConfig(vocabulary=48, context=CONTEXT, layers=2, heads=4, hidden=16)
@@ -102,14 +104,22 @@ def by_counting(mesh: Mesh, name: str) -> tuple[Bytes, Bytes, int, int]:
     return sent(ledger), expected, held, local_parameters(serial, placements, mesh.grid)
 
 
-def on_every_grid() -> list[tuple]:
-    meshes = [Mesh(grid) for grid in factorisations(dist.get_world_size())]
-    return [(mesh.grid, by_equations(mesh), {name: by_counting(mesh, name) for name in RUNS}) for mesh in meshes]
+ALL_RUNS = [Grid(2, 2), Grid(1, 2, 2), Grid(2, 1, 1, 2)]
+"""Grids that have all runs in every run of the tests; the others have the first."""
 
 
-def test_bytes_by_axis_are_the_ledgers() -> None:
+def on_every_grid(every: bool) -> list[tuple]:
+    found: list[tuple] = []
+    for mesh in meshes(factorisations(dist.get_world_size())):
+        names = RUNS if every or mesh.grid in ALL_RUNS else ["scattered"]
+        found.append((mesh.grid, by_equations(mesh), {name: by_counting(mesh, name) for name in names}))
+    return found
+
+
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_bytes_by_axis_are_the_ledgers(every: bool) -> None:
     grids: set[Grid] = set()
-    for found in run_ranks(on_every_grid, RANKS):
+    for found in run_ranks(on_every_grid, RANKS, every):
         for grid, (got, expected), counted in found:
             grids.add(grid)
             assert got == expected, grid

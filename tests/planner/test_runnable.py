@@ -36,6 +36,7 @@ from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_recipes.models.moe_gpt import MoEGPT
 from axonn_tp import Grid
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.megatron.harness import CHECKOUT, missing, path, run
 
 TINY = "layers=2,hidden=256,heads=8,vocabulary=64,sequence=8"
@@ -152,6 +153,11 @@ DEEPSPEED = {
     "stages": ("axonn", {"gz": 2, "stages": 2, "m": 2}, {}),
     "offloaded stages": ("axonn", {"gdata": 2, "stages": 2, "m": 2}, {"offload": True}),
 }
+SOME = [
+    *("grid", "samo of sequences, offloaded", "pccl, recomputed", "sequences with experts"),
+    *("sequences in stages", "1d", "stages of 1d", "offloaded stages"),
+]
+"""Every key in one of them."""
 MIXTURE = f"{TINY},experts=4,experts_per_token=2,expert_feed_forward=1024,sparse_every=2"
 
 
@@ -173,13 +179,14 @@ class _Head(nn.Module):
         return self.head(self.norm(x))
 
 
-def _steps():
+def _steps(names):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # a kernel for inference alone, compiled for a minute
     )
     axonn_plugins.activate()
     found = {}
-    for name, (strategy, fixed, setting) in DEEPSPEED.items():
+    for name in names:
+        strategy, fixed, setting = DEEPSPEED[name]
         collectives = "pccl" if name.startswith("pccl") else "native"
         made = started(MIXTURE if "experts" in name else TINY, 4, 8, strategy, fixed, collectives, **setting)
         raw = made.ds_config
@@ -208,9 +215,10 @@ def _steps():
     return found
 
 
-def test_deepspeed_starts_as_printed():
-    for found in run_ranks(_steps, 4):
-        assert found == dict.fromkeys(DEEPSPEED, (1, 8, True))
+@pytest.mark.parametrize("names", [SOME, thorough([*DEEPSPEED])], ids=["some", "all"])
+def test_deepspeed_starts_as_printed(names):
+    for found in run_ranks(_steps, 4, names):
+        assert found == dict.fromkeys(names, (1, 8, True))
 
 
 MEGATRON = {
