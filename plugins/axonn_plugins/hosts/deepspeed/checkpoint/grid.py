@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading, why_unreadable
 from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_tp import full_state_dict
 
@@ -62,6 +64,15 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         if folder is not None and not load_optimizer_states:
             self.optimizer.refresh_fp32_params()
         return found
+
+    def _why_unreadable(self, folder: Path) -> str | None:
+        return None if (folder / PORTABLE).is_dir() else why_unreadable(folder)
+
+    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
+        """Files of ours, or a stock engine's."""
+        if (folder / PORTABLE).is_dir():
+            return super()._reading(state, folder, states)
+        return StockReading(self, state, folder, states)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

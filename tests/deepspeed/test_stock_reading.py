@@ -1,0 +1,157 @@
+"""Runs of stock DeepSpeed go on on a grid, with weights, optimizer states, schedule and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.complete import nothing_in
+from tests.deepspeed.scripts import one_sentence
+from tests.deepspeed.test_checkpoint import ROUNDING, fresh
+from tests.deepspeed.test_engine import GPT_PLAN, gpt, ids
+from tests.deepspeed.training import Case, attempt, config_of, start, train, two_groups
+from tests.distributed import run_ranks
+
+SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}}
+
+
+def case(stage: int, dtype: str, grid: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> Case:
+    return Case(gpt, ids, grid, GPT_PLAN, stage, dtype, **{"extra": dict(SCHEDULE), **changes})
+
+
+RATES: list[Any] = [lambda step: 1 / (step + 1), lambda step: 1 / (step + 2)]
+GROUPED: dict[str, Any] = {"optimizer": "client", "groups": two_groups, "lambdas": RATES, "extra": {}}
+# What stock saves on four ranks, and the grid and stage where it goes on.
+MOVES = {
+    "fp64 zero0": (case(0, "fp64"), case(0, "fp64", (2, 1, 2))),
+    "fp32 zero1": (case(1, "fp32"), case(2, "fp32", (1, 2, 2))),
+    "fp32 zero2 groups": (case(2, "fp32", **GROUPED), case(0, "fp32", (2, 2, 1), **GROUPED)),
+    "bf16 zero1": (case(1, "bf16"), case(1, "bf16", (2, 1, 1))),
+    "bf16 zero0": (case(0, "bf16"), case(1, "bf16", (1, 1, 4))),
+}
+
+
+def begin_stock(run: Case) -> Any:
+    """An engine of stock DeepSpeed."""
+    model = run.model()
+    config = config_of(run)
+    del config["axonn"]
+    keywords: dict[str, Any] = {"model_parameters": run.groups(model)[0]["params"]}
+    if run.optimizer == "client":
+        optimizer = run.make_optimizer(run.groups(model))
+        assert run.lambdas is not None
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, run.lambdas)
+        keywords = {"optimizer": optimizer, "lr_scheduler": scheduler}
+    engine = deepspeed.initialize(model=model, config=config, **keywords)[0]
+    assert type(engine) is deepspeed.DeepSpeedEngine
+    return engine
+
+
+def train_stock(engine: Any, steps: Any) -> list[float]:
+    rank, world, losses = dist.get_rank(), dist.get_world_size(), []
+    for step in steps:
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in step:
+            loss = engine(*(t.chunk(world)[rank] for t in micro))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double() / len(step)
+        dist.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
+
+
+def go_on(run: Case, folder: str, **keywords: Any) -> Any:
+    engine = fresh(run)
+    path, client = engine.load_checkpoint(folder, **keywords)
+    assert path is not None
+    found = client, engine.global_steps, engine.get_lr(), train(engine, run.batches()[3:])["losses"]
+    engine.destroy()
+    return found
+
+
+def narrower() -> Any:
+    model = gpt()
+    del model.blocks[0].fc2.bias
+    model.blocks[0].fc2.register_parameter("bias", None)
+    return model
+
+
+def moved(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (run, there) in MOVES.items():
+        engine, place = begin_stock(run), f"{folder}/{name}"
+        train_stock(engine, run.batches()[:3])
+        engine.save_checkpoint(place, client_state={"epoch": 4})
+        rates = engine.get_lr()
+        expected = {"epoch": 4}, 3, rates, train_stock(engine, run.batches()[3:])
+        engine.destroy()
+        found[name] = expected, attempt(go_on, there, place)
+    there = MOVES["fp32 zero1"][1]
+    found["weights"] = attempt(lambda: go_on(there, f"{folder}/fp32 zero1", load_module_only=True)[:2])
+    sgd = replace(there, extra={"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, stage=0)
+    found["another optimizer"] = attempt(go_on, sgd, f"{folder}/fp32 zero1")
+    found["another model"] = attempt(go_on, replace(there, build=narrower), f"{folder}/fp32 zero1")
+    for kind, file in (
+        ("of stages", "layer_00-model_states.pt"),
+        ("of tensor parallelism", "mp_rank_01_model_states.pt"),
+    ):
+        if dist.get_rank() == 0:
+            (Path(folder) / kind / "one").mkdir(parents=True)
+            (Path(folder) / kind / "one" / file).touch()
+        dist.barrier()
+        engine = start(there)
+        found[kind] = attempt(engine.load_checkpoint, f"{folder}/{kind}", "one")
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(moved, 4, str(tmp_path_factory.mktemp("stock")))
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_goes_on(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        expected, got = rank[name]
+        assert not isinstance(got, str), got
+        assert got[:2] == expected[:2] and got[2] == pytest.approx(expected[2])
+        assert got[3] == pytest.approx(expected[3], rel=ROUNDING[name[:4]])
+
+
+def test_weights_alone(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["weights"] == ({"epoch": 4}, 0), ranks[0]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("another optimizer", "has betas and SGD has momentum; use the same optimizer"),
+        ("another model", "which the model has not"),
+        ("of stages", "load it under a PipelineModule"),
+        ("of tensor parallelism", "was written with tensor parallelism"),
+    ],
+)
+def test_refused(name: str, words: str, ranks: list[dict[str, Any]]) -> None:
+    answers = {str(rank[name]).splitlines()[0] for rank in ranks}
+    assert len(answers) == 1
+    answer = answers.pop()
+    assert answer.startswith("ConfigError: ") and one_sentence(answer) and words in answer, answer
+
+
+def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
+    assert nothing_in(str(tmp_path / "typo")) == f"{tmp_path / 'typo'} does not exist: no checkpoint was loaded"
+    assert nothing_in(str(tmp_path)) == f"there is no checkpoint in {tmp_path}: none was loaded"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "mp_rank_00_model_states.pt").touch()
+    assert nothing_in(str(tmp_path)).endswith("pass the tag that you mean: one")
+    with pytest.raises(ConfigError, match="is itself a checkpoint; load it by load_checkpoint"):
+        nothing_in(str(tmp_path / "one"))
