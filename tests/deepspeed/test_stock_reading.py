@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from axonn_plugins.cli.convert import main as convert
 from axonn_plugins.config import ConfigError
@@ -29,6 +30,11 @@ def case(stage: int, dtype: str, grid: tuple[int, int, int] = (1, 1, 1), **chang
 
 RATES: list[Any] = [lambda step: 1 / (step + 1), lambda step: 1 / (step + 2)]
 GROUPED: dict[str, Any] = {"optimizer": "client", "groups": two_groups, "lambdas": RATES, "extra": {}}
+FP16: dict[str, Any] = {
+    "extra": {**SCHEDULE, "fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+}
+# Stock's own optimizers of 16 bits without ZeRO keep their states in another way, which is not written.
+NOT_BACK = ("bf16 zero0", "fp16 zero0")
 # What stock saves on four ranks, and the grid and stage where it goes on.
 MOVES = {
     "fp32 zero0": (case(0, "fp32"), case(0, "fp32", (2, 1, 2))),
@@ -36,6 +42,8 @@ MOVES = {
     "fp32 zero2 groups": (case(2, "fp32", **GROUPED), case(0, "fp32", (2, 2, 1), **GROUPED)),
     "bf16 zero1": (case(1, "bf16"), case(1, "bf16", (2, 1, 1))),
     "bf16 zero0": (case(0, "bf16"), case(1, "bf16", (1, 1, 4))),
+    "fp16 zero0": (case(0, "fp16", **FP16), case(0, "fp16", (2, 1, 2), **FP16)),
+    "fp16 zero2": (case(2, "fp16", **FP16), case(1, "fp16", (1, 1, 2), **FP16)),
 }
 
 
@@ -117,11 +125,11 @@ def and_back(run: Case, there: Case, place: str) -> Any:
 
 
 def moved(folder: str) -> dict[str, Any]:
+    type(get_accelerator()).is_fp16_supported = lambda self: True
     found: dict[str, Any] = {}
     for name, (run, there) in MOVES.items():
         found[name] = attempt(to_a_grid, run, there, f"{folder}/{name}")
-        # Stock's own optimizer for bf16 without ZeRO keeps its states in another way.
-        if name != "bf16 zero0":
+        if name not in NOT_BACK:
             found[f"{name} and back"] = attempt(and_back, run, there, f"{folder}/{name} and back")
     there = MOVES["fp32 zero1"][1]
     found["weights"] = attempt(lambda: go_on(there, f"{folder}/fp32 zero1", load_module_only=True)[:2])
@@ -147,7 +155,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(moved, 4, str(tmp_path_factory.mktemp("stock")))
 
 
-@pytest.mark.parametrize("name", [*MOVES, *(f"{name} and back" for name in MOVES if name != "bf16 zero0")])
+@pytest.mark.parametrize("name", [*MOVES, *(f"{name} and back" for name in MOVES if name not in NOT_BACK)])
 def test_goes_on(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert not isinstance(rank[name], str), rank[name]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -189,9 +190,13 @@ class StockReading:
             notes["groups"].append({"params": members, "options": group.options})
         made: Notes = {"optimizer": notes}
         if zero:
-            # BF16_Optimizer, ZeRO-0 in bf16, has none.
+            # BF16_Optimizer has none.
             scaler = self._file(zero[0].name)["optimizer_state_dict"].get("loss_scaler")
             made["loss_scaler"] = {} if scaler is None else dict(vars(scaler))
+        elif "cur_scale" in (known := saved.get("optimizer") or {}):
+            own = vars(getattr(self.engine.optimizer, "loss_scaler", None) or SimpleNamespace())
+            if ("scale_window" in own) == ("scale_window" in known):
+                made["loss_scaler"] = {key: known.get(key, value) for key, value in own.items()}
         return made
 
     def _check_kind(self, options: Notes) -> None:
@@ -258,20 +263,53 @@ class StockReading:
             return self._file(f"expp_rank_{rank}_{OPTIMIZER}")["optimizer"] if ranks else dense
 
         known = file(0)
+        if not ranks and "optimizer_state_dict" in known:
+            return self._half(known)
         if not isinstance(known, dict) or "param_groups" not in known:
             raise CheckpointError(
-                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0, which cannot be split anew; {_WEIGHTS_ALONE}"
+                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0 with experts, which are not read; {_WEIGHTS_ALONE}"
             )
-        groups, sizes = self._groups(ranks), [len(group["params"]) for group in known["param_groups"]]
-        if sizes != [len(group.names) for group in groups]:
-            raise CheckpointError(
-                f"the optimizer in {self.folder} has groups of {sizes} parameters, and the one here makes {[len(g.names) for g in groups]} of "
-                "its own; give it the same parameters"
-            )
+        groups = self._checked_groups(ranks, [len(group["params"]) for group in known["param_groups"]])
         return [
             self._plain_group(file, group.names, max(1, ranks), held)
             for group, held in zip(groups, known["param_groups"], strict=True)
         ]
+
+    def _half(self, known: dict[str, Any]) -> list[_Group]:
+        """Groups of ZeRO-0 in bf16 and fp16, with float32 weights: one tensor a group where the optimizer is fused."""
+        inner, flats = known["optimizer_state_dict"], known.get("fp32_groups_flat")
+        masters = flats if flats is not None else known["fp32_groups"]
+        sizes = None if flats is not None else [len(held) for held in masters]
+        groups = self._checked_groups(1, sizes)
+
+        def group(number: int, names: Sequence[str], held: dict[str, Any]) -> _Group:
+            shapes = [layout_of(self.state.parameters[name]).serial_shape for name in names]
+            flat = Flat(tuple(map(math.prod, shapes)), (0,) * len(shapes), 1)
+
+            def kept(place: int) -> dict[str, Any]:
+                if flats is None:
+                    return {**inner["state"].get(held["params"][place], {}), _MASTER: masters[number][place]}
+                cut = slice(flat.offsets[place], flat.offsets[place] + flat.sizes[place])
+                state = {**inner["state"].get(held["params"][0], {}), _MASTER: flats[number]}
+                whole = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+                return state | {key: value[cut].view(shapes[place]) for key, value in whole.items()}
+
+            return _group_of(list(names), 1, options_of(held), lambda place, rank: kept(place))
+
+        return [
+            group(number, found.names, held)
+            for number, (found, held) in enumerate(zip(groups, inner["param_groups"], strict=True))
+        ]
+
+    def _checked_groups(self, ranks: int, sizes: list[int] | None) -> list[Group]:
+        """This run's groups, which have as many parameters as those of the checkpoint."""
+        groups = self._groups(ranks)
+        if sizes is not None and sizes != [len(group.names) for group in groups]:
+            raise CheckpointError(
+                f"the optimizer in {self.folder} has groups of {sizes} parameters, and the one here makes {[len(g.names) for g in groups]} of "
+                "its own; give it the same parameters"
+            )
+        return groups
 
     def _groups(self, ranks: int) -> list[Group]:
         """This run's groups on so many expert ranks."""
@@ -287,16 +325,24 @@ class StockReading:
         )
 
     def _plain_group(self, file: _File, names: Sequence[str], ranks: int, saved: dict[str, Any]) -> _Group:
-        def kept(place: int, rank: int) -> dict[str, Any]:
-            return file(rank)["state"].get(saved["params"][place], {})
+        return _group_of(
+            list(names),
+            ranks,
+            options_of(saved),
+            lambda place, rank: file(rank)["state"].get(saved["params"][place], {}),
+        )
 
-        def state(place: int, rank: int) -> _State:
-            elements, numbers = {}, {}
-            for key, value in kept(place, rank).items():
-                if isinstance(value, Tensor) and value.dim():
-                    elements[key] = tuple(value.shape), value.dtype
-                else:
-                    numbers[key] = value
-            return elements, numbers
 
-        return _Group(list(names), ranks, options_of(saved), state, lambda place, rank, key: kept(place, rank)[key])
+def _group_of(names: list[str], ranks: int, options: Notes, kept: Callable[[int, int], dict[str, Any]]) -> _Group:
+    """A group whose parameters have their states apart."""
+
+    def state(place: int, rank: int) -> _State:
+        elements, numbers = {}, {}
+        for key, value in kept(place, rank).items():
+            if isinstance(value, Tensor) and value.dim():
+                elements[key] = tuple(value.shape), value.dtype
+            else:
+                numbers[key] = value
+        return elements, numbers
+
+    return _Group(names, ranks, options, state, lambda place, rank, key: kept(place, rank)[key])
