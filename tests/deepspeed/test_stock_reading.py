@@ -28,13 +28,18 @@ def case(stage: int, dtype: str, grid: tuple[int, int, int] = (1, 1, 1), **chang
     return Case(gpt, ids, grid, GPT_PLAN, stage, dtype, **{"extra": dict(SCHEDULE), **changes})
 
 
+def alone(**system: Any) -> dict[str, Any]:
+    """Weights that nothing splits."""
+    return {"extra": {**SCHEDULE, "axonn": system}}
+
+
 RATES: list[Any] = [lambda step: 1 / (step + 1), lambda step: 1 / (step + 2)]
 GROUPED: dict[str, Any] = {"optimizer": "client", "groups": two_groups, "lambdas": RATES, "extra": {}}
 FP16: dict[str, Any] = {
     "extra": {**SCHEDULE, "fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 }
 # Stock's own optimizers of 16 bits without ZeRO keep their states in another way, which is not written.
-NOT_BACK = ("bf16 zero0", "fp16 zero0")
+NOT_BACK = ("bf16 zero0", "bf16 zero0 offload", "fp16 zero0")
 # What stock saves on four ranks, and the grid and stage where it goes on.
 MOVES = {
     "fp32 zero0": (case(0, "fp32"), case(0, "fp32", (2, 1, 2))),
@@ -45,6 +50,12 @@ MOVES = {
     "fp16 zero0": (case(0, "fp16", **FP16), case(0, "fp16", (2, 1, 2), **FP16)),
     "fp16 zero2": (case(2, "fp16", **FP16), case(1, "fp16", (1, 1, 2), **FP16)),
 }
+# The other systems of the block, without a grid.
+ALONE = {
+    "fp32 zero1 offload": (case(1, "fp32"), case(1, "fp32", **alone(offload_optimizer={}))),
+    "bf16 zero0 offload": (case(0, "bf16"), case(2, "bf16", **alone(offload_optimizer={}))),
+}
+MOVES |= ALONE
 
 
 def begin_stock(run: Case, added: float = 0.0) -> Any:
@@ -132,6 +143,8 @@ def moved(folder: str) -> dict[str, Any]:
         if name not in NOT_BACK:
             found[f"{name} and back"] = attempt(and_back, run, there, f"{folder}/{name} and back")
     there = MOVES["fp32 zero1"][1]
+    samo = case(1, "fp32", **alone(samo={"sparsity": 0.5}))
+    found["pruned"] = attempt(go_on, samo, f"{folder}/fp32 zero1")
     found["weights"] = attempt(lambda: go_on(there, f"{folder}/fp32 zero1", load_module_only=True)[:2])
     sgd = replace(there, extra={"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, stage=0)
     found["another optimizer"] = attempt(go_on, sgd, f"{folder}/fp32 zero1")
@@ -162,6 +175,11 @@ def test_goes_on(name: str, ranks: list[dict[str, Any]]) -> None:
         expected, got = rank[name]
         assert got[:2] == expected[:2] and got[2] == pytest.approx(expected[2])
         assert got[3] == pytest.approx(expected[3], rel=ROUNDING[name[:4]])
+
+
+def test_is_pruned(ranks: list[dict[str, Any]]) -> None:
+    assert not isinstance(ranks[0]["pruned"], str), ranks[0]["pruned"]
+    assert ranks[0]["pruned"][:2] == ({"epoch": 4}, 3)
 
 
 def test_weights_alone(ranks: list[dict[str, Any]]) -> None:

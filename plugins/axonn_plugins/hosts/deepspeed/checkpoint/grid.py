@@ -55,13 +55,16 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         """On the same grid or on another one, by another plan or ZeRO stage."""
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         folder = None if tag is None else Path(load_dir) / tag
-        if self._splits or (folder is not None and (folder / PORTABLE).is_dir()):
-            return (None, {}) if folder is None else self._read_portable(folder, *rest)
-        if folder is not None:
-            assert self.composition is not None
-            self.composition.forget_masks()
+        if folder is None:
+            return None, {}
+        # DeepSpeed's own reading knows weights that are missing, and no states but its own.
+        plain = load_module_strict and custom_load_fn is None
+        if self._splits or (folder / PORTABLE).is_dir() or (plain and why_unreadable(folder) is None):
+            return self._read_portable(folder, *rest)
+        assert self.composition is not None
+        self.composition.forget_masks()
         found = super()._read(load_dir, tag, *rest)
-        if folder is not None and not load_optimizer_states:
+        if not load_optimizer_states:
             self.optimizer.refresh_fp32_params()
         return found
 
