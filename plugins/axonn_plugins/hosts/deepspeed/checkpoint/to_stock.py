@@ -77,7 +77,7 @@ def _write(reading: Reading, source: Path, folder: Path, ranks: int, stage: int)
             f"{source} is in {', '.join(map(str, kinds))}, which stock keeps at ZeRO-0 in another way; pass --zero 1 or 2"
         )
     folder.mkdir(parents=True)
-    stock = StockStates(_engine(notes, stage), _state(notes), reading, ranks)  # type: ignore[arg-type]
+    stock = StockStates(_engine(notes, stage), _state(notes), reading, ranks)
     module = _module(reading)
     saved: dict[str, Any] = {
         **(notes["extra"] or {}),
