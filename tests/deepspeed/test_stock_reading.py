@@ -10,7 +10,10 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from axonn_plugins.cli.convert import main as convert
 from axonn_plugins.config import ConfigError
@@ -26,6 +29,22 @@ SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, 
 
 def case(stage: int, dtype: str, grid: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> Case:
     return Case(gpt, ids, grid, GPT_PLAN, stage, dtype, **{"extra": dict(SCHEDULE), **changes})
+
+
+class Mixture(nn.Module):
+    """A mixture of transformers' that gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 51, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+        config: Any = AutoConfig.for_model(
+            "mixtral", **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4
+        )
+        self.model = AutoModelForCausalLM.from_config(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def alone(**system: Any) -> dict[str, Any]:
@@ -54,6 +73,10 @@ MOVES = {
 ALONE = {
     "fp32 zero1 offload": (case(1, "fp32"), case(1, "fp32", **alone(offload_optimizer={}))),
     "bf16 zero0 offload": (case(0, "bf16"), case(2, "bf16", **alone(offload_optimizer={}))),
+    "fp32 zero2 mixture": (
+        replace(case(2, "fp32"), build=Mixture),
+        replace(case(1, "fp32", **alone(ted={"expert": 2, "tensor": 2})), build=Mixture),
+    ),
 }
 MOVES |= ALONE
 
