@@ -23,6 +23,7 @@ from tests.deepspeed.test_checkpoint import ROUNDING, fresh
 from tests.deepspeed.test_engine import GPT_PLAN, gpt, ids
 from tests.deepspeed.training import Case, attempt, config_of, start, train, two_groups
 from tests.distributed import run_ranks
+from tests.matrix import chosen, names
 
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}}
 
@@ -79,6 +80,9 @@ ALONE = {
     ),
 }
 MOVES |= ALONE
+BACK = {f"{name} and back": pair for name, pair in MOVES.items() if name not in NOT_BACK}
+EVERY_RUN = {"fp32 zero1", "fp32 zero2 groups", "fp16 zero0", "bf16 zero0 offload"}
+EVERY_RUN |= {"fp32 zero0 and back", "bf16 zero1 and back", "fp32 zero2 mixture"}
 
 
 def begin_stock(run: Case, added: float = 0.0) -> Any:
@@ -158,14 +162,21 @@ def and_back(run: Case, there: Case, place: str) -> Any:
     return expected, found
 
 
-def moved(folder: str) -> dict[str, Any]:
+def moved(folder: str, wanted: dict[str, tuple[Case, Case]]) -> dict[str, Any]:
     type(get_accelerator()).is_fp16_supported = lambda self: True
+    return {
+        name: attempt(and_back if name in BACK else to_a_grid, *pair, f"{folder}/{name}")
+        for name, pair in wanted.items()
+    }
+
+
+def otherwise(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (run, there) in MOVES.items():
-        found[name] = attempt(to_a_grid, run, there, f"{folder}/{name}")
-        if name not in NOT_BACK:
-            found[f"{name} and back"] = attempt(and_back, run, there, f"{folder}/{name} and back")
-    there = MOVES["fp32 zero1"][1]
+    run, there = MOVES["fp32 zero1"]
+    engine = begin_stock(run)
+    train_stock(engine, run.batches()[:3])
+    engine.save_checkpoint(f"{folder}/fp32 zero1", client_state={"epoch": 4})
+    engine.destroy()
     samo = case(1, "fp32", **alone(samo={"sparsity": 0.5}))
     found["pruned"] = attempt(go_on, samo, f"{folder}/fp32 zero1")
     found["weights"] = attempt(lambda: go_on(there, f"{folder}/fp32 zero1", load_module_only=True)[:2])
@@ -187,13 +198,18 @@ def moved(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def moves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(moved, 4, str(tmp_path_factory.mktemp("stock")), chosen(request, MOVES | BACK))
+
+
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(moved, 4, str(tmp_path_factory.mktemp("stock")))
+    return run_ranks(otherwise, 4, str(tmp_path_factory.mktemp("otherwise")))
 
 
-@pytest.mark.parametrize("name", [*MOVES, *(f"{name} and back" for name in MOVES if name not in NOT_BACK)])
-def test_goes_on(name: str, ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+@pytest.mark.parametrize("name", names(MOVES | BACK, EVERY_RUN))
+def test_goes_on(name: str, moves: list[dict[str, Any]]) -> None:
+    for rank in moves:
         assert not isinstance(rank[name], str), rank[name]
         expected, got = rank[name]
         assert got[:2] == expected[:2] and got[2] == pytest.approx(expected[2])
@@ -210,7 +226,7 @@ def test_weights_alone(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("mistake", "words"),
     [
         ("another optimizer", "has betas and SGD has momentum; use the same optimizer"),
         ("another model", "which the model has not"),
@@ -218,8 +234,8 @@ def test_weights_alone(ranks: list[dict[str, Any]]) -> None:
         ("of tensor parallelism", "was written with tensor parallelism"),
     ],
 )
-def test_refused(name: str, words: str, ranks: list[dict[str, Any]]) -> None:
-    answers = {str(rank[name]).splitlines()[0] for rank in ranks}
+def test_refused(mistake: str, words: str, ranks: list[dict[str, Any]]) -> None:
+    answers = {str(rank[mistake]).splitlines()[0] for rank in ranks}
     assert len(answers) == 1
     answer = answers.pop()
     assert answer.startswith("ConfigError: ") and one_sentence(answer) and words in answer, answer
