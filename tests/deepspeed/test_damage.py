@@ -143,6 +143,7 @@ def otherwise(folder: Path) -> dict[str, Any]:
         "no latest": with_bytes(folder / "latest", lambda data: None, load),
         "no marker": with_bytes(folder / "two" / "axonn_complete", lambda data: None, load),
         "unknown tag": load(tag="three"),
+        "itself": told(engine.load_checkpoint, str(folder / "two")),
         "by tag": load(tag="one"),
         "name": str(states.relative_to(folder / "two")),
     }
@@ -193,6 +194,7 @@ def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
         ),
         ("no marker", "axonn_complete"),
         ("unknown tag", "has no checkpoint 'three'; correct the folder or the tag: two, one"),
+        ("itself", "is itself a checkpoint; load it by load_checkpoint("),
         ("by tag", "loaded"),
         ("ranks differ", "rank 1 would load 'one' and rank 0 'two'"),
         ("saves differ", "rank 1 saves "),

@@ -45,7 +45,8 @@ def places() -> Iterator[tuple[Place, str]]:
 PYTHON = dict(places())
 LIGHTNING = "plugins/axonn_plugins/hosts/lightning/README.md"
 ELSEWHERE = {
-    ("docs/tutorials/deepspeed.md", 0): "tests/docs/test_tutorial.py runs it with each configuration of its page"
+    ("docs/tutorials/deepspeed.md", 0): "tests/docs/test_tutorial.py runs it with each configuration of its page",
+    ("docs/tutorials/deepspeed.md", 1): "tests/docs/test_tutorial.py gives it the weights that the script has saved",
 }
 """Blocks that this file does not run, and who does."""
 ALONE: tuple[Place, ...] = (

@@ -18,7 +18,7 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.weights.convert import convert
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-Format = Literal["hf", "litgpt", "megatron", "axonn"]
+Format = Literal["hf", "litgpt", "megatron", "axonn", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,12 @@ class Options:
     """Write a model's weights in another format, a tensor at a time, with its configuration and tokenizer beside them.
 
     Attributes:
-        to: hf: safetensors for from_pretrained; litgpt: lit_model.pth; megatron: torch_dist for --load; axonn: a checkpoint of any grid.
+        to: hf: safetensors for from_pretrained; litgpt: lit_model.pth; megatron: torch_dist for --load; axonn: a checkpoint of any grid;
+            deepspeed: a checkpoint of a grid, with the optimizer's states, for the same script without the block.
         shard_size: no safetensors file is larger, such as 500MB or 2GiB, unless it holds one tensor.
         config: a folder with the model's config.json, or LitGPT's model_config.yaml, where SOURCE has none.
+        ranks: with --to deepspeed: of the run that goes on.
+        zero: with --to deepspeed: its stage of ZeRO; at 0 any number of ranks goes on.
     """
 
     source: Annotated[
@@ -39,6 +42,8 @@ class Options:
     to: Format
     shard_size: str = "5GB"
     config: Path | None = None
+    ranks: int = 1
+    zero: Literal[0, 1, 2] = 1
 
 
 def main(arguments: list[str]) -> int:
@@ -50,6 +55,15 @@ def main(arguments: list[str]) -> int:
     options = read(Options, arguments, "axonn convert")
     size = _bytes(options.shard_size)
     _give_memory_back()
+    if options.to == "deepspeed":
+        if options.ranks < 1:
+            raise ConfigError(
+                f"--ranks = {options.ranks} is no number of ranks; write how many the run has that goes on"
+            )
+        from axonn_plugins.hosts.deepspeed.checkpoint.to_stock import to_stock
+
+        print(to_stock(options.source, options.target, options.ranks, options.zero))
+        return 0
     done = convert(options.source, options.target, options.to, size, options.config)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"{done}; at most {held / 2**30:.2f} GiB of memory")

@@ -179,6 +179,26 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
     raise ConfigError(f"{folder} has no checkpoint {tag!r}; correct the folder or the tag: {_in_words(_tags(folder))}")
 
 
+def nothing_in(load_dir: str) -> str:
+    """A sentence on a folder in which `find` has found no checkpoint.
+
+    Raises:
+        ConfigError: the folder is itself a checkpoint.
+    """
+    folder = Path(load_dir)
+    if not folder.is_dir():
+        return f"{folder} does not exist: no checkpoint was loaded"
+    if (folder / MARKER).is_file() or any(folder.glob("*_states.pt")):
+        raise ConfigError(
+            f"{folder} is itself a checkpoint; load it by load_checkpoint({str(folder.parent)!r}, tag={folder.name!r})"
+        )
+    if tags := _tags(folder):
+        return (
+            f"{folder} has no file {_LATEST}: no checkpoint was loaded; pass the tag that you mean: {_in_words(tags)}"
+        )
+    return f"there is no checkpoint in {folder}: none was loaded"
+
+
 def _tags(folder: Path) -> list[str]:
     """Checkpoints in a folder, the newest first."""
     if not folder.is_dir():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 
-from axonn_plugins.hosts.common.complete import begin, find, publish
+from axonn_plugins.hosts.common.complete import begin, find, nothing_in, publish
 
 
 class CheckedCheckpoints(DeepSpeedEngine):
@@ -38,11 +40,15 @@ class CheckedCheckpoints(DeepSpeedEngine):
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *rest: Any, **keywords: Any) -> tuple:
         """Load what `save_checkpoint` wrote, once its bytes are found as they were written; every rank calls it.
 
+        As DeepSpeed's, it returns (None, {}) where there is none; rank 0 then says so.
+
         Raises:
             ConfigError: there is none of that name, it is damaged, or does not fit; one sentence, the same on every rank.
         """
         if not self.load_universal_checkpoint():  # what DeepSpeed's converter wrote has no sums
             tag = find(load_dir, tag)
+            if tag is None and (said := nothing_in(load_dir)) and dist.get_rank() == 0:
+                logger.warning(said)
         found = self._read(load_dir, tag, *rest, **keywords)
         if tag is not None:
             self._after_loading()

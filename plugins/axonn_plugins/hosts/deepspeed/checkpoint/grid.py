@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading, why_unreadable
 from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_tp import full_state_dict
 
@@ -53,15 +55,27 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         """On the same grid or on another one, by another plan or ZeRO stage."""
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         folder = None if tag is None else Path(load_dir) / tag
-        if self._splits or (folder is not None and (folder / PORTABLE).is_dir()):
-            return (None, {}) if folder is None else self._read_portable(folder, *rest)
-        if folder is not None:
-            assert self.composition is not None
-            self.composition.forget_masks()
+        if folder is None:
+            return None, {}
+        # DeepSpeed's own reading knows weights that are missing, and no states but its own.
+        plain = load_module_strict and custom_load_fn is None
+        if self._splits or (folder / PORTABLE).is_dir() or (plain and why_unreadable(folder) is None):
+            return self._read_portable(folder, *rest)
+        assert self.composition is not None
+        self.composition.forget_masks()
         found = super()._read(load_dir, tag, *rest)
-        if folder is not None and not load_optimizer_states:
+        if not load_optimizer_states:
             self.optimizer.refresh_fp32_params()
         return found
+
+    def _why_unreadable(self, folder: Path) -> str | None:
+        return None if (folder / PORTABLE).is_dir() else why_unreadable(folder)
+
+    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
+        """Files of ours, or a stock engine's."""
+        if (folder / PORTABLE).is_dir():
+            return super()._reading(state, folder, states)
+        return StockReading(self, state, folder, states)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

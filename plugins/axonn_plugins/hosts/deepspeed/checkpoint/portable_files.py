@@ -49,8 +49,8 @@ class PortableCheckpoints(CheckedCheckpoints):
                 "custom_load_fn is for DeepSpeed's own files, which hold shards where weights are split; leave it out, and give whole tensors to "
                 "engine.module.load_state_dict, which keeps this rank's shards of them"
             )
-        if not self._readable(folder):
-            raise ConfigError(f"{folder} was written without the axonn block; load it without the block, or start anew")
+        if (why := self._why_unreadable(folder)) is not None:
+            raise ConfigError(f"{folder} {why}")
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         try:
@@ -60,8 +60,11 @@ class PortableCheckpoints(CheckedCheckpoints):
             raise ConfigError(str(error)) from None
         return str(folder), found
 
-    def _readable(self, folder: Path) -> bool:
-        return (folder / PORTABLE).is_dir()
+    def _why_unreadable(self, folder: Path) -> str | None:
+        """Why a checkpoint cannot be read here, and what to do; None where it can."""
+        if (folder / PORTABLE).is_dir():
+            return None
+        return "was written without the axonn block; load it without the block, or start anew"
 
     def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
         """Open the files for `PortableState.load`."""

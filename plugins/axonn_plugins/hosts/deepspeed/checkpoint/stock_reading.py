@@ -1,4 +1,4 @@
-"""A checkpoint that a stock DeepSpeed-MoE engine saved without tensor parallelism, to be read into TED's shards of any degrees."""
+"""A checkpoint that a stock engine saved at ZeRO-0, 1 or 2, dense or of DeepSpeed-MoE, to be read into shards of any grid and degrees."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.optimizer import options_of
 from axonn_tp.checkpoint.state import Notes, Shards, model_state
 from axonn_tp.grid.layout import layout_of
+from axonn_tp.layers.exports import as_shards
 
 STATES, OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
 _OWN = {"module", "optimizer", "lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_config"}
@@ -28,12 +30,30 @@ _OWN |= {"dp_world_size", "mp_world_size", "num_experts", "buffer_names", "ds_ve
 _OWN |= {"random_ltd", "sparse_tensor_module_names", "param_shapes", "frozen_param_shapes", "shared_params"}
 _OWN |= {"frozen_param_fragments", "ds_autoep_layers", "universal_checkpoint_info", "checkpoint_parallel_dimensions"}
 _MASTER = "master"
+_EXTRA = "_extra_state"
 _WEIGHTS_ALONE = "pass load_optimizer_states=False for the weights alone"
+_MARKS = {"betas", "momentum", "alpha", "rho", "lr_decay"}
+"""Options that tell kinds of optimizers apart: DeepSpeed's files do not name a class."""
 
 
-def is_stock(folder: Path) -> bool:
-    """True if a stock engine saved a model with experts there, without tensor parallelism."""
-    return bool(list(folder.glob(f"layer_*_expert_*_{STATES}"))) and not list(folder.glob("mp_rank_01_*"))
+def why_unreadable(folder: Path) -> str | None:
+    """Why no stock engine's whole weights are there, and what to do; None where they are.
+
+    Args:
+        folder: a checkpoint without files of ours.
+    """
+    if any(folder.glob("mp_rank_01_*")):
+        return "was written with tensor parallelism or stages of another engine, a share of the weights on each rank; load it there"
+    if any(folder.glob("layer_*-model_states.pt")):
+        return "was written by a PipelineModule, whose files go by layers; load it under a PipelineModule"
+    if any(folder.glob("*zero_pp_rank_0_mp_rank_00_model_states.pt")):
+        return (
+            "was written at ZeRO-3, in pieces for its ranks; make whole weights by the zero_to_fp32.py beside it, and give them to "
+            "engine.module.load_state_dict"
+        )
+    if not (folder / STATES).is_file():
+        return f"has neither the folder axonn nor {STATES}; correct the folder or the tag"
+    return None
 
 
 _File = Callable[[int], dict[str, Any]]
@@ -64,7 +84,7 @@ class StockReading:
     """Reads stock DeepSpeed's files as `axonn_tp.checkpoint.training.Reading` reads ours; knows of the experts of this rank alone.
 
     Args:
-        engine: a `TedEngine`.
+        engine: one of ours whose weights are split.
         state: its.
         folder: the checkpoint.
         states: with the optimizer's states.
@@ -74,8 +94,8 @@ class StockReading:
     """
 
     def __init__(self, engine: Any, state: PortableState, folder: Path, states: bool) -> None:
-        assert isinstance(state.names, DealtNames)
-        self.engine, self.state, self.folder, self.names = engine, state, folder, state.names
+        self.engine, self.state, self.folder = engine, state, folder
+        self.names = DealtNames(engine.module) if state.names is None else state.names
         # On disk until a part is looked at, and not all files at once.
         self._load = lru_cache(maxsize=8)(partial(torch.load, map_location="cpu", weights_only=False, mmap=True))
         self._wholes: dict[str, Callable[[], Tensor]] = {}
@@ -106,7 +126,10 @@ class StockReading:
                 # Weights alone may be of another type.
                 tensors[name] = tuple(tensor.shape), tensor.dtype if states else shard.tensor.dtype
                 self._wholes[name] = partial(whole.__getitem__, name.removeprefix("model."))
-        notes = {"model": {"aliases": {}, "modules": {}}, "tensors": tensors}
+        for name in self._strangers(whole):
+            tensors[f"model.{name}"] = tuple(whole[name].shape), whole[name].dtype
+        modules = {name: value for name, value in whole.items() if name.endswith(_EXTRA)}
+        notes = {"model": {"aliases": {}, "modules": modules}, "tensors": tensors}
         notes["extra"] = {key: value for key, value in saved.items() if key not in _OWN}
         notes["counters"] = {key: saved[key] for key in ("global_steps", "global_samples", "skipped_steps")}
         if saved["lr_scheduler"] is not None:
@@ -114,6 +137,15 @@ class StockReading:
         if states and self.state.optimizer is not None:
             notes |= self._optimizer(saved, tensors)
         return notes
+
+    def _strangers(self, whole: dict[str, Any]) -> list[str]:
+        """Weights in the checkpoint that the model has not, and that no other rank has."""
+        with as_shards():
+            own = self.engine.module.state_dict(keep_vars=True).keys()
+        inward = {name: self.names.inward(name) for name in whole}
+        return [
+            name for name, here in inward.items() if here is not None and here not in own and not name.endswith(_EXTRA)
+        ]
 
     def _expert_files(self) -> list[str]:
         """Files with this rank's experts."""
@@ -128,7 +160,8 @@ class StockReading:
 
     def _optimizer(self, saved: dict[str, Any], tensors: dict[str, Any]) -> Notes:
         zero = list(self.folder.glob(f"*zero_pp_rank_0_{OPTIMIZER}"))
-        groups = self._partitioned(saved, zero[0].name) if zero else self._plain()
+        groups = self._partitioned(saved, zero[0].name) if zero else self._plain(saved)
+        self._check_kind(groups[0].options)
         own = {self.names.outward(name) for name in self.state.parameters}
         counted: dict[str, set[str]] = {}
         for found in (EXPERT.fullmatch(name) for group in groups for name in group.names):
@@ -145,7 +178,11 @@ class StockReading:
                     ranks = [(r, full) for r, n in every if (full := f"{before}{n}{after}") in own]
                 for rank, full in ranks:
                     members.append(full)
-                    elements, notes["others"][full] = group.state(place, rank)
+                    elements, numbers = group.state(place, rank)
+                    # A number in DeepSpeed's own Adam, which would not be counted on in torch's.
+                    if isinstance(numbers.get("step"), int):
+                        numbers["step"] = torch.tensor(float(numbers["step"]))
+                    notes["others"][full] = numbers
                     for key, (shape, dtype) in elements.items():
                         tensors[f"optimizer.{full}.{key}"] = shape, dtype
                         self._wholes[f"optimizer.{full}.{key}"] = partial(group.whole, place, rank, key)
@@ -153,8 +190,23 @@ class StockReading:
             notes["groups"].append({"params": members, "options": group.options})
         made: Notes = {"optimizer": notes}
         if zero:
-            made["loss_scaler"] = dict(vars(self._file(zero[0].name)["optimizer_state_dict"]["loss_scaler"]))
+            # BF16_Optimizer has none.
+            scaler = self._file(zero[0].name)["optimizer_state_dict"].get("loss_scaler")
+            made["loss_scaler"] = {} if scaler is None else dict(vars(scaler))
+        elif "cur_scale" in (known := saved.get("optimizer") or {}):
+            own = vars(getattr(self.engine.optimizer, "loss_scaler", None) or SimpleNamespace())
+            if ("scale_window" in own) == ("scale_window" in known):
+                made["loss_scaler"] = {key: known.get(key, value) for key, value in own.items()}
         return made
+
+    def _check_kind(self, options: Notes) -> None:
+        assert self.state.optimizer is not None
+        here = self.state.optimizer.param_groups[0]
+        if _MARKS & here.keys() != _MARKS & options.keys():
+            raise CheckpointError(
+                f"the optimizer in {self.folder} has {', '.join(sorted(_MARKS & options.keys())) or 'no momentum'} and "
+                f"{type(self.state.optimizer).__name__} has {', '.join(sorted(_MARKS & here.keys())) or 'none'}; use the same optimizer, or {_WEIGHTS_ALONE}"
+            )
 
     def _partitioned(self, saved: dict[str, Any], first: str) -> list[_Group]:
         """Groups of ZeRO-1 and 2."""
@@ -200,30 +252,64 @@ class StockReading:
 
         return _Group(names, ranks, options_of(options), state, whole)
 
-    def _plain(self) -> list[_Group]:
+    def _plain(self, saved: dict[str, Any]) -> list[_Group]:
         """Groups of a torch optimizer, as with ZeRO-0 in float32."""
         ranks = len(list(self.folder.glob(f"expp_rank_*_{OPTIMIZER}")))
-        if not ranks:
+        dense = saved.get("optimizer")  # of a model with experts, files of their ranks have it
+        if not ranks and dense is None:
             raise CheckpointError(f"{self.folder} has no states of an optimizer; {_WEIGHTS_ALONE}")
 
         def file(rank: int) -> dict[str, Any]:
-            return self._file(f"expp_rank_{rank}_{OPTIMIZER}")["optimizer"]
+            return self._file(f"expp_rank_{rank}_{OPTIMIZER}")["optimizer"] if ranks else dense
 
         known = file(0)
+        if not ranks and "optimizer_state_dict" in known:
+            return self._half(known)
         if not isinstance(known, dict) or "param_groups" not in known:
             raise CheckpointError(
-                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0, which cannot be split anew; {_WEIGHTS_ALONE}"
+                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0 with experts, which are not read; {_WEIGHTS_ALONE}"
             )
-        groups, sizes = self._groups(ranks), [len(group["params"]) for group in known["param_groups"]]
-        if sizes != [len(group.names) for group in groups]:
+        groups = self._checked_groups(ranks, [len(group["params"]) for group in known["param_groups"]])
+        return [
+            self._plain_group(file, group.names, max(1, ranks), held)
+            for group, held in zip(groups, known["param_groups"], strict=True)
+        ]
+
+    def _half(self, known: dict[str, Any]) -> list[_Group]:
+        """Groups of ZeRO-0 in bf16 and fp16, with float32 weights: one tensor a group where the optimizer is fused."""
+        inner, flats = known["optimizer_state_dict"], known.get("fp32_groups_flat")
+        masters = flats if flats is not None else known["fp32_groups"]
+        sizes = None if flats is not None else [len(held) for held in masters]
+        groups = self._checked_groups(1, sizes)
+
+        def group(number: int, names: Sequence[str], held: dict[str, Any]) -> _Group:
+            shapes = [layout_of(self.state.parameters[name]).serial_shape for name in names]
+            flat = Flat(tuple(map(math.prod, shapes)), (0,) * len(shapes), 1)
+
+            def kept(place: int) -> dict[str, Any]:
+                if flats is None:
+                    return {**inner["state"].get(held["params"][place], {}), _MASTER: masters[number][place]}
+                cut = slice(flat.offsets[place], flat.offsets[place] + flat.sizes[place])
+                state = {**inner["state"].get(held["params"][0], {}), _MASTER: flats[number]}
+                whole = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+                return state | {key: value[cut].view(shapes[place]) for key, value in whole.items()}
+
+            return _group_of(list(names), 1, options_of(held), lambda place, rank: kept(place))
+
+        return [
+            group(number, found.names, held)
+            for number, (found, held) in enumerate(zip(groups, inner["param_groups"], strict=True))
+        ]
+
+    def _checked_groups(self, ranks: int, sizes: list[int] | None) -> list[Group]:
+        """This run's groups, which have as many parameters as those of the checkpoint."""
+        groups = self._groups(ranks)
+        if sizes is not None and sizes != [len(group.names) for group in groups]:
             raise CheckpointError(
                 f"the optimizer in {self.folder} has groups of {sizes} parameters, and the one here makes {[len(g.names) for g in groups]} of "
                 "its own; give it the same parameters"
             )
-        return [
-            self._plain_group(file, group.names, ranks, saved)
-            for group, saved in zip(groups, known["param_groups"], strict=True)
-        ]
+        return groups
 
     def _groups(self, ranks: int) -> list[Group]:
         """This run's groups on so many expert ranks."""
@@ -239,16 +325,24 @@ class StockReading:
         )
 
     def _plain_group(self, file: _File, names: Sequence[str], ranks: int, saved: dict[str, Any]) -> _Group:
-        def kept(place: int, rank: int) -> dict[str, Any]:
-            return file(rank)["state"].get(saved["params"][place], {})
+        return _group_of(
+            list(names),
+            ranks,
+            options_of(saved),
+            lambda place, rank: file(rank)["state"].get(saved["params"][place], {}),
+        )
 
-        def state(place: int, rank: int) -> _State:
-            elements, numbers = {}, {}
-            for key, value in kept(place, rank).items():
-                if isinstance(value, Tensor) and value.dim():
-                    elements[key] = tuple(value.shape), value.dtype
-                else:
-                    numbers[key] = value
-            return elements, numbers
 
-        return _Group(list(names), ranks, options_of(saved), state, lambda place, rank, key: kept(place, rank)[key])
+def _group_of(names: list[str], ranks: int, options: Notes, kept: Callable[[int, int], dict[str, Any]]) -> _Group:
+    """A group whose parameters have their states apart."""
+
+    def state(place: int, rank: int) -> _State:
+        elements, numbers = {}, {}
+        for key, value in kept(place, rank).items():
+            if isinstance(value, Tensor) and value.dim():
+                elements[key] = tuple(value.shape), value.dtype
+            else:
+                numbers[key] = value
+        return elements, numbers
+
+    return _Group(names, ranks, options, state, lambda place, rank, key: kept(place, rank)[key])

@@ -43,11 +43,13 @@ class StockStates:
         engine: a `TedEngine`, each of whose ranks becomes a data rank.
         state: its.
         reading: what it saved.
+        world: data ranks.
     """
 
     engine: Any
     state: PortableState
     reading: Reading
+    world: int
 
     def __post_init__(self) -> None:
         self.shapes = {
@@ -61,8 +63,7 @@ class StockStates:
             self.groups.append(group.dealt(self._count(group)) if dealt else group)
 
     def _count(self, group: Group) -> int:
-        world = dist.get_world_size()
-        return world // self.experts if group.experts else world
+        return self.world // self.experts if group.experts else self.world
 
     @property
     def param_shapes(self) -> list[dict[str, torch.Size]]:
@@ -168,7 +169,10 @@ def save_states(engine: Any, folder: Path, portable: Path, state: PortableState)
     """
     if engine._owns and not engine._own_stage:
         return None
-    stock, rank = StockStates(engine, state, Reading(portable, state.ranks, verified=True)), dist.get_rank()
+    stock, rank = (
+        StockStates(engine, state, Reading(portable, state.ranks, verified=True), dist.get_world_size()),
+        dist.get_rank(),
+    )
     if engine._own_stage:
         saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine._config.axonn_raw}
         saved["ds_version"] = deepspeed.__version__

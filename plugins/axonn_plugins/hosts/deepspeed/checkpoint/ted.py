@@ -19,7 +19,7 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE
-from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import STATES, StockReading, is_stock
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import STATES
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import save_states
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import experts_grid
@@ -50,15 +50,6 @@ class TedCheckpoints(GridCheckpoints):
         state = self._write_portable(folder, client_state)
         shapes = save_states(self, folder, folder / PORTABLE, state)
         self._save_stock(folder, {**client_state, "param_shapes": shapes})
-
-    def _readable(self, folder: Path) -> bool:
-        """True for checkpoints of TED under any degrees, and of a stock engine without tensor parallelism."""
-        return super()._readable(folder) or is_stock(folder)
-
-    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
-        if (folder / PORTABLE).is_dir() or self._of_models:
-            return super()._reading(state, folder, states)
-        return StockReading(self, state, folder, states)
 
     @property
     def _of_models(self) -> bool:
