@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from axonn_plugins.autoload import on_import
+from axonn_plugins.hosts.megatron import enums
 
 SWITCH = "AXONN_MEGATRON_CPU"
 """The environment variable; 1 turns it on."""
@@ -58,6 +59,7 @@ def enable() -> bool:
         sys.modules[fused.__name__] = fused
         on_import("megatron.core.datasets.utils", _use_compiled_helpers)
         on_import("megatron.training.initialize", _no_warmup)
+        enums.readable()
     return True
 
 
