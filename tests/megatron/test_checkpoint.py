@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import re
+import signal
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -420,11 +421,12 @@ class _ByName:
 
 
 def test_enumerations_are_read_as_early_pythons_save_them_and_nothing_else_is(tmp_path: Path) -> None:
-    """Python 3.11.2 has `getattr` in the arguments of every checkpoint."""
+    """Python 3.11.2 has `getattr` and `signal.SIGTERM` in the arguments of every checkpoint."""
     enums.readable()
     file = tmp_path / "common.pt"
-    torch.save(Namespace(attention_backend=_ByName(AttnBackend, "auto")), file)
-    assert torch.load(file).attention_backend is AttnBackend.auto
+    torch.save(Namespace(attention_backend=_ByName(AttnBackend, "auto"), exit_signal=signal.SIGTERM), file)
+    read = torch.load(file)
+    assert read.attention_backend is AttnBackend.auto and read.exit_signal is signal.SIGTERM
     for kind, name in ((AttnBackend, "__init__"), (AttnBackend, "mro"), (Namespace, "_get_kwargs")):
         torch.save(_ByName(kind, name), file)
         with pytest.raises(pickle.UnpicklingError, match="no member of an enumeration"):
