@@ -124,7 +124,7 @@ RESUMED: dict[str, tuple[str, dict[tuple[int, ...], str]]] = {
         f"{ODD} --kv-channels 8 --ffn-hidden-size 90 --add-qkv-bias --squared-relu --qk-layernorm --window-size 5,0 "
         "--position-embedding-type rope --use-rope-scaling --attention-output-gate "
         "--apply-residual-connection-post-layernorm --make-vocab-size-divisible-by 96",
-        {(1, 1, 2, 2): "--use-distributed-optimizer", (3, 1, 1, 1): "--axonn-layout replicated"},
+        {(1, 1, 2, 2): "", (3, 1, 1, 1): "--axonn-layout replicated"},
     ),
 }
 """Flags of all runs; then the grid where it begins, that where it goes on, and how."""
