@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import re
+import signal
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +22,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.enums import AttnBackend
 
-from axonn_plugins.hosts.megatron import checkpoint, checkpoint_optimizer, checkpoint_training, process_groups
+from axonn_plugins.hosts.megatron import checkpoint, checkpoint_optimizer, checkpoint_training, enums, process_groups
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp import Grid, Layout, factorisations
 from tests.distributed import run_ranks
@@ -422,3 +425,26 @@ def test_an_optimizer_of_nothing_leaves_no_list_in_a_checkpoint() -> None:
     assert joined["fp32_from_fp16_params"] == [["master"]]
     found = checkpoint_optimizer.separate(joined, [[group] for group in groups])
     assert [one["fp32_from_fp16_params"] for one in found] == [[[]], [["master"]]]
+
+
+class _ByName:
+    """Saved as the name of another's attribute."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.call = getattr, (kind, name)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_enumerations_are_read_as_early_pythons_save_them_and_nothing_else_is(tmp_path: Path) -> None:
+    """Python 3.11.2 has `getattr` and `signal.SIGTERM` in the arguments of every checkpoint."""
+    enums.readable()
+    file = tmp_path / "common.pt"
+    torch.save(Namespace(attention_backend=_ByName(AttnBackend, "auto"), exit_signal=signal.SIGTERM), file)
+    read = torch.load(file)
+    assert read.attention_backend is AttnBackend.auto and read.exit_signal is signal.SIGTERM
+    for kind, name in ((AttnBackend, "__init__"), (AttnBackend, "mro"), (Namespace, "_get_kwargs")):
+        torch.save(_ByName(kind, name), file)
+        with pytest.raises(pickle.UnpicklingError, match="no member of an enumeration"):
+            torch.load(file)

@@ -142,6 +142,15 @@ def test_products_of_experts_are_grouped() -> None:
     assert run_ranks(_counted, 1) == [[4, 0]]
 
 
+def test_products_whose_rows_the_kernel_refuses_are_done_one_after_another() -> None:
+    """It refuses rows that are no multiple of 16 bytes on CPUs, too."""
+    rows = torch.ones(4, 12)
+    assert grouped.has_kernel(rows, torch.ones(10, 12), torch.ones(12, 20))
+    assert not grouped.has_kernel(rows, torch.ones(10, 12), torch.ones(12, 10))
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        grouped.F.grouped_mm(torch.ones(4, 10), torch.ones(2, 12, 10).mT, offs=torch.tensor([2, 4], dtype=torch.int32))
+
+
 def _counted() -> list[int]:
     training.on_cpu()
     return [_products(Case(settings=Settings(), config={**ROUTED, "moe_grouped_gemm": flag})) for flag in (True, False)]

@@ -17,6 +17,7 @@ from ted_moe import stash
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.megatron import training
+from tests.megatron.test_experts import GATED, LATENT, ROUTED
 from tests.megatron.training import Case
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -70,3 +71,36 @@ def test_a_recomputation_communicates_nothing_but_weights(grids: list[Case]) -> 
         assert kept[2] <= again[2] and (kept[2] < again[2] or "gx=1, gy=1" in grid), grid
         if "gz=1" in grid:
             assert kept[2] == once[2]
+
+
+MODULES: dict[str, tuple[Settings, dict[str, Any], list[str]]] = {
+    "biases": (Settings(2), {}, ["mlp", "core_attn", "layernorm"]),
+    "latents": (
+        Settings(1, 2),
+        {**LATENT, "q_lora_rank": 16, "add_bias_linear": False},
+        ["mla_up_proj", "mlp", "layernorm"],
+    ),
+    "experts": (
+        Settings(1, 1, 2),
+        {**ROUTED, **GATED, "moe_shared_expert_intermediate_size": 32, "moe_layer_freq": [0, 1]},
+        ["shared_experts", "mlp", "layernorm"],
+    ),
+}
+"""A grid, a configuration, and what is recomputed of it."""
+
+
+def _by_modules() -> dict[str, list[dict[str, Any]]]:
+    training.on_cpu()
+    found = {}
+    for name, (settings, config, modules) in MODULES.items():
+        again = {"recompute_granularity": "selective", "recompute_modules": modules}
+        case = Case(settings, config=config, batch=training.FEW)
+        found[name] = [counted(one)[0] for one in (case, replace(case, config={**config, **again}))]
+    return found
+
+
+def test_modules_that_are_recomputed_train_as_those_that_are_kept() -> None:
+    """An MLP with biases returns one beside its output, which Megatron's recomputation must not take for its own."""
+    for name, (kept, again) in run_ranks(_by_modules, 2)[0].items():
+        for what in ("losses", "norms"):
+            assert again[what] == pytest.approx(kept[what], rel=1e-6), (name, what)

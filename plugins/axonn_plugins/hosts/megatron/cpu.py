@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from axonn_plugins.autoload import on_import
+from axonn_plugins.hosts.megatron import enums
 
 SWITCH = "AXONN_MEGATRON_CPU"
 """The environment variable; 1 turns it on."""
@@ -58,6 +59,7 @@ def enable() -> bool:
         sys.modules[fused.__name__] = fused
         on_import("megatron.core.datasets.utils", _use_compiled_helpers)
         on_import("megatron.training.initialize", _no_warmup)
+        enums.readable()
     return True
 
 
@@ -84,6 +86,7 @@ def enable_core() -> bool:
     _OnCpu().__enter__()
     torch.autograd._engine_run_backward = _on_cpu(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
     on_import("megatron.core.tensor_parallel.random", _set_states_at_once)
+    on_import("megatron.core.tensor_parallel.random", _recompute_without_engine)
     on_import("megatron.core.pipeline_parallel.p2p_communication", _send_copies)
     on_import("megatron.core.transformer.dot_product_attention", _take_widths)
     on_import("megatron.core.transformer.moe.moe_utils", _route_without_engine)
@@ -140,6 +143,19 @@ def _answer_for_cuda() -> None:
 def _set_states_at_once(random: ModuleType) -> None:
     """Else torch would put off setting a generator's state until there is CUDA."""
     random._lazy_call = lambda act, **kwargs: act()  # type: ignore[attr-defined]
+
+
+def _recompute_without_engine(random: ModuleType) -> None:
+    """Megatron asks Transformer Engine for its 8 bits wherever an output is recomputed, also where none are asked for."""
+    original = random.CheckpointWithoutOutput.__init__
+    if random.HAVE_TE:
+        return
+
+    @wraps(original)
+    def init(self: Any, fp8: Any = None) -> None:
+        original(self, fp8 or None)
+
+    random.CheckpointWithoutOutput.__init__ = init  # type: ignore[attr-defined]
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,10 +43,11 @@ def has_kernel(rows: Tensor, *matrices: Tensor) -> bool:
     """True if torch multiplies rows by these matrices, each its own group of them, at once."""
     if not hasattr(F, "grouped_mm"):
         return False
+    if any(matrix.shape[-1] * matrix.element_size() % _ALIGNED for matrix in matrices):
+        return False
     if rows.device.type != "cuda":
         return rows.device.type == "cpu" and rows.dtype != torch.float64
-    aligned = all(matrix.shape[-1] * matrix.element_size() % _ALIGNED == 0 for matrix in matrices)
-    return aligned and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= _FROM
+    return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= _FROM
 
 
 def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,7 +60,9 @@ class Parallel(OwnShards, Linear):  # type: ignore[misc]
     def _product(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """The product with its bias, or without it and the bias by itself."""
         if self.skip_bias_add:
-            return self.multiply(input, None), self.bias
+            bias = self.bias
+            # A view, since Megatron's recomputation of an MLP would make what it returns, the parameter, a result of its own.
+            return self.multiply(input, None), bias if bias is None else bias.view_as(bias)
         return self.multiply(input, self.bias), None
 
     def compute_dtype(self, shard: Tensor) -> torch.dtype:

@@ -21,11 +21,12 @@ def install(settings: Settings) -> None:
 
     Scripts on megatron.core alone call this themselves. Called again, the last settings count for models made after it.
     """
-    from axonn_plugins.hosts.megatron import checkpoint, process_groups, spec
+    from axonn_plugins.hosts.megatron import checkpoint, enums, process_groups, spec
 
     process_groups.install(settings)
     spec.install(settings)
     checkpoint.install()
+    enums.readable()
 
 
 def install_components(blocks: Mapping[str, Block]) -> None:
@@ -35,8 +36,9 @@ def install_components(blocks: Mapping[str, Block]) -> None:
         blocks: by key.
     """
     from axonn_plugins.config import Goldfish, Pccl, Ted
-    from axonn_plugins.hosts.megatron import collectives, moments, recompute
+    from axonn_plugins.hosts.megatron import collectives, enums, moments, recompute
 
+    enums.readable()
     others = {}
     for key, block in blocks.items():
         if isinstance(block, Pccl):

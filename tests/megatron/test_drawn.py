@@ -1,0 +1,139 @@
+"""Mixtures of flags in Megatron-LM's own pretrain_gpt.py as users might draw them: a grid trains as one stock rank, and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.matrix import names
+from tests.megatron.harness import CHECKOUT
+from tests.megatron.test_pretrain import differences, flags, goes_on, needs_script, stock
+
+FEW = ["--global-batch-size", "4"]
+ODD = "--num-attention-heads 6 --hidden-size 60 --disable-bias-linear --untie-embeddings-and-output-weights"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 20 --kv-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
+    "--position-embedding-type rope"
+)
+YARN = f"{LATENT} --rope-type yarn --rotary-scaling-factor 4"
+CLAMPED = "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0"
+BIASED = "--moe-router-load-balancing-type none --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+EXPERTS = f"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 40 {BIASED}"
+AGAIN = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+
+CASES: dict[str, tuple[tuple[int, ...], str, str]] = {
+    "experts biased, of nodes": (
+        (2, 1, 2, 1),
+        f"{ODD} {EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-shared-expert-intermediate-size 60 --ffn-hidden-size 100 --kv-channels 8 --group-query-attention "
+        "--num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-percent 0.5 "
+        "--qk-layernorm --use-distributed-optimizer",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm",
+    ),
+    "latents stretched, predicting, shared": (
+        (1, 2, 1, 2),
+        f"{ODD} {YARN} --mtp-num-layers 1 --ffn-hidden-size 100 --kv-channels 8 --swiglu --qk-layernorm {AGAIN} block",
+        "--context-parallel-size 2",
+    ),
+    "experts dropping, windows, heads dealt out, a mean over tokens": (
+        (1, 1, 4, 1),
+        "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 60 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 2e-2 --moe-z-loss-coeff 1e-3 "
+        "--moe-expert-capacity-factor 0.8 --window-size 5,0 --window-attn-skip-freq 2 --position-embedding-type none "
+        "--squared-relu --ffn-hidden-size 100 --calculate-per-token-loss --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --kv-channels 8 --recompute-granularity selective --recompute-modules "
+        "moe core_attn",
+        "--expert-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type a2a",
+    ),
+    "experts clamped, grouped, sequences shared": (
+        (1, 1, 4, 1),
+        f"--hidden-size 32 --kv-channels 4 --ffn-hidden-size 100 {CLAMPED} --position-embedding-type none --window-size "
+        "5,0 --untie-embeddings-and-output-weights --window-attn-skip-freq 2 --disable-bias-linear "
+        "--apply-residual-connection-post-layernorm --embedding-init-method-std 0.1 --num-experts 8 --moe-router-topk 1 "
+        "--moe-ffn-hidden-size 60 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 2e-2 "
+        f"--moe-router-pre-softmax --moe-shared-expert-intermediate-size 40 {AGAIN} uniform --seq-length 48 "
+        "--max-position-embeddings 48 --lr-decay-style cosine --lr-warmup-iters 3 --min-lr 1e-5 --weight-decay 0.1",
+        "--moe-grouped-gemm --context-parallel-size 2 --cp-comm-type a2a",
+    ),
+    "latents, Sinkhorn, whole experts": (
+        (2, 1, 1, 2),
+        f"--num-attention-heads 12 --hidden-size 48 --kv-channels 4 --ffn-hidden-size 100 --swiglu {YARN} --mscale 1.0 "
+        "--mscale-all-dim 1.0 --untie-embeddings-and-output-weights --disable-bias-linear "
+        "--apply-residual-connection-post-layernorm --init-method-std 0.006 --num-experts 8 --moe-router-topk 1 "
+        f"--moe-ffn-hidden-size 80 --moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 1e-3 {AGAIN} uniform "
+        "--seq-length 48 --max-position-embeddings 48",
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-grouped-gemm",
+    ),
+    "a gate, few groups, overlapped, on eight": (
+        (2, 2, 2, 1),
+        "--hidden-size 32 --kv-channels 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 80 --swiglu "
+        "--position-embedding-type rope --rotary-seq-len-interpolation-factor 2 --softmax-type off-by-one "
+        "--disable-bias-linear --num-experts 6 --moe-router-topk 1 --moe-ffn-hidden-size 80 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 2e-2 --moe-router-score-function sigmoid "
+        "--moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate --moe-router-dtype fp32 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --calculate-per-token-loss",
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall",
+    ),
+    "latents, rows that no kernel takes, on eight": (
+        (4, 1, 2, 1),
+        "--num-layers 3 --num-attention-heads 12 --hidden-size 48 --kv-channels 10 --ffn-hidden-size 160 --swiglu "
+        f"{LATENT} --rope-type rope --disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-ffn-hidden-size 40 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 2e-2 --moe-router-pre-softmax "
+        "--moe-layer-freq ([0]+[1]*2) --moe-router-dtype fp64 --micro-batch-size 2 --clip-grad 0.3 --decoupled-lr 2e-3 "
+        "--apply-wd-to-qk-layernorm --log-params-norm --log-num-zeros-in-grad",
+        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --axonn-layout replicated",
+    ),
+}
+"""A grid, flags of both, and flags of the grid's run."""
+
+
+@needs_script
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", names(CASES, []))
+def test_drawn_flags_train_as_on_one_rank(name: str) -> None:
+    grid, words, ours = CASES[name]
+    both = [*FEW, *words.split()]
+    cases = {"stock": stock("plain", *both), name: flags(grid, "plain", *both, *ours.split())}
+    assert differences(cases) == {}
+
+
+@needs_script
+@pytest.mark.timeout(1800)
+def test_mlps_with_biases_are_recomputed() -> None:
+    """Stock Megatron's recomputation of one never ends; what is recomputed changes no number."""
+    words = [*FEW, *"--squared-relu --mtp-num-layers 1 --position-embedding-type rope --rotary-percent 0.5".split()]
+    again = "--recompute-granularity selective --recompute-modules mlp core_attn layernorm".split()
+    cases = {"stock": stock("overlapped", *words), "grid": flags((2, 1, 1, 2), "overlapped", *words, *again)}
+    assert differences(cases) == {}
+
+
+RESUMED: dict[str, tuple[str, dict[tuple[int, ...], str]]] = {
+    "experts": (
+        CASES["experts biased, of nodes"][1],
+        {
+            (2, 1, 2, 1): "--expert-model-parallel-size 2 --moe-grouped-gemm",
+            (1, 1, 2, 2): "--expert-model-parallel-size 4 --context-parallel-size 2",
+        },
+    ),
+    "latents": (
+        CASES["latents stretched, predicting, shared"][1],
+        {(1, 2, 1, 2): "--context-parallel-size 2", (2, 1, 2, 1): ""},
+    ),
+    "thirds": (
+        f"{ODD} --kv-channels 8 --ffn-hidden-size 90 --add-qkv-bias --squared-relu --qk-layernorm --window-size 5,0 "
+        "--position-embedding-type rope --use-rope-scaling --attention-output-gate "
+        "--apply-residual-connection-post-layernorm --make-vocab-size-divisible-by 96",
+        {(1, 1, 2, 2): "", (3, 1, 1, 1): "--axonn-layout replicated"},
+    ),
+}
+"""Flags of all runs; then the grid where it begins, that where it goes on, and how."""
+
+
+@needs_script
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", names(RESUMED, []))
+def test_drawn_flags_go_on(tmp_path: Path, name: str) -> None:
+    words, more = RESUMED[name]
+    script = Path(CHECKOUT, "pretrain_gpt.py")
+    goes_on(tmp_path, script, "plain", [*FEW, *words.split()], [tuple(more)], more=more)
