@@ -194,9 +194,9 @@ class StockReading:
             scaler = self._file(zero[0].name)["optimizer_state_dict"].get("loss_scaler")
             made["loss_scaler"] = {} if scaler is None else dict(vars(scaler))
         elif "cur_scale" in (known := saved.get("optimizer") or {}):
-            own = vars(getattr(self.engine.optimizer, "loss_scaler", None) or SimpleNamespace())
-            if ("scale_window" in own) == ("scale_window" in known):
-                made["loss_scaler"] = {key: known.get(key, value) for key, value in own.items()}
+            ours = vars(getattr(self.engine.optimizer, "loss_scaler", None) or SimpleNamespace())
+            if ("scale_window" in ours) == ("scale_window" in known):
+                made["loss_scaler"] = {key: known.get(key, value) for key, value in ours.items()}
         return made
 
     def _check_kind(self, options: Notes) -> None:
@@ -255,8 +255,8 @@ class StockReading:
     def _plain(self, saved: dict[str, Any]) -> list[_Group]:
         """Groups of a torch optimizer, as with ZeRO-0 in float32."""
         ranks = len(list(self.folder.glob(f"expp_rank_*_{OPTIMIZER}")))
-        dense = saved.get("optimizer")  # of a model with experts, files of their ranks have it
-        if not ranks and dense is None:
+        dense: dict[str, Any] = saved.get("optimizer") or {}  # of a model with experts, files of their ranks have it
+        if not ranks and not dense:
             raise CheckpointError(f"{self.folder} has no states of an optimizer; {_WEIGHTS_ALONE}")
 
         def file(rank: int) -> dict[str, Any]:
