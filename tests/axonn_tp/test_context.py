@@ -62,8 +62,10 @@ def compare(
     make: Callable[[], nn.Module], loss: Callable[..., Tensor], mesh: Mesh, plan: Any, options: Options
 ) -> None:
     """The serial step is rank 0's alone."""
-    grid, first = mesh.grid, torch.distributed.get_rank() == 0
-    alone, weights = step(seeded(make), partial(loss, mesh=None), None) if first else (None, {})
+    grid, alone = mesh.grid, None
+    weights: dict[str, Tensor] = {}
+    if torch.distributed.get_rank() == 0:
+        alone, weights = step(seeded(make), partial(loss, mesh=None), None)
     expected = same_on_all(alone)
     model = parallelize(seeded(make), mesh, plan, options)
     got, found = step(model, partial(loss, mesh=mesh), mesh)
