@@ -75,15 +75,6 @@ CASES: dict[str, tuple[tuple[int, ...], str, str]] = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --calculate-per-token-loss",
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall",
     ),
-    "latents, rows that no kernel takes, on eight": (
-        (4, 1, 2, 1),
-        "--num-layers 3 --num-attention-heads 12 --hidden-size 48 --kv-channels 10 --ffn-hidden-size 160 --swiglu "
-        f"{LATENT} --rope-type rope --disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-ffn-hidden-size 40 "
-        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 2e-2 --moe-router-pre-softmax "
-        "--moe-layer-freq ([0]+[1]*2) --moe-router-dtype fp64 --micro-batch-size 2 --clip-grad 0.3 --decoupled-lr 2e-3 "
-        "--apply-wd-to-qk-layernorm --log-params-norm --log-num-zeros-in-grad",
-        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --axonn-layout replicated",
-    ),
 }
 """A grid, flags of both, and flags of the grid's run."""
 
@@ -95,16 +86,6 @@ def test_drawn_flags_train_as_on_one_rank(name: str) -> None:
     grid, words, ours = CASES[name]
     both = [*FEW, *words.split()]
     cases = {"stock": stock("plain", *both), name: flags(grid, "plain", *both, *ours.split())}
-    assert differences(cases) == {}
-
-
-@needs_script
-@pytest.mark.timeout(1800)
-def test_mlps_with_biases_are_recomputed() -> None:
-    """Stock Megatron's recomputation of one never ends; what is recomputed changes no number."""
-    words = [*FEW, *"--squared-relu --mtp-num-layers 1 --position-embedding-type rope --rotary-percent 0.5".split()]
-    again = "--recompute-granularity selective --recompute-modules mlp core_attn layernorm".split()
-    cases = {"stock": stock("overlapped", *words), "grid": flags((2, 1, 1, 2), "overlapped", *words, *again)}
     assert differences(cases) == {}
 
 
