@@ -1,14 +1,11 @@
-"""Mixtures of flags in Megatron-LM's own pretrain_gpt.py as users might draw them: a grid trains as one stock rank, and goes on."""
+"""Mixtures of flags in Megatron-LM's own pretrain_gpt.py as users might draw them: a grid trains as one stock rank."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from tests.matrix import names
-from tests.megatron.harness import CHECKOUT
-from tests.megatron.test_pretrain import differences, flags, goes_on, needs_script, stock
+from tests.megatron.test_pretrain import differences, flags, needs_script, stock
 
 FEW = ["--global-batch-size", "4"]
 ODD = "--num-attention-heads 6 --hidden-size 60 --disable-bias-linear --untie-embeddings-and-output-weights"
@@ -87,34 +84,3 @@ def test_drawn_flags_train_as_on_one_rank(name: str) -> None:
     both = [*FEW, *words.split()]
     cases = {"stock": stock("plain", *both), name: flags(grid, "plain", *both, *ours.split())}
     assert differences(cases) == {}
-
-
-RESUMED: dict[str, tuple[str, dict[tuple[int, ...], str]]] = {
-    "experts": (
-        CASES["experts biased, of nodes"][1],
-        {
-            (2, 1, 2, 1): "--expert-model-parallel-size 2 --moe-grouped-gemm",
-            (1, 1, 2, 2): "--expert-model-parallel-size 4 --context-parallel-size 2",
-        },
-    ),
-    "latents": (
-        CASES["latents stretched, predicting, shared"][1],
-        {(1, 2, 1, 2): "--context-parallel-size 2", (2, 1, 2, 1): ""},
-    ),
-    "thirds": (
-        f"{ODD} --kv-channels 8 --ffn-hidden-size 90 --add-qkv-bias --squared-relu --qk-layernorm --window-size 5,0 "
-        "--position-embedding-type rope --use-rope-scaling --attention-output-gate "
-        "--apply-residual-connection-post-layernorm --make-vocab-size-divisible-by 96",
-        {(1, 1, 2, 2): "", (3, 1, 1, 1): "--axonn-layout replicated"},
-    ),
-}
-"""Flags of all runs; then the grid where it begins, that where it goes on, and how."""
-
-
-@needs_script
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", names(RESUMED, []))
-def test_drawn_flags_go_on(tmp_path: Path, name: str) -> None:
-    words, more = RESUMED[name]
-    script = Path(CHECKOUT, "pretrain_gpt.py")
-    goes_on(tmp_path, script, "plain", [*FEW, *words.split()], [tuple(more)], more=more)
