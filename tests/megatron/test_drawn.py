@@ -1,14 +1,11 @@
-"""Mixtures of flags in Megatron-LM's own pretrain_gpt.py as users might draw them: a grid trains as one stock rank, and goes on."""
+"""Mixtures of flags in Megatron-LM's own pretrain_gpt.py as users might draw them: a grid trains as one stock rank."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from tests.matrix import names
-from tests.megatron.harness import CHECKOUT
-from tests.megatron.test_pretrain import differences, flags, goes_on, needs_script, stock
+from tests.megatron.test_pretrain import differences, flags, needs_script, stock
 
 FEW = ["--global-batch-size", "4"]
 ODD = "--num-attention-heads 6 --hidden-size 60 --disable-bias-linear --untie-embeddings-and-output-weights"
@@ -75,15 +72,6 @@ CASES: dict[str, tuple[tuple[int, ...], str, str]] = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --calculate-per-token-loss",
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall",
     ),
-    "latents, rows that no kernel takes, on eight": (
-        (4, 1, 2, 1),
-        "--num-layers 3 --num-attention-heads 12 --hidden-size 48 --kv-channels 10 --ffn-hidden-size 160 --swiglu "
-        f"{LATENT} --rope-type rope --disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-ffn-hidden-size 40 "
-        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 2e-2 --moe-router-pre-softmax "
-        "--moe-layer-freq ([0]+[1]*2) --moe-router-dtype fp64 --micro-batch-size 2 --clip-grad 0.3 --decoupled-lr 2e-3 "
-        "--apply-wd-to-qk-layernorm --log-params-norm --log-num-zeros-in-grad",
-        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --axonn-layout replicated",
-    ),
 }
 """A grid, flags of both, and flags of the grid's run."""
 
@@ -96,44 +84,3 @@ def test_drawn_flags_train_as_on_one_rank(name: str) -> None:
     both = [*FEW, *words.split()]
     cases = {"stock": stock("plain", *both), name: flags(grid, "plain", *both, *ours.split())}
     assert differences(cases) == {}
-
-
-@needs_script
-@pytest.mark.timeout(1800)
-def test_mlps_with_biases_are_recomputed() -> None:
-    """Stock Megatron's recomputation of one never ends; what is recomputed changes no number."""
-    words = [*FEW, *"--squared-relu --mtp-num-layers 1 --position-embedding-type rope --rotary-percent 0.5".split()]
-    again = "--recompute-granularity selective --recompute-modules mlp core_attn layernorm".split()
-    cases = {"stock": stock("overlapped", *words), "grid": flags((2, 1, 1, 2), "overlapped", *words, *again)}
-    assert differences(cases) == {}
-
-
-RESUMED: dict[str, tuple[str, dict[tuple[int, ...], str]]] = {
-    "experts": (
-        CASES["experts biased, of nodes"][1],
-        {
-            (2, 1, 2, 1): "--expert-model-parallel-size 2 --moe-grouped-gemm",
-            (1, 1, 2, 2): "--expert-model-parallel-size 4 --context-parallel-size 2",
-        },
-    ),
-    "latents": (
-        CASES["latents stretched, predicting, shared"][1],
-        {(1, 2, 1, 2): "--context-parallel-size 2", (2, 1, 2, 1): ""},
-    ),
-    "thirds": (
-        f"{ODD} --kv-channels 8 --ffn-hidden-size 90 --add-qkv-bias --squared-relu --qk-layernorm --window-size 5,0 "
-        "--position-embedding-type rope --use-rope-scaling --attention-output-gate "
-        "--apply-residual-connection-post-layernorm --make-vocab-size-divisible-by 96",
-        {(1, 1, 2, 2): "", (3, 1, 1, 1): "--axonn-layout replicated"},
-    ),
-}
-"""Flags of all runs; then the grid where it begins, that where it goes on, and how."""
-
-
-@needs_script
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", names(RESUMED, []))
-def test_drawn_flags_go_on(tmp_path: Path, name: str) -> None:
-    words, more = RESUMED[name]
-    script = Path(CHECKOUT, "pretrain_gpt.py")
-    goes_on(tmp_path, script, "plain", [*FEW, *words.split()], [tuple(more)], more=more)

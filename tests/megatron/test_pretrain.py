@@ -176,29 +176,14 @@ def goes_on(
     words: list[str],
     routes: list[tuple[Any, Any]],
     tolerance: float = TOLERANCE,
-    more: dict[Any, str] | None = None,
 ) -> None:
-    """Hold runs that go on from the tenth iteration, on another grid and in stock Megatron, against one that was not interrupted.
-
-    Args:
-        folder: of scripts and checkpoints.
-        script: such as pretrain_gpt.py.
-        variant: of `VARIANTS`.
-        words: flags of all.
-        routes: from which grid to which.
-        tolerance: of losses, relative.
-        more: flags of a grid, such as how its experts lie.
-    """
-
-    def on(grid: Any, *given: str) -> tuple[int, list[str]]:
-        return flags(grid, variant, *words, *(more or {}).get(grid, "").split(), *given)
-
+    """Hold runs that go on from the tenth iteration, on another grid and in stock Megatron, against one that was not interrupted."""
     cases = {"stock": stock(variant, *words)}
     for first, then in routes:
         load = ["--load", str(folder / str(first)), "--ckpt-format", "torch_dist"]
         save = ["--save", load[1], "--save-interval", "10", "--exit-interval", "10"]
-        cases[f"{first} begins"] = on(first, *load, *save)
-        cases[f"{first} to {then}"] = on(then, *load)
+        cases[f"{first} begins"] = flags(first, variant, *words, *load, *save)
+        cases[f"{first} to {then}"] = flags(then, variant, *words, *load)
         cases[f"{first} to stock"] = stock(variant, *words, *load)
     found = run(script, cases, 1800)
     for name, result in found.items():
