@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -125,12 +125,15 @@ class _Finder(MetaPathFinder):
                 add(sys.modules[name])
         if fullname not in self.waiting:
             return None
-        add = self.waiting.pop(fullname)
-        if not self.waiting and not self.running:
-            sys.meta_path.remove(self)
+        # The first that is asked finds the module for all, in the order in which they came.
+        finders = [one for one in reversed(sys.meta_path) if isinstance(one, _Finder) and fullname in one.waiting]
+        adds = [finder.waiting.pop(fullname) for finder in finders]
+        for finder in finders:
+            if not finder.waiting and not finder.running:
+                sys.meta_path.remove(finder)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, add)
+            spec.loader = _Loader(spec.loader, adds)
         return spec
 
 
@@ -152,15 +155,16 @@ class _MegatronOnCpu(MetaPathFinder):
 
 
 class _Loader(Loader):
-    def __init__(self, inner: Any, add: Callable[[ModuleType], None]) -> None:
-        self.inner, self.add = inner, add
+    def __init__(self, inner: Any, adds: Sequence[Callable[[ModuleType], None]]) -> None:
+        self.inner, self.adds = inner, adds
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.inner.exec_module(module)
-        self.add(module)
+        for add in self.adds:
+            add(module)
 
 
 def activate() -> None:
