@@ -255,7 +255,8 @@ class StockReading:
     def _plain(self, saved: dict[str, Any]) -> list[_Group]:
         """Groups of a torch optimizer, as with ZeRO-0 in float32."""
         ranks = len(list(self.folder.glob(f"expp_rank_*_{OPTIMIZER}")))
-        dense: dict[str, Any] = saved.get("optimizer") or {}  # of a model with experts, files of their ranks have it
+        # Of a model with experts, files of their ranks have it.
+        dense: dict[str, Any] = {} if self._expert_files() else saved.get("optimizer") or {}
         if not ranks and not dense:
             raise CheckpointError(f"{self.folder} has no states of an optimizer; {_WEIGHTS_ALONE}")
 
