@@ -91,3 +91,9 @@ def test_missing_transformers_is_one_sentence(tmp_path: Path, monkeypatch: pytes
             ConfigError, match="need transformers, which cannot be imported .*; install it, or convert in"
         ):
             call()
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--zero"])
+def test_options_of_another_format_are_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path), str(tmp_path / "there"), "--to", "hf", option, "1"]) != 0
+    assert f"{option} = 1 is for --to deepspeed, and this is --to hf" in capsys.readouterr().err

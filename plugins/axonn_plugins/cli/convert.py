@@ -30,8 +30,8 @@ class Options:
             deepspeed: a checkpoint of a grid, with the optimizer's states, for the same script without the block.
         shard_size: no safetensors file is larger, such as 500MB or 2GiB, unless it holds one tensor.
         config: a folder with the model's config.json, or LitGPT's model_config.yaml, where SOURCE has none.
-        ranks: with --to deepspeed: of the run that goes on.
-        zero: with --to deepspeed: its stage of ZeRO; at 0 any number of ranks goes on.
+        ranks: with --to deepspeed: of the run that goes on, 1 by default.
+        zero: with --to deepspeed: its stage of ZeRO, 1 by default; at 0 any number of ranks goes on.
     """
 
     source: Annotated[
@@ -42,8 +42,8 @@ class Options:
     to: Format
     shard_size: str = "5GB"
     config: Path | None = None
-    ranks: int = 1
-    zero: Literal[0, 1, 2] = 1
+    ranks: int | None = None
+    zero: Literal[0, 1, 2] | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -56,14 +56,16 @@ def main(arguments: list[str]) -> int:
     size = _bytes(options.shard_size)
     _give_memory_back()
     if options.to == "deepspeed":
-        if options.ranks < 1:
-            raise ConfigError(
-                f"--ranks = {options.ranks} is no number of ranks; write how many the run has that goes on"
-            )
+        ranks = 1 if options.ranks is None else options.ranks
+        if ranks < 1:
+            raise ConfigError(f"--ranks = {ranks} is no number of ranks; write how many the run has that goes on")
         from axonn_plugins.hosts.deepspeed.checkpoint.to_stock import to_stock
 
-        print(to_stock(options.source, options.target, options.ranks, options.zero))
+        print(to_stock(options.source, options.target, ranks, 1 if options.zero is None else options.zero))
         return 0
+    for name, given in (("ranks", options.ranks), ("zero", options.zero)):
+        if given is not None:
+            raise ConfigError(f"--{name} = {given} is for --to deepspeed, and this is --to {options.to}; leave it out")
     done = convert(options.source, options.target, options.to, size, options.config)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"{done}; at most {held / 2**30:.2f} GiB of memory")

@@ -169,10 +169,8 @@ def save_states(engine: Any, folder: Path, portable: Path, state: PortableState)
     """
     if engine._owns and not engine._own_stage:
         return None
-    stock, rank = (
-        StockStates(engine, state, Reading(portable, state.ranks, verified=True), dist.get_world_size()),
-        dist.get_rank(),
-    )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    stock = StockStates(engine, state, Reading(portable, state.ranks, verified=True), world)
     if engine._own_stage:
         saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine._config.axonn_raw}
         saved["ds_version"] = deepspeed.__version__
