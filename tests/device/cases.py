@@ -254,17 +254,29 @@ def communicates() -> None:
 # 4D
 
 
+_TOGETHER = {"overlap_all_reduce": False, "overlap_reduce_scatter": False, "overlap_all_gather": False}
+_GRIDS = {
+    Grid(2, 1, 2, 1): Options(tune_matmuls=True),
+    Grid(1, 2, 2, 1): Options(reshard_after_forward=True, regather_inputs=True, bucket_bytes=0),
+    Grid(1, 1, 2, 2): Options(**_TOGETHER),  # type: ignore[arg-type]
+    Grid(2, 2, 1, 1): Options(layout="replicated", **_TOGETHER),  # type: ignore[arg-type]
+}
+
+
 @case(4)
 def grids() -> None:
+    _grids(list(_GRIDS))
+
+
+@case(4)
+def grids_few() -> None:
+    _grids(list(_GRIDS)[:2])
+
+
+def _grids(chosen_grids: list[Grid]) -> None:
     serial = model_of()
-    together = {"overlap_all_reduce": False, "overlap_reduce_scatter": False, "overlap_all_gather": False}
-    kinds = {
-        Grid(2, 1, 2, 1): Options(tune_matmuls=True),
-        Grid(1, 2, 2, 1): Options(reshard_after_forward=True, regather_inputs=True, bucket_bytes=0),
-        Grid(1, 1, 2, 2): Options(**together),  # type: ignore[arg-type]
-        Grid(2, 2, 1, 1): Options(layout="replicated", **together),  # type: ignore[arg-type]
-    }
-    for grid, chosen in kinds.items():
+    for grid in chosen_grids:
+        chosen = _GRIDS[grid]
         found = []
         for device in ("cpu", "cuda"):
             mesh = Mesh(grid, device)
@@ -337,6 +349,11 @@ def states() -> None:
 
 
 @case(2)
+def states_few() -> None:
+    _states(((1, False), (2, True)))
+
+
+@case(2)
 def states_more() -> None:
     _states(((0, False), (1, True), (2, False)))
 
@@ -394,8 +411,17 @@ def _states(kinds: tuple[tuple[int, bool], ...]) -> None:
 
 @case(2)
 def pruned() -> None:
+    _pruned(((0, True), (2, False), (1, True)))
+
+
+@case(2)
+def pruned_few() -> None:
+    _pruned(((2, False), (1, True)))
+
+
+def _pruned(kinds: tuple[tuple[int, bool], ...]) -> None:
     """SAMO beside shares, host memory and further pruning."""
-    for stage, host in ((0, True), (2, False), (1, True)):
+    for stage, host in kinds:
         found = []
         for device in (CPU, GPU):
             model = model_of(LOW).to(device)
@@ -707,6 +733,11 @@ def composed() -> None:
         found.append(orthogonalise(panel, (12, 12), numbers, dist.group.WORLD, device))
     same(*found)
     _composed(1, grid | {"samo": {"pruner": {"n_of_m": [1, 2]}}})
+
+
+@case(4)
+def composed_few() -> None:
+    _composed(1, BLOCKS[0])
 
 
 @case(8)

@@ -128,20 +128,33 @@ def told_apart() -> None:
     mesh.destroy()
 
 
+PLAIN: list[tuple[Grid, str, str]] = [
+    (Grid(2, 2), "replicated", "reducer"),
+    (Grid(2, 1, 2), "replicated", "sync_gradients"),
+    (Grid(1, 2, 2), "scattered", "reducer"),
+]
+COMPOSED: list[tuple[int, dict[str, int]]] = [(0, {"gx": 2, "gy": 2}), (1, {"gx": 2, "gz": 2}), (2, {"gy": 2})]
+
+
 @case(4)
 def replicas() -> None:
+    _replicas(PLAIN, COMPOSED)
+
+
+@case(4)
+def replicas_few() -> None:
+    _replicas(PLAIN[:1], COMPOSED[1:2])
+
+
+def _replicas(plain: list[tuple[Grid, str, str]], all_systems: list[tuple[int, dict[str, int]]]) -> None:
     told_apart()
     with noisy((Tensor, "tanh")):
-        for grid, layout, sums in (
-            (Grid(2, 2), "replicated", "reducer"),
-            (Grid(2, 1, 2), "replicated", "sync_gradients"),
-            (Grid(1, 2, 2), "scattered", "reducer"),
-        ):
+        for grid, layout, sums in plain:
             mesh = Mesh(grid, "cuda")
             trained(mesh, Options(layout=layout), sums)  # type: ignore[arg-type]
             mesh.destroy()
         with cases.cuda.HostReads(cases.late):
             more = {"samo": {"sparsity": 0.5}, "offload_optimizer": {}}
-            for stage, sizes in ((0, {"gx": 2, "gy": 2}), (1, {"gx": 2, "gz": 2}), (2, {"gy": 2})):
+            for stage, sizes in all_systems:
                 grid_of = {"tensor_parallel": {"plan": "auto", "layout": "replicated", **sizes}}
                 composed(grid_of | (more if stage else {}), stage)
