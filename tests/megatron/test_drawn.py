@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.matrix import names
-from tests.megatron.test_pretrain import differences, flags, needs_script, stock
+from tests.megatron.harness import CHECKOUT
+from tests.megatron.test_pretrain import differences, flags, goes_on, needs_script, stock
 
 FEW = ["--global-batch-size", "4"]
 ODD = "--num-attention-heads 6 --hidden-size 60 --disable-bias-linear --untie-embeddings-and-output-weights"
@@ -84,3 +87,37 @@ def test_drawn_flags_train_as_on_one_rank(name: str) -> None:
     both = [*FEW, *words.split()]
     cases = {"stock": stock("plain", *both), name: flags(grid, "plain", *both, *ours.split())}
     assert differences(cases) == {}
+
+
+THEN: dict[str, tuple[tuple[int, ...], str]] = {
+    "experts biased, of nodes": (
+        (1, 1, 2, 2),
+        "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall",
+    ),
+    "latents stretched, predicting, shared": ((2, 1, 2, 1), ""),
+    "experts dropping, windows, heads dealt out, a mean over tokens": (
+        (2, 1, 1, 2),
+        "--expert-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p",
+    ),
+    "experts clamped, grouped, sequences shared": ((2, 2, 1, 1), "--expert-tensor-parallel-size 1"),
+    "latents, Sinkhorn, whole experts": (
+        (1, 2, 2, 1),
+        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+    ),
+    "a gate, few groups, overlapped, on eight": (
+        (1, 1, 2, 2),
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --context-parallel-size 2",
+    ),
+}
+"""The grid that goes on from a case's checkpoint, and its flags."""
+
+
+@needs_script
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", names(THEN, []))
+def test_drawn_flags_go_on_elsewhere(tmp_path: Path, name: str) -> None:
+    first, words, ours = CASES[name]
+    then, theirs = THEN[name]
+    more = {first: ours.split(), then: theirs.split()}
+    script = Path(CHECKOUT, "pretrain_gpt.py")
+    goes_on(tmp_path, script, "plain", [*FEW, *words.split()], [(first, then)], ours=more)

@@ -176,14 +176,20 @@ def goes_on(
     words: list[str],
     routes: list[tuple[Any, Any]],
     tolerance: float = TOLERANCE,
+    ours: dict[Any, list[str]] | None = None,
 ) -> None:
-    """Hold runs that go on from the tenth iteration, on another grid and in stock Megatron, against one that was not interrupted."""
+    """Hold runs that go on from the tenth iteration, on another grid and in stock Megatron, against one that was not interrupted.
+
+    Args:
+        ours: more flags of the runs on a grid.
+    """
     cases = {"stock": stock(variant, *words)}
+    more = ours or {}
     for first, then in routes:
         load = ["--load", str(folder / str(first)), "--ckpt-format", "torch_dist"]
         save = ["--save", load[1], "--save-interval", "10", "--exit-interval", "10"]
-        cases[f"{first} begins"] = flags(first, variant, *words, *load, *save)
-        cases[f"{first} to {then}"] = flags(then, variant, *words, *load)
+        cases[f"{first} begins"] = flags(first, variant, *words, *more.get(first, []), *load, *save)
+        cases[f"{first} to {then}"] = flags(then, variant, *words, *more.get(then, []), *load)
         cases[f"{first} to stock"] = stock(variant, *words, *load)
     found = run(script, cases, 1800)
     for name, result in found.items():
