@@ -93,7 +93,17 @@ def test_missing_transformers_is_one_sentence(tmp_path: Path, monkeypatch: pytes
             call()
 
 
-@pytest.mark.parametrize("option", ["--ranks", "--zero"])
-def test_options_of_another_format_are_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(tmp_path), str(tmp_path / "there"), "--to", "hf", option, "1"]) != 0
-    assert f"{option} = 1 is for --to deepspeed, and this is --to hf" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("to", "option", "value", "formats"),
+    [
+        ("hf", "--ranks", "1", "--to deepspeed"),
+        ("hf", "--zero", "1", "--to deepspeed"),
+        ("litgpt", "--shard-size", "1GB", "--to hf"),
+        ("deepspeed", "--config", ".", "--to hf or --to litgpt or --to megatron or --to axonn"),
+    ],
+)
+def test_options_of_another_format_are_refused(
+    to: str, option: str, value: str, formats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path), str(tmp_path / "there"), "--to", to, option, value]) != 0
+    assert f"{option} = {value} is for {formats}, and this is --to {to}" in capsys.readouterr().err

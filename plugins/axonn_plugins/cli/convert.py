@@ -28,8 +28,8 @@ class Options:
     Attributes:
         to: hf: safetensors for from_pretrained; litgpt: lit_model.pth; megatron: torch_dist for --load; axonn: a checkpoint of any grid;
             deepspeed: a checkpoint of a grid, with the optimizer's states, for the same script without the block.
-        shard_size: no safetensors file is larger, such as 500MB or 2GiB, unless it holds one tensor.
-        config: a folder with the model's config.json, or LitGPT's model_config.yaml, where SOURCE has none.
+        shard_size: with --to hf: no safetensors file is larger, such as 500MB or 2GiB, unless it holds one tensor; 5GB by default.
+        config: a folder with the model's config.json, or LitGPT's model_config.yaml, where SOURCE has none; not with --to deepspeed.
         ranks: with --to deepspeed: of the run that goes on, 1 by default.
         zero: with --to deepspeed: its stage of ZeRO, 1 by default; at 0 any number of ranks goes on.
     """
@@ -40,10 +40,19 @@ class Options:
     ]
     target: Annotated[conf.Positional[Path], conf.arg(metavar="TARGET", help="a folder that is not there yet")]
     to: Format
-    shard_size: str = "5GB"
+    shard_size: str | None = None
     config: Path | None = None
     ranks: int | None = None
     zero: Literal[0, 1, 2] | None = None
+
+
+_OF: dict[str, tuple[Format, ...]] = {
+    "shard_size": ("hf",),
+    "config": ("hf", "litgpt", "megatron", "axonn"),
+    "ranks": ("deepspeed",),
+    "zero": ("deepspeed",),
+}
+"""The formats that read an option which not all do."""
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +62,12 @@ def main(arguments: list[str]) -> int:
         ConfigError: a mistake of the user's.
     """
     options = read(Options, arguments, "axonn convert")
-    size = _bytes(options.shard_size)
+    for name, formats in _OF.items():
+        given = getattr(options, name)
+        if given is not None and options.to not in formats:
+            flag, for_ = name.replace("_", "-"), " or ".join(f"--to {each}" for each in formats)
+            raise ConfigError(f"--{flag} = {given} is for {for_}, and this is --to {options.to}; leave it out")
+    size = _bytes("5GB" if options.shard_size is None else options.shard_size)
     _give_memory_back()
     if options.to == "deepspeed":
         ranks = 1 if options.ranks is None else options.ranks
@@ -63,9 +77,6 @@ def main(arguments: list[str]) -> int:
 
         print(to_stock(options.source, options.target, ranks, 1 if options.zero is None else options.zero))
         return 0
-    for name, given in (("ranks", options.ranks), ("zero", options.zero)):
-        if given is not None:
-            raise ConfigError(f"--{name} = {given} is for --to deepspeed, and this is --to {options.to}; leave it out")
     done = convert(options.source, options.target, options.to, size, options.config)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"{done}; at most {held / 2**30:.2f} GiB of memory")
