@@ -112,6 +112,7 @@ def test_losses_and_norms_are_those_of_one_rank(name: str, stock: dict[str, Any]
         assert _apart(ours[0][run]["norms"], stock[name]["norms"]) < 1e-5, run
 
 
+@pytest.mark.thorough
 def test_eight_ranks_have_all_axes_and_experts_over_four(stock: dict[str, Any]) -> None:
     """Tensor ranks, z and data, where experts lie in blocks of all ranks, twice those of weights over z."""
     settings, names = Settings(2, 1, 2), ("balanced", "biased")
