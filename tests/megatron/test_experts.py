@@ -74,14 +74,26 @@ MORE = {"balanced": [2], "all": [0, 1], "biased": [4], "dropping": [1], "sinkhor
 thorough one has more."""
 
 
-def _micro_batches(settings: Settings, ranks: int = 4) -> int:
-    """Of one sample, as on one rank: balance is one of a microbatch."""
-    return training.FEW * settings.tensor // ranks
+def _few(settings: Settings, ranks: int = 4) -> dict[str, int]:
+    """Microbatches of one sample, as on one rank: balance is one of a microbatch; and a sample or two for each reader."""
+    readers = ranks // settings.tensor
+    batch = max(2, readers)
+    return {"micro_batches": batch // readers, "batch": batch}
+
+
+def _places(name: str, every: bool) -> list[tuple[Settings, tuple[int, int | None]]]:
+    """Where a case is trained."""
+    return [PLACES[at] for at in SOME.get(name, [1]) + (MORE.get(name, []) if every else [])]
 
 
 @pytest.fixture(scope="module")
-def stock() -> dict[str, Any]:
-    cases = {name: replace(case, micro_batches=training.FEW, batch=training.FEW) for name, case in CASES.items()}
+def stock(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """By case and samples of a step."""
+    items = [item for item in request.session.items if item.path == request.path]
+    every, cases = any(item.get_closest_marker("thorough") for item in items), {}
+    for name, case in CASES.items():
+        for few in {_few(settings)["batch"] for settings, _ in _places(name, every)} | ({4} if every else set()):
+            cases[f"{name} of {few}"] = replace(case, micro_batches=few, batch=few)
     return run_ranks(training.train_all, 1, cases)[0]
 
 
@@ -89,13 +101,10 @@ def stock() -> dict[str, Any]:
 def ours(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     wanted = {}
     for name, case in chosen(request, CASES).items():
-        for settings, experts in [
-            PLACES[at] for at in SOME.get(name, [1]) + (MORE.get(name, []) if request.param else [])
-        ]:
+        for settings, experts in _places(name, request.param):
             mixed = experts if "num_moe_experts" in case.config else (1, None)
-            wanted[f"{name} on {settings}, {mixed}"] = case.on(
-                settings, experts=mixed, micro_batches=_micro_batches(settings), batch=training.FEW
-            )
+            few = _few(settings)
+            wanted[f"{name} of {few['batch']} on {settings}, {mixed}"] = case.on(settings, experts=mixed, **few)
     return run_ranks(training.train_all, 4, wanted)
 
 
@@ -105,22 +114,20 @@ def _apart(found: list[float], expected: list[float]) -> float:
 
 @pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"latent plain", "predicting"}))
 def test_losses_and_norms_are_those_of_one_rank(name: str, stock: dict[str, Any], ours: list[dict[str, Any]]) -> None:
-    runs = [run for run in ours[0] if run.startswith(f"{name} on")]
+    runs = [run for run in ours[0] if run.startswith(f"{name} of")]
     assert runs
     for run in runs:
+        expected = stock[run.partition(" on ")[0]]
         assert all(rank[run]["losses"] == ours[0][run]["losses"] for rank in ours), run
-        assert _apart(ours[0][run]["losses"], stock[name]["losses"]) < 1e-6, run
-        assert _apart(ours[0][run]["norms"], stock[name]["norms"]) < 1e-5, run
+        assert _apart(ours[0][run]["losses"], expected["losses"]) < 1e-6, run
+        assert _apart(ours[0][run]["norms"], expected["norms"]) < 1e-5, run
 
 
 @pytest.mark.thorough
 def test_eight_ranks_have_all_axes_and_experts_over_four(stock: dict[str, Any]) -> None:
     """Tensor ranks, z and data, where experts lie in blocks of all ranks, twice those of weights over z."""
     settings, names = Settings(2, 1, 2), ("balanced", "biased")
-    wanted = {
-        name: CASES[name].on(settings, experts=(4, None), micro_batches=_micro_batches(settings, 8), batch=training.FEW)
-        for name in names
-    }
+    wanted = {f"{name} of 4": CASES[name].on(settings, experts=(4, None), **_few(settings, 8)) for name in names}
     for name, found in run_ranks(training.train_all, 8, wanted)[0].items():
         assert _apart(found["losses"], stock[name]["losses"]) < 1e-6, name
         assert _apart(found["norms"], stock[name]["norms"]) < 1e-5, name
