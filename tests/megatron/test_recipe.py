@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from axonn_plugins.cli.options import read
-from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_recipes.data import load
 from axonn_recipes.megatron_gpt.recipe import main
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from axonn_recipes.megatron_gpt.train import train
 from tests import groups
+from tests.distributed import run_ranks
 from tests.matrix import chosen, names, thorough
 
 STOCK = Settings(
@@ -107,7 +107,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stock(prefix: Path) -> dict[bool, Curve]:
     """Megatron's own curves on one rank, of the plain model and of the one with everything."""
-    plain, llama = launch(_curves, 1, [(STOCK, None, None), (replace(STOCK, **LLAMA), None, None)], prefix)[0]
+    plain, llama = run_ranks(_curves, 1, [(STOCK, None, None), (replace(STOCK, **LLAMA), None, None)], prefix)[0]
     return {False: plain, True: llama}
 
 
@@ -118,7 +118,7 @@ def ours(request: pytest.FixtureRequest, prefix: Path) -> dict[str, list[Curve]]
     for ranks in (4, 8):
         of_size = {name: cases for name, cases in chosen(request, CASES).items() if cases[0].ranks == ranks}
         runs = [(replace(case, steps=STEPS), None, None) for cases in of_size.values() for case in cases]
-        curves = iter(launch(_curves, ranks, runs, prefix)[0] if runs else [])
+        curves = iter(run_ranks(_curves, ranks, runs, prefix)[0] if runs else [])
         found |= {name: [next(curves) for _ in cases] for name, cases in of_size.items()}
     return found
 
@@ -143,13 +143,13 @@ def test_a_checkpoint_goes_on_on_another_grid(
 ) -> None:
     half = {"steps": STOCK.steps // 2, **split}
     begun = on(2, 1, 2, 1, **half)
-    first = launch(_curves, 4, [(begun, None, tmp_path / "saved")], prefix)[0][0]
     other = on(1, 2, 1, 2, **half)
     # Without apex, Megatron itself cannot load a distributed optimizer's state.
     stocks: dict = {} if split else {"tensor_model_parallel_impl": "megatron", "tensor_model_parallel_size": 2}
     another = replace(other, **stocks) if stocks else on(1, 1, 4, 1, **half)
     loaded = [(one, tmp_path / "saved", None) for one in ((other, another) if every else (other,))]
-    for second in launch(_curves, 4, loaded, prefix)[0]:
+    first, *others = run_ranks(_curves, 4, [(begun, None, tmp_path / "saved"), *loaded], prefix)[0]
+    for second in others:
         assert apart(stock[False], (first[0] + second[0], first[1] + second[1])) < 1e-5
 
 
