@@ -171,7 +171,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh | None, 
 
 
 def resumed(folder: str, same: bool) -> dict[str, float]:
-    """Largest difference of weights after a step, on other grids or the same one, and in one process, from those of the run that was saved."""
+    """Largest difference of weights after a step, on other grids or the same, and in one process, from the run that was saved."""
     groups.reuse()
     first = Case(Grid(2, 1, 2), 2, "k 2, drops, residual")
     others = [Case(Grid(1, 2, 1, 2), 1, first.gate), Case(Grid(2, 1, 1, 2), 4, first.gate, ted=WHOLE)]

@@ -77,7 +77,7 @@ SOME = {
     "pipeline stock": [0],
     "predicting pipeline 112": [1],
 }
-"""Routes of some runs, and which of their ends; without the sharded case, of which there is an odd one, these are in every run."""
+"""Routes in every run, and which of their ends; but for the sharded case's, which `empty shards` has, too."""
 
 
 def start(case: Case) -> tuple[Any, Any]:
