@@ -67,17 +67,28 @@ def cases_of(grid: Grid, both_layouts: bool) -> Iterator[Case]:
             number += 1
 
 
+OPTIONS = Options(reshard_after_forward=True, regather_inputs=True)
+APART = {"duplicate_token_dropping": False, "fused": False}
+EVERY_RUN = [
+    Case(Grid(2, 1, 2), 2, "k 2, drops, residual", options=OPTIONS, checkpoint=REENTRANT),
+    Case(Grid(1, 2, 1, 2), 2, "k 1", options=REPLICATED, checkpoint=PLAIN, stash=True),
+    Case(Grid(2, 2), 4, "k 1, drops", ted=WHOLE),
+    Case(Grid(2, 1, 1, 2), 2, "k 2", plan="auto", ted=APART),
+    Case(Grid(1, 2, 2), 2, "k 2", ted={"dropless": True}),
+]
+"""Each gate, option, switch, form of checkpoint and axis once."""
+
+
 def cases(ranks: int, both_layouts: bool) -> list[Case]:
-    """Of eight ranks, those of every run, or the others."""
+    """Of four ranks those of one layout or of both; of eight those with each option, or the others."""
     if ranks == 4:
         return [case for grid in factorisations(4) for case in cases_of(grid, both_layouts)]
-    everything = Options(reshard_after_forward=True, regather_inputs=True)
     in_turn = [  # each gate, plan, option, switch, form of checkpoint and axis
-        Case(Grid(2, 2, 2), 2, "k 2, drops, residual", options=everything),
-        Case(Grid(2, 1, 2, 2), 4, "k 2", options=everything, checkpoint=REENTRANT),
+        Case(Grid(2, 2, 2), 2, "k 2, drops, residual", options=OPTIONS),
+        Case(Grid(2, 1, 2, 2), 4, "k 2", options=OPTIONS, checkpoint=REENTRANT),
         Case(Grid(1, 2, 2, 2), 2, "k 1, drops", options=REPLICATED, checkpoint=PLAIN),
         Case(Grid(2, 2, 2), 4, "k 1, drops", ted=WHOLE, checkpoint=REENTRANT),
-        Case(Grid(2, 2, 2), 2, "k 2", ted={"duplicate_token_dropping": False, "fused": False}),
+        Case(Grid(2, 2, 2), 2, "k 2", ted=APART),
         Case(Grid(1, 2, 2, 2), 4, "k 1", checkpoint=PLAIN, stash=True),
         Case(Grid(2, 2, 2), 2, "k 2", ted={"dropless": True}),
         Case(Grid(4, 1, 1, 2), 2, "k 2", plan="auto"),
@@ -100,14 +111,14 @@ def all_errors(chosen: list[Case]) -> Any:
     return {str(case): attempt(errors, case, made[case.grid]) for case in chosen}
 
 
-def in_stages() -> Any:
-    """Two stages, which split models of their own: with other experts on other ranks, then one without experts."""
+def in_stages(alike: bool) -> Any:
+    """Two stages, which split models of their own: with as many experts on a rank or not, then one without experts."""
     groups.reuse()
     grid, found = Grid(2, 1, 2), {}
     mesh, stage = Mesh(grid, stages=2), dist.get_rank() // grid.world
-    for size in (2, 1 + stage):
-        case = Case(grid, size, "k 2, drops, residual", ted={"expert_tensor_parallel": size == 2})
-        found[f"{case}, stage {stage}"] = attempt(errors, case, mesh)
+    size = 2 if alike else 1 + stage
+    case = Case(grid, size, "k 2, drops, residual", ted={"expert_tensor_parallel": size == 2})
+    found[f"{case}, stage {stage}"] = attempt(errors, case, mesh)
     dense = GPT(CONFIG).double()
     made = split_with_experts(dense if stage else build("k 1", 2), mesh)
     return found, made if made is None else made.ranks("expert")
@@ -159,11 +170,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh | None, 
     optimizer.zero_grad()
 
 
-def resumed(folder: str) -> dict[str, float]:
-    """Largest difference of weights after a step on other grids, and in one process, from those of the run that was saved before it."""
+def resumed(folder: str, same: bool) -> dict[str, float]:
+    """Largest difference of weights after a step, on other grids or the same, and in one process, from the run that was saved."""
     groups.reuse()
     first = Case(Grid(2, 1, 2), 2, "k 2, drops, residual")
-    others = [Case(Grid(1, 2, 1, 2), 1, first.gate), Case(Grid(2, 1, 1, 2), 4, first.gate, ted=WHOLE), first]
+    others = [Case(Grid(1, 2, 1, 2), 1, first.gate), Case(Grid(2, 1, 1, 2), 4, first.gate, ted=WHOLE)]
+    others = [first] if same else others
     mesh, far = Mesh(first.grid), {}
     model = start(first, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -224,10 +236,11 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "both_layouts"), [thorough(4, False), (8, False), thorough(8, True), thorough(4, True)]
+    ("ranks", "both_layouts"),
+    [(4, None), thorough(4, False), thorough(8, False), thorough(8, True), thorough(4, True)],
 )
-def test_equals_one_process(ranks: int, both_layouts: bool) -> None:
-    chosen = cases(ranks, both_layouts)
+def test_equals_one_process(ranks: int, both_layouts: bool | None) -> None:
+    chosen = EVERY_RUN if both_layouts is None else cases(ranks, both_layouts)
     for case in chosen:
         expected(case.gate, case.grid.batch)
     for found in run_ranks(all_errors, ranks, chosen):
@@ -236,9 +249,10 @@ def test_equals_one_process(ranks: int, both_layouts: bool) -> None:
             assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
-def test_stages_have_experts_of_their_own() -> None:
+@pytest.mark.parametrize("alike", [False, thorough(True)])
+def test_stages_have_experts_of_their_own(alike: bool) -> None:
     expected("k 2, drops, residual", 2)
-    for rank, (found, ranks) in enumerate(run_ranks(in_stages, 8)):
+    for rank, (found, ranks) in enumerate(run_ranks(in_stages, 8, alike)):
         for case, differences in found.items():
             assert not isinstance(differences, str), (case, differences)
             assert max(differences.values()) < TOLERANCE, (case, differences)
@@ -273,6 +287,7 @@ def test_a_plan_is_verified_with_and_without_experts() -> None:
         assert wrong[0] == wrong_passing[0] == "blocks.0.attention.proj"
 
 
-def test_a_checkpoint_is_read_on_other_ranks(tmp_path: Path) -> None:
-    for found in run_ranks(resumed, 4, str(tmp_path / "checkpoint")):
+@pytest.mark.parametrize("same", [False, thorough(True)])
+def test_a_checkpoint_is_read_on_other_ranks(tmp_path: Path, same: bool) -> None:
+    for found in run_ranks(resumed, 4, str(tmp_path / "checkpoint"), same):
         assert max(found.values()) < TOLERANCE, found

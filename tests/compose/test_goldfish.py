@@ -22,10 +22,12 @@ from axonn_plugins.hosts.common.divisor import Divisor
 from axonn_plugins.hosts.common.goldfish import Weight
 from axonn_plugins.hosts.plain import compose
 from axonn_tp import factorisations
+from tests import matrix
 from tests.compose.training import ready
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import chosen
 
 SAMPLES, TOKENS, WORDS, STEPS = 4, 19, 40, 2
 GOLDFISH: dict[str, Any] = {"k": 2, "h": 5, "shifts": True}
@@ -45,6 +47,14 @@ def grids(world: int) -> dict[str, Sizes]:
 
 
 GRIDS = {name: world for world in WORLDS for name in grids(world)}
+EVERY_RUN = {
+    "1 ranks without a grid",
+    "4 ranks without a grid",
+    "4 ranks, 2x2x1x1",
+    "4 ranks, 1x2x2x1",
+    "4 ranks, 2x1x1x2",
+}
+"""Each axis in one or two."""
 
 
 def gpt2(wide: bool = True) -> nn.Module:
@@ -309,13 +319,15 @@ def divided(loss: Any, host: str) -> list[float]:
     return found
 
 
-def on_grids() -> dict[str, Any]:
-    """Results of hosts on every grid of these ranks, DeepSpeed with the published hash, and those of one process."""
+def on_grids(names: set[str]) -> dict[str, Any]:
+    """Results of hosts on grids of these ranks, DeepSpeed with the published hash, and those of one process."""
     ready(staged=False)
     found: dict[str, Any] = {}
     strategies = itertools.cycle(get_args(Strategy)[1:])
     for name, grid in grids(dist.get_world_size()).items():
         other = GOLDFISH | {"strategy": next(strategies)}
+        if name not in names:
+            continue
         found[name] = {
             "DeepSpeed": (attempt(by_deepspeed, grid, GOLDFISH), serial(GOLDFISH)),
             "plain": (attempt(by_hand, grid, other), serial(other)),
@@ -323,8 +335,8 @@ def on_grids() -> dict[str, Any]:
     return found
 
 
-def on_four() -> dict[str, Any]:
-    found = on_grids()
+def on_four(names: set[str]) -> dict[str, Any]:
+    found = on_grids(names)
     square: Sizes = {"gx": 2, "gy": 2, "gz": 1}
     found["its own loss"] = attempt(by_deepspeed, square, OF_ITSELF), serial(OF_ITSELF)
     found["ZeRO-3"] = attempt(by_deepspeed, None, OF_ITSELF, 3), serial(OF_ITSELF)
@@ -338,18 +350,19 @@ def on_four() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     for goldfish in (OF_ITSELF, GOLDFISH, *(GOLDFISH | {"strategy": strategy} for strategy in get_args(Strategy)[1:])):
         serial(goldfish)  # which ranks inherit
-    return run_ranks(on_four, 4)
+    return run_ranks(on_four, 4, {*chosen(request, GRIDS)})
 
 
 @pytest.fixture(scope="module")
-def every(ranks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    return {4: ranks, 2: run_ranks(on_grids, 2), 1: run_ranks(on_grids, 1)}
+def every(request: pytest.FixtureRequest, ranks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    wanted = chosen(request, GRIDS)
+    return {4: ranks} | {world: run_ranks(on_grids, world, {*wanted}) for world in (1, 2) if world in wanted.values()}
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", matrix.names(GRIDS, EVERY_RUN))
 def test_losses_are_those_of_one_process(every: dict[int, list[dict[str, Any]]], name: str) -> None:
     for rank in every[GRIDS[name]]:
         for found, wanted in rank[name].values():

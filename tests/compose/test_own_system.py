@@ -14,6 +14,7 @@ from tests.compose.noise import GradientNoise
 from tests.compose.training import ACCUMULATION, Case, ready, run, serial_run
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 NOISE: dict[str, Any] = {"gradient_noise": {"std": 0.3}}
 BLOCKS: dict[str, tuple[dict[str, Any], int, int | None]] = {
@@ -22,6 +23,8 @@ BLOCKS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "pruned": ({"samo": {"sparsity": 0.6}, "tensor_parallel": {"gy": 2, "plan": "auto"}}, 1, None),
     "experts": ({"ted": {"tensor": 2}, "offload_optimizer": {}}, 2, 2),
 }
+EVERY_RUN = {("DeepSpeed", "split"), ("plain PyTorch", "pruned"), ("DeepSpeed", "experts")}
+"""And a pipeline."""
 
 
 def plain(case: Case) -> Any:
@@ -56,22 +59,23 @@ def plain(case: Case) -> Any:
     return losses, norms, *serial_run(case, readers)
 
 
-def runs() -> dict[str, Any]:
+def runs(every: bool) -> dict[str, Any]:
     ready(staged=True)
     found = {}
     for name, (block, stage, experts) in BLOCKS.items():
         case = Case(NOISE | block, stage, experts)
-        found[f"DeepSpeed, {name}"] = attempt(run, case)
-        if experts is None:
-            found[f"plain PyTorch, {name}"] = attempt(plain, case)
+        for host, trained in (("DeepSpeed", run), ("plain PyTorch", plain))[: 1 if experts else 2]:
+            if every or (host, name) in EVERY_RUN:
+                found[f"{host}, {name}"] = attempt(trained, case)
     staged = Case(NOISE | {"tensor_parallel": {"gx": 2, "plan": "auto"}}, 1, stages=2, tied=True)
     found["DeepSpeed, pipeline"] = attempt(run, staged)
     return found
 
 
-def test_trains_as_one_process_does() -> None:
-    found = run_ranks(runs, 4)[0]
-    assert len(found) == 8
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_trains_as_one_process_does(every: bool) -> None:
+    found = run_ranks(runs, 4, every)[0]
+    assert len(found) == (8 if every else 4)
     for name, result in found.items():
         assert not isinstance(result, str), f"{name}: {result}"
         losses, norms, wanted, wanted_norms = result

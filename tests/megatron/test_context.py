@@ -30,6 +30,8 @@ from tests.megatron.test_layers import FULL, LLAMA
 from tests.megatron.training import Case
 
 TIED = {"share_embeddings_and_output_weights": True}
+FEW = 2
+"""Sequences of a step, each a microbatch: where nobody but those that share one reads, one rank has two."""
 DROPPING = {
     **ROUTED,
     "moe_expert_capacity_factor": 0.8,
@@ -60,18 +62,8 @@ PLACES: list[tuple[Settings, int, tuple[int, int | None]]] = [
     (Settings(2), 2, (2, None)),
     (Settings(1, 2, 2, layout="replicated"), 2, (2, None)),
 ]
-SOME = {
-    "gpt": [0, 5],
-    "llama": [2],
-    "windowed": [4],
-    "tokens": [1],
-    "dropping": [5],
-    "sinkhorn": [3],
-    "latent": [5],
-    "predicting": [3],
-    "all": [2],
-}
-"""What is in every run: each case, and each place."""
+SOME = {"gpt": [0], "llama": [2], "windowed": [4], "tokens": [1], "dropping": [5], "sinkhorn": [3], "all": [2]}
+"""What is in every run: each place, and each feature; the others are of one feature of `all`."""
 
 
 def _on(case: Case, place: tuple[Settings, int, tuple[int, int | None]], ranks: int = 4) -> Case:
@@ -79,13 +71,14 @@ def _on(case: Case, place: tuple[Settings, int, tuple[int, int | None]], ranks: 
     settings, shared, experts = place
     readers = ranks // settings.tensor // shared
     mixed = experts if "num_moe_experts" in case.config else (1, None)
-    few = training.FEW
-    return case.on(settings, context=shared, experts=mixed, micro_batches=few // readers, batch=few)
+    return case.on(settings, context=shared, experts=mixed, micro_batches=FEW // readers, batch=FEW)
 
 
 @pytest.fixture(scope="module")
-def stock() -> dict[str, Any]:
-    cases = {name: replace(case, micro_batches=training.FEW, batch=training.FEW) for name, case in CASES.items()}
+def stock(request: pytest.FixtureRequest) -> dict[str, Any]:
+    items = [item for item in request.session.items if item.path == request.path]
+    every = any(item.get_closest_marker("thorough") for item in items)
+    cases = {name: replace(CASES[name], micro_batches=FEW, batch=FEW) for name in (CASES if every else SOME)}
     return run_ranks(training.train_all, 1, cases)[0]
 
 
@@ -119,13 +112,11 @@ def test_eight_ranks_have_all_axes(stock: dict[str, Any], names: list[str]) -> N
     _compare(run_ranks(training.train_all, 8, wanted), stock)
 
 
-def test_stages_hand_on_shares() -> None:
-    cases = {
-        "pipeline": Case(pipeline=2, micro_batches=4, model=TIED, masked=True),
-        "predicting": Case(pipeline=2, micro_batches=4, config={"mtp_num_layers": 1}, model=TIED, masked=True),
-    }
-    found = run_ranks(training.train_all, 4, {f"{n} on": c.on(Settings(), context=2) for n, c in cases.items()})
-    _compare(found, run_ranks(training.train_all, 2, cases)[0])
+@pytest.mark.parametrize("config", [{"mtp_num_layers": 1}, thorough({})], ids=["predicting", "plain"])
+def test_stages_hand_on_shares(config: dict[str, Any]) -> None:
+    case = Case(pipeline=2, micro_batches=2, batch=FEW, config=config, model=TIED, masked=True)
+    found = run_ranks(training.train_all, 4, {"stages on": case.on(Settings(), context=2)})
+    _compare(found, run_ranks(training.train_all, 2, {"stages": case})[0])
 
 
 # In float64: what attention, positions and projections give, and all gradients
@@ -138,12 +129,11 @@ LAYERS = {
     "dealt": {**LATENT, "q_lora_rank": 16, "rope_type": "rope", "cp_comm_type": "a2a"},
 }
 TOKENS = (16, 1, 32)
-ALL_WAYS = [(Grid(2, 1, 2), 2), (Grid(1, 1, 2, 2), 4)]
 
 
 def _case(config: dict[str, Any], **more: Any) -> Case:
     model = {} if "multi_latent_attention" in config else {"position_embedding_type": "rope"}
-    return Case(dtype=torch.float64, config=config, model=model, **more)
+    return Case(dtype=torch.float64, config={"num_layers": 1, **config}, model=model, **more)
 
 
 def _given(samples: int) -> torch.Tensor:
@@ -195,8 +185,8 @@ def _serial(kind: str, config: dict[str, Any], samples: int) -> dict[str, Any]:
         return {"outputs": torch.stack(outputs).detach(), "grad": streams.grad, "grads": grads}
 
 
-def _all_serial(kinds: list[str]) -> dict[str, dict[int, Any]]:
-    return {kind: {n: _serial(kind, LAYERS[kind.split()[0]], n) for n in (1, 2)} for kind in kinds}
+def _all_serial(wanted: set[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+    return {(kind, samples): _serial(kind, LAYERS[kind.split()[0]], samples) for kind, samples in sorted(wanted)}
 
 
 def _apart(grid: Grid, layout: str, shared: int, kind: str, one: dict[str, Any]) -> float:
@@ -222,26 +212,26 @@ def _apart(grid: Grid, layout: str, shared: int, kind: str, one: dict[str, Any])
     return float(max(apart))
 
 
-def _all_apart(wanted: dict[str, tuple], serial: dict[str, dict[int, Any]]) -> dict[str, float]:
+def _all_apart(wanted: dict[str, tuple], serial: dict[tuple[str, int], Any]) -> dict[str, float]:
     training.on_cpu()
     return {
-        name: _apart(grid, layout, shared, kind, serial[kind][grid.batch // shared])
+        name: _apart(grid, layout, shared, kind, serial[kind, grid.batch // shared])
         for name, (grid, layout, shared, kind) in wanted.items()
     }
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
 def test_layers_are_one_process_s_on_every_grid(every: bool) -> None:
-    """All ways of attention on all grids; in every run one way on all, and all on some."""
+    """All ways of attention on all grids; in every run they take turns."""
     kinds, wanted = [*LAYERS, "ring documents"], {}
-    for grid in factorisations(4):
-        for shared in (2, 4):
-            if grid.batch % shared == 0:
-                for kind in kinds if every or (grid, shared) in ALL_WAYS else ["ring documents"]:
-                    wanted[f"{kind} over {shared} on {grid}"] = grid, "scattered", shared, kind
-    for kind in kinds if every else kinds[2:4]:
+    places = [(grid, shared) for grid in factorisations(4) for shared in (2, 4) if grid.batch % shared == 0]
+    for turn, (grid, shared) in enumerate(places):
+        for kind in kinds if every else [kinds[turn % len(kinds)]]:
+            wanted[f"{kind} over {shared} on {grid}"] = grid, "scattered", shared, kind
+    for kind in kinds if every else ["latent"]:
         wanted[f"{kind} replicated"] = Grid(1, 2, 2), "replicated", 2, kind
-    for rank in run_ranks(_all_apart, 4, wanted, run_ranks(_all_serial, 1, kinds)[0]):
+    serial = run_ranks(_all_serial, 1, {(kind, grid.batch // shared) for grid, _, shared, kind in wanted.values()})[0]
+    for rank in run_ranks(_all_apart, 4, wanted, serial):
         assert {name: apart for name, apart in rank.items() if not apart < 1e-10} == {}
 
 

@@ -23,7 +23,7 @@ from axonn_tp import Grid, factorisations
 from axonn_tp.comm.collectives import Collective
 from ted_moe.adapters import Choices
 from tests.distributed import run_ranks
-from tests.matrix import thorough
+from tests.matrix import chosen, names, thorough
 from tests.megatron import training
 from tests.megatron.training import Case
 
@@ -70,31 +70,41 @@ PLACES: list[tuple[Settings, tuple[int, int | None]]] = [
 ]
 SOME = {"balanced": [5], "all": [3, 4], "biased": [6], "dropping": [0], "sinkhorn": [2]}
 MORE = {"balanced": [2], "all": [0, 1], "biased": [4], "dropping": [1], "sinkhorn": [1]}
-"""In every run each case, and each place; cases that are not named are on the second. And what a thorough one has more."""
+"""In every run each place, and each case but those with a part of `all`; cases that are not named are on the second. And what a
+thorough one has more."""
 
 
-def _micro_batches(settings: Settings, ranks: int = 4) -> int:
-    """Of one sample, as on one rank: balance is one of a microbatch."""
-    return training.FEW * settings.tensor // ranks
+def _few(settings: Settings, ranks: int = 4) -> dict[str, int]:
+    """Microbatches of one sample, as on one rank: balance is one of a microbatch; and a sample or two for each reader."""
+    readers = ranks // settings.tensor
+    batch = max(2, readers)
+    return {"micro_batches": batch // readers, "batch": batch}
+
+
+def _places(name: str, every: bool) -> list[tuple[Settings, tuple[int, int | None]]]:
+    """Where a case is trained."""
+    return [PLACES[at] for at in SOME.get(name, [1]) + (MORE.get(name, []) if every else [])]
 
 
 @pytest.fixture(scope="module")
-def stock() -> dict[str, Any]:
-    cases = {name: replace(case, micro_batches=training.FEW, batch=training.FEW) for name, case in CASES.items()}
+def stock(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """By case and samples of a step."""
+    items = [item for item in request.session.items if item.path == request.path]
+    every, cases = any(item.get_closest_marker("thorough") for item in items), {}
+    for name, case in CASES.items():
+        for few in {_few(settings)["batch"] for settings, _ in _places(name, every)} | ({4} if every else set()):
+            cases[f"{name} of {few}"] = replace(case, micro_batches=few, batch=few)
     return run_ranks(training.train_all, 1, cases)[0]
 
 
 @pytest.fixture(scope="module", params=[False, thorough(True)], ids=["some", "every"])
 def ours(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     wanted = {}
-    for name, case in CASES.items():
-        for settings, experts in [
-            PLACES[at] for at in SOME.get(name, [1]) + (MORE.get(name, []) if request.param else [])
-        ]:
+    for name, case in chosen(request, CASES).items():
+        for settings, experts in _places(name, request.param):
             mixed = experts if "num_moe_experts" in case.config else (1, None)
-            wanted[f"{name} on {settings}, {mixed}"] = case.on(
-                settings, experts=mixed, micro_batches=_micro_batches(settings), batch=training.FEW
-            )
+            few = _few(settings)
+            wanted[f"{name} of {few['batch']} on {settings}, {mixed}"] = case.on(settings, experts=mixed, **few)
     return run_ranks(training.train_all, 4, wanted)
 
 
@@ -102,23 +112,22 @@ def _apart(found: list[float], expected: list[float]) -> float:
     return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"latent plain", "predicting"}))
 def test_losses_and_norms_are_those_of_one_rank(name: str, stock: dict[str, Any], ours: list[dict[str, Any]]) -> None:
-    runs = [run for run in ours[0] if run.startswith(f"{name} on")]
+    runs = [run for run in ours[0] if run.startswith(f"{name} of")]
     assert runs
     for run in runs:
+        expected = stock[run.partition(" on ")[0]]
         assert all(rank[run]["losses"] == ours[0][run]["losses"] for rank in ours), run
-        assert _apart(ours[0][run]["losses"], stock[name]["losses"]) < 1e-6, run
-        assert _apart(ours[0][run]["norms"], stock[name]["norms"]) < 1e-5, run
+        assert _apart(ours[0][run]["losses"], expected["losses"]) < 1e-6, run
+        assert _apart(ours[0][run]["norms"], expected["norms"]) < 1e-5, run
 
 
+@pytest.mark.thorough
 def test_eight_ranks_have_all_axes_and_experts_over_four(stock: dict[str, Any]) -> None:
     """Tensor ranks, z and data, where experts lie in blocks of all ranks, twice those of weights over z."""
     settings, names = Settings(2, 1, 2), ("balanced", "biased")
-    wanted = {
-        name: CASES[name].on(settings, experts=(4, None), micro_batches=_micro_batches(settings, 8), batch=training.FEW)
-        for name in names
-    }
+    wanted = {f"{name} of 4": CASES[name].on(settings, experts=(4, None), **_few(settings, 8)) for name in names}
     for name, found in run_ranks(training.train_all, 8, wanted)[0].items():
         assert _apart(found["losses"], stock[name]["losses"]) < 1e-6, name
         assert _apart(found["norms"], stock[name]["norms"]) < 1e-5, name
@@ -130,7 +139,7 @@ LAYERS = {
     "inputs": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True},
 }
 TOKENS = (8, 2, 32)
-ALL_KINDS = [Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(2, 2)]
+SWITCHED = [Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(2, 2)]
 
 
 def _given(batch: int) -> torch.Tensor:
@@ -204,32 +213,35 @@ def _part(whole: dict[str, torch.Tensor], name: str, parameter: torch.nn.Paramet
     )
 
 
-def _all_worst(wanted: dict[str, tuple], serial: dict[str, dict[int, Any]]) -> dict[str, float]:
+def _all_worst(wanted: dict[str, tuple], serial: dict[tuple[str, int], Any]) -> dict[str, float]:
     training.on_cpu()
     return {
-        name: _worst(grid, experts, LAYERS[kind], choices, serial[kind][grid.batch])
+        name: _worst(grid, experts, LAYERS[kind], choices, serial[kind, grid.batch])
         for name, (kind, grid, experts, choices) in wanted.items()
     }
 
 
-def _all_serial() -> dict[str, dict[int, Any]]:
-    return {kind: {batch: _serial(config, batch) for batch in (1, 2, 4)} for kind, config in LAYERS.items()}
+def _all_serial(wanted: set[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+    return {(kind, batch): _serial(LAYERS[kind], batch) for kind, batch in sorted(wanted)}
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
 def test_a_mixture_is_one_process_s_on_every_grid(every: bool) -> None:
-    """Ties and dropped tokens included, in float64; in every run one kind on all grids, and all kinds on those of `ALL_KINDS`."""
-    wanted = {}
-    for grid in factorisations(4):
-        wanted[f"dropping on {grid}"] = "dropping", grid, (grid.batch, None), Choices()
-        if not (every or grid in ALL_KINDS):
-            continue
-        for kind in LAYERS:
+    """Ties and dropped tokens included, in float64; in every run kinds take turns, and each switch is on one of `SWITCHED`."""
+    wanted: dict[str, tuple] = {}
+    for turn, grid in enumerate(factorisations(4)):
+        for kind in LAYERS if every else [[*LAYERS][turn % len(LAYERS)]]:
             wanted[f"{kind} on {grid}"] = kind, grid, (grid.batch, None), Choices()
-        wanted[f"unfused on {grid}"] = "softmax", grid, (1, None), Choices(fused=False)
-        wanted[f"undropped on {grid}"] = "dropping", grid, (grid.batch, None), Choices(False, False)
-        wanted[f"whole on {grid}"] = "softmax", grid, (4, 1), Choices()
-    for rank in run_ranks(_all_worst, 4, wanted, run_ranks(_all_serial, 1)[0]):
+    for turn, grid in enumerate(factorisations(4) if every else SWITCHED):
+        switched = {
+            "unfused": ("softmax", grid, (1, None), Choices(fused=False)),
+            "undropped": ("dropping", grid, (grid.batch, None), Choices(False, False)),
+            "whole": ("softmax", grid, (4, 1), Choices()),
+        }
+        for switch in switched if every else [[*switched][turn]]:
+            wanted[f"{switch} on {grid}"] = switched[switch]
+    serial = run_ranks(_all_serial, 1, {(kind, grid.batch) for kind, grid, *_ in wanted.values()})[0]
+    for rank in run_ranks(_all_worst, 4, wanted, serial):
         assert {name: apart for name, apart in rank.items() if not apart < 1e-10} == {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +36,9 @@ ROWS, STEPS = 2, 2
 """Of a microbatch, whose mean is Megatron's; and of the optimizer."""
 
 
-@cache
 def samples() -> list[dict[str, Tensor]]:
     """Batches of Megatron's own dataset for training, with targets left out as its hook does."""
+    installed()
     tokenizer = SimpleNamespace(eod=VOCABULARY - 1, pad=-1, vocab_size=VOCABULARY, unique_identifiers={"class": "none"})
     flags = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
     config = GPTDatasetConfig(
@@ -80,7 +80,7 @@ def loss_of(batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor, d
     return total, kept, {"loss": (total / kept).detach().clone()}
 
 
-def losses(settings: Settings | None) -> list[float]:
+def losses(settings: Settings | None, batches: list[dict[str, Tensor]]) -> list[float]:
     # Megatron clips in float32.
     case = Case(settings=settings, dtype=torch.float64, optimizer={"clip_grad": 0.0}, model={"parallel_output": False})
     with training.parallel(case):
@@ -91,7 +91,7 @@ def losses(settings: Settings | None) -> list[float]:
         config = model.module.config
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
         found = []
-        for batch in samples():
+        for batch in batches:
             model.zero_grad_buffer()
             optimizer.zero_grad()
             parts = [
@@ -114,14 +114,18 @@ def losses(settings: Settings | None) -> list[float]:
     return found
 
 
-def on(grids: Iterable[Grid]) -> dict[str, list[float]]:
+def installed() -> None:
     training.on_cpu()
     torch.set_default_dtype(torch.float64)
     patch.install_components({"goldfish": Goldfish(**RULE)})
+
+
+def on(grids: Iterable[Grid], batches: list[dict[str, Tensor]]) -> dict[str, list[float]]:
+    installed()
     cases: dict[str, Settings | None] = {"Megatron's own": None}
     for grid in grids:
         cases[f"{grid.gx} {grid.gy} {grid.gz} {grid.gdata}"] = Settings(grid.gx, grid.gy, grid.gz)
-    return {name: losses(settings) for name, settings in cases.items()}
+    return {name: losses(settings, batches) for name, settings in cases.items()}
 
 
 SOME = [Grid(2, 2, 1, 1), Grid(1, 1, 2, 2)]
@@ -130,11 +134,12 @@ SOME = [Grid(2, 2, 1, 1), Grid(1, 1, 2, 2)]
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
 def test_losses_on_grids(every: bool) -> None:
-    one = run_ranks(on, 1, list(factorisations(1)) if every else [])[0]["Megatron's own"]
+    batches = run_ranks(samples, 1)[0]
+    one = run_ranks(on, 1, list(factorisations(1)) if every else [], batches)[0]["Megatron's own"]
     assert len(one) == STEPS and one[0] != one[1]
     for world in (2, 4) if every else (4,):
         grids = list(factorisations(world)) if every else SOME
-        for rank in run_ranks(on, world, grids):
+        for rank in run_ranks(on, world, grids, batches):
             assert len(rank) == 1 + len(grids)
             apart = {name: max(abs(a - b) for a, b in zip(found, one, strict=True)) for name, found in rank.items()}
             assert max(apart.values()) < 1e-10, apart

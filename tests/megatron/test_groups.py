@@ -19,6 +19,7 @@ from axonn_plugins.hosts.megatron.groups import Communicators
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp.grid.mesh import AXES, SEVERAL, Mesh
 from tests.distributed import run_ranks
+from tests.matrix import asked, thorough
 
 NAMES = (*AXES, *SEVERAL)
 
@@ -28,11 +29,11 @@ def _timeouts() -> set[timedelta]:
     return {mesh.group(name)._get_backend(torch.device("cpu")).options._timeout for name in NAMES}
 
 
-def _all(config: str) -> list[dict[str, Any]]:
+def _all(config: str, numbers: list[int]) -> dict[int, dict[str, Any]]:
     cpu.enable_core()
-    found = []
-    for settings, stages in GRIDS:
-        found.append(_made(settings, stages, config))
+    found = {}
+    for number in numbers:
+        found[number] = _made(*GRIDS[number], config)
         parallel_state.destroy_model_parallel()
     return found
 
@@ -70,30 +71,31 @@ def _made(settings: Settings, stages: int, config: str) -> dict[str, Any]:
 
 
 GRIDS = [(Settings(2, 2, 2), 1), (Settings(2, 1, 2), 2), (Settings(1, 2, 1), 2), (Settings(1, 1, 4), 1)]
+NUMBERS = [0, 1, thorough(2), thorough(3)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[str, Any]]]:
     """Groups that every rank has of each grid."""
     config = tmp_path_factory.mktemp("nccl") / "nccl.yaml"
     config.write_text("tp: {max_ctas: 8}\ndp: {net_name: IB}\n")
-    return run_ranks(_all, 8, str(config), backend="gloo")
+    return run_ranks(_all, 8, str(config), sorted({0, *(n for (n,) in asked(request, "number") if n)}), backend="gloo")
 
 
-@pytest.mark.parametrize("number", range(len(GRIDS)))
-def test_groups_are_megatrons_own(number: int, made: list[list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("number", NUMBERS)
+def test_groups_are_megatrons_own(number: int, made: list[dict[int, dict[str, Any]]]) -> None:
     for rank in (found[number] for found in made):
         assert rank["ranks"] is True
         assert all(rank["shared"].values())
 
 
-@pytest.mark.parametrize("number", range(len(GRIDS)))
-def test_timeouts_are_megatrons(number: int, made: list[list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("number", NUMBERS)
+def test_timeouts_are_megatrons(number: int, made: list[dict[int, dict[str, Any]]]) -> None:
     for rank in (found[number] for found in made):
         assert rank["timeouts"] == ({timedelta(minutes=7)}, {timedelta(seconds=90)})
 
 
-def test_x_and_y_have_the_options_of_the_tensor_group(made: list[list[dict[str, Any]]]) -> None:
+def test_x_and_y_have_the_options_of_the_tensor_group(made: list[dict[int, dict[str, Any]]]) -> None:
     asked = made[0][0]["options"]
     # Of 2x2x2 ranks, four groups of x and four of y, then two of x and z.
     assert asked[-10:-2] == [("tp", {"max_ctas": 8, "is_high_priority_stream": True})] * 8

@@ -55,6 +55,8 @@ CASES = {
     }
     | {"moe_apply_probs_on_input": True},
 }
+FEW = 2
+"""Sequences of a step, each a microbatch."""
 PLACES = [(Settings(2, 1, 2), (2, None)), (Settings(1, 2), (1, None))]
 # Ranks that read other samples draw other noise, in Megatron, too.
 ALONE = {"jittered": [(Settings(2, 2), (1, None))], "global": [(Settings(2, 2), (1, 1))]}
@@ -113,14 +115,14 @@ def test_refusals_say_what_to_do(feature: Any) -> None:
 
 
 def _case(name: str, micro_batches: int, **more: Any) -> Case:
-    return Case(config={**ROUTED, **CASES[name]}, micro_batches=micro_batches, batch=training.FEW, **more)
+    return Case(config={**ROUTED, **CASES[name]}, micro_batches=micro_batches, batch=FEW, **more)
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
 def test_what_is_obeyed_is_one_rank_s(every: bool) -> None:
     """Each case in one place, in turn, or in every one."""
     # One rank has no grouped kernel of Megatron's, and its experts with biases end in an error of autograd.
-    plain = {name: _case(name, training.FEW) for name in CASES}
+    plain = {name: _case(name, FEW) for name in CASES}
     plain = {name: replace(case, config={**case.config, "moe_grouped_gemm": False}) for name, case in plain.items()}
     plain["grouped biases"] = plain["grouped biases"].on(Settings())
     wanted = {}
@@ -128,7 +130,7 @@ def test_what_is_obeyed_is_one_rank_s(every: bool) -> None:
         places = ALONE.get(name) or (PLACES if every else [PLACES[number % 2]])
         for settings, experts in places:
             readers = 4 // settings.tensor
-            wanted[f"{name} on {settings}"] = _case(name, training.FEW // readers, settings=settings, experts=experts)
+            wanted[f"{name} on {settings}"] = _case(name, FEW // readers, settings=settings, experts=experts)
     one, ranks = run_ranks(training.train_all, 1, plain)[0], run_ranks(training.train_all, 4, wanted)
     for run, found in ranks[0].items():
         expected = one[run.partition(" on ")[0]]

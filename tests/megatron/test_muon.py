@@ -53,6 +53,7 @@ CASES = {
     ),
 }
 GRIDS = [Settings(2, 2), Settings(2, 1, 2), Settings(1, 2, 2, layout="replicated"), Settings(1, 1, 4), Settings(4)]
+"""Of which the first three are in every run."""
 
 
 def _trained(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
@@ -60,11 +61,11 @@ def _trained(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         return training.train_all(cases)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("llama", 4), *(thorough(name, 10) for name in CASES)])
+@pytest.mark.parametrize(("name", "steps"), [("llama", 2), *(thorough(name, 10) for name in CASES)])
 def test_weights_are_those_of_one_rank(name: str, steps: int) -> None:
     case = replace(CASES[name], steps=steps)
     stock = run_ranks(_trained, 1, {name: case})[0][name]
-    cases = {str(grid): case.on(grid, expected=stock["weights"]) for grid in GRIDS}
+    cases = {str(grid): case.on(grid, expected=stock["weights"]) for grid in (GRIDS if steps > 2 else GRIDS[:3])}
     for rank in run_ranks(_trained, 4, cases):
         for grid, found in rank.items():
             both = zip(found["losses"], stock["losses"], strict=True)
@@ -90,15 +91,15 @@ ROUTES: dict[str, tuple[Settings | None, list[Settings | None]]] = {
 
 
 def _resumed(folder: str, every: bool) -> dict[str, float]:
-    """By route and place, the largest distance of weights from those of four steps at once."""
+    """By route and place, the largest distance of weights from those of two steps at once."""
     training.on_cpu()
     muon_double.install()
     filesystem_async._results_queue = queue.Queue()  # as in test_checkpoint
     checkpoint.install()
-    case, found = replace(CASES["llama"], steps=4), {}
+    case, found = replace(CASES["llama"], steps=2), {}
     with in_float64():
         with _begun(case.on(None)) as (model, optimizer):
-            steps(case, model, optimizer, 0, 4)
+            steps(case, model, optimizer, 0, 2)
             case = replace(case, expected=training._weights(model, case.on(None)))
         for route, (first, others) in ROUTES.items():
             place = Path(folder, route)
@@ -106,14 +107,14 @@ def _resumed(folder: str, every: bool) -> dict[str, float]:
                 place.mkdir()
             dist.barrier()
             with _begun(case.on(first)) as (model, optimizer):
-                steps(case, model, optimizer, 0, 2)
+                steps(case, model, optimizer, 0, 1)
                 dist_checkpointing.save(state(model, optimizer), str(place), validate_access_integrity=True)
             for other in others if every else others[: len(others) // 2]:
                 with _begun(case.on(other)) as (model, optimizer):
                     loaded = dist_checkpointing.load(state(model, optimizer, True), str(place))
                     model.module.load_state_dict(loaded["model"])
                     optimizer.load_state_dict(loaded["optimizer"])
-                    steps(case, model, optimizer, 2, 4)
+                    steps(case, model, optimizer, 1, 2)
                     apart = training._weights(model, case.on(other))
                     if other is None:
                         apart = {name: abs(one - case.expected[name]).max() for name, one in apart.items()}

@@ -20,6 +20,7 @@ from axonn_plugins.hosts.megatron.refusals import check_config, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.whole_layers import WholeLinear
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.megatron import engine_double, training
 from tests.megatron.training import Case
 
@@ -170,10 +171,17 @@ OBEYED = {
 }
 
 
-def test_what_is_obeyed_trains_as_one_rank() -> None:
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_what_is_obeyed_trains_as_one_rank(every: bool) -> None:
+    """Each case on one of two grids in turn, or on both."""
     grids = {"scattered": Settings(2, 1, 2), "replicated": Settings(1, 2, 2, layout="replicated")}
     stock = run_ranks(training.train_all, 1, OBEYED)[0]
-    cases = {f"{name}: {grid}": case.on(on) for name, case in OBEYED.items() for grid, on in grids.items()}
+    cases = {
+        f"{name}: {grid}": case.on(on)
+        for turn, (name, case) in enumerate(OBEYED.items())
+        for number, (grid, on) in enumerate(grids.items())
+        if every or turn % 2 == number
+    }
     for name, found in run_ranks(training.train_all, 4, cases)[0].items():
         wanted = stock[name.partition(":")[0]]
         both = zip(found["losses"] + found["norms"], wanted["losses"] + wanted["norms"], strict=True)

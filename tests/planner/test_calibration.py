@@ -27,6 +27,7 @@ from axonn_plugins.planner import (
 )
 from axonn_plugins.planner.answer import Question, answer
 from axonn_plugins.planner.search import Constraints, GridPlan, search
+from tests.matrix import thorough
 
 H100 = machine.calibrated(machine.load("h100"), "calibrated")
 LLAMA = model.load("llama3-8b")
@@ -67,10 +68,11 @@ def test_systems_are_split_by_the_alphabet_and_no_system_is_in_both_halves() -> 
     assert not halves[0] & halves[1] and abs(len(halves[0]) - len(halves[1])) <= 1
 
 
-def test_a_fit_finds_what_made_the_numbers() -> None:
+@pytest.mark.parametrize("count", [2, thorough(4)])
+def test_a_fit_finds_what_made_the_numbers(count: int) -> None:
     """Measurements made by the model with other coefficients are fitted until they come out."""
     true = replace(calibration.ours(), products=0.7, passes=2.0)
-    rows = [row for row in fit.fitted(ROWS) if row.table == "llm_foundry_h100"][:4]
+    rows = [row for row in fit.fitted(ROWS) if row.table == "llm_foundry_h100"][:count]
     made = []
     for row in rows:
         plan = row.predicted(calibration=true)

@@ -104,14 +104,14 @@ def by_counting(mesh: Mesh, name: str) -> tuple[Bytes, Bytes, int, int]:
     return sent(ledger), expected, held, local_parameters(serial, placements, mesh.grid)
 
 
-ALL_RUNS = [Grid(2, 2), Grid(1, 2, 2), Grid(2, 1, 1, 2)]
-"""Grids that have all runs in every run of the tests; the others have the first."""
-
-
 def on_every_grid(every: bool) -> list[tuple]:
+    """In every run of the tests runs take turns on grids of one axis, and on those of two, where each is once."""
     found: list[tuple] = []
+    turns = {True: 0, False: len(RUNS) - 1}
     for mesh in meshes(factorisations(dist.get_world_size())):
-        names = RUNS if every or mesh.grid in ALL_RUNS else ["scattered"]
+        alone = mesh.grid.world in (mesh.grid.gx, mesh.grid.gy, mesh.grid.gz, mesh.grid.gdata)
+        names = RUNS if every else [[*RUNS][turns[alone] % len(RUNS)]]
+        turns[alone] += 1
         found.append((mesh.grid, by_equations(mesh), {name: by_counting(mesh, name) for name in names}))
     return found
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,9 +254,21 @@ def test_nothing_is_left_when_the_owner_ends(number: int, name: str, capsys: pyt
 @needs_cluster
 def test_the_commands(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     def axonn(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "axonn_plugins.cli", "cluster", *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
+        """In a fork of this process, which has imported it."""
+        with tempfile.TemporaryFile("w+") as file:
+            if not (child := os.fork()):
+                try:
+                    for descriptor in (1, 2):
+                        os.dup2(file.fileno(), descriptor)
+                    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+                    code = main(["cluster", *words])
+                    sys.stdout.flush()
+                    os._exit(code)
+                finally:
+                    os._exit(1)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            file.seek(0)
+            return code, file.read()
 
     named = ("--name", name)
     assert axonn("exec", *named, "0", "true")[1].startswith(f'axonn: error: no cluster named "{name}" is up')

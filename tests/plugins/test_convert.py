@@ -26,6 +26,7 @@ from axonn_tp.checkpoint.lazily import SafeFile  # noqa: E402
 from axonn_tp.grid.lazy import Source  # noqa: E402
 from tests.axonn_tp.families import GROUPED, hf  # noqa: E402
 from tests.distributed import run_ranks  # noqa: E402
+from tests.matrix import thorough  # noqa: E402
 
 SIZES = {**GROUPED, "max_position_embeddings": 32}
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -195,12 +196,13 @@ def megatrons(folder: Path, names: list[str]) -> dict[str, float]:
     return found
 
 
-def test_megatron_computes_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["qwen3", "gpt2"], thorough(list(ROUTES["megatron"]))], ids=["some", "all"])
+def test_megatron_computes_the_same(names: list[str], tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    for name in ROUTES["megatron"]:
+    for name in names:
         drawn(name).save_pretrained(tmp_path / name)
-    (found,) = run_ranks(megatrons, 1, tmp_path, list(ROUTES["megatron"]))
-    assert len(found) == 3 * len(ROUTES["megatron"])
+    (found,) = run_ranks(megatrons, 1, tmp_path, names)
+    assert len(found) == 3 * len(names)
     for name, difference in found.items():
         assert difference < 2e-4, name
 

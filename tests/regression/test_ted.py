@@ -15,19 +15,21 @@ from axonn_plugins import cli
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.ted import regression
 from axonn_plugins.ted.regression_cli import main
+from tests.matrix import thorough
 
 FEW = "tensor 2, expert 2, data 1"
 
 
-def test_four_ranks_of_this_machine():
+@pytest.mark.parametrize(("what", "count"), [(f"{FEW}  training", 1), thorough(FEW, 18)])
+def test_four_ranks_of_this_machine(what, count):
     """In a process of its own, where nothing else is printed."""
-    command = [sys.executable, "-m", "axonn_plugins.cli", "test", "ted", "--ranks", "4", "--filter", FEW]
+    command = [sys.executable, "-m", "axonn_plugins.cli", "test", "ted", "--ranks", "4", "--filter", what]
     found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert found.returncode == 0, found.stdout + found.stderr
     head, *lines, summary = found.stdout.splitlines()
-    assert len(lines) == 18 and all(line.endswith("ok") for line in lines), found.stdout
+    assert len(lines) == count and all(line.endswith("ok") for line in lines), found.stdout
     assert sum("training" in line for line in lines) == 1
-    assert re.match("axonn test ted: all 18 cases equal stock DeepSpeed-MoE on 4 ranks", summary)
+    assert re.match(f"axonn test ted: all {count} cases equal stock DeepSpeed-MoE on 4 ranks", summary)
 
 
 def test_ranks_of_a_launcher(capfd):
