@@ -115,8 +115,8 @@ CASES: dict[str, tuple[int, dict[str, Case]]] = {
     "some": (
         2,
         {
-            "gx": Case(TIED, gpt_plan(4), Grid(2)),
-            "odd, gz": Case(Odd, ODD, Grid(1, 1, 2), whole=False),
+            "gz": Case(TIED, gpt_plan(4), Grid(1, 1, 2)),
+            "odd": Case(Odd, ODD, Grid(2), whole=False),
             "left as it is": Case(GPT_OF, gpt_plan(4), Grid(2), whole=False, options=Options()),
         },
     ),
@@ -124,8 +124,6 @@ CASES: dict[str, tuple[int, dict[str, Case]]] = {
         2,
         {
             "gx": Case(GPT_OF, gpt_plan(4), Grid(2)),
-            "gz": Case(TIED, gpt_plan(4), Grid(1, 1, 2)),
-            "odd": Case(Odd, ODD, Grid(2), whole=False),
         },
     ),
     "four": (

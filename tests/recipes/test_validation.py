@@ -20,6 +20,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.usefixtures("by_pccl")
 def test_both_models_learn_as_the_serial_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["train", "validation", "--steps", "3", "--grid", "2,1,2,1", "--out", str(tmp_path / "out")]
     assert main([*words, "--dtype", "float64"]) == 0
