@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.deepspeed.training  # noqa: F401  without a kernel that takes a minute to compile
 from axonn_plugins.cli import main
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError

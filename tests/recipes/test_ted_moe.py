@@ -62,7 +62,7 @@ def test_both_sides_learn_the_same(text: str, tmp_path: Path, capfd: pytest.Capt
 
 @pytest.mark.usefixtures("by_pccl")
 def test_the_same_order_of_sums_gives_the_same_to_rounding(text: str, tmp_path: Path) -> None:
-    numbers = run(tmp_path, text, "same", "--stock-ranks", "1", ranks=2, expert=1, steps=3, **{"micro-batch": 8})
+    numbers = run(tmp_path, text, "same", "--stock-ranks", "1", ranks=2, expert=1, steps=3, **{"micro-batch": 4})
     stock, ted = numbers["sides"]["deepspeed"], numbers["sides"]["ted"]
     assert stock["replicas"] == ted["replicas"] == 1 and stock["exchanges"] == ted["exchanges"] == [0, 0]
     assert max(numbers["differences"]["losses"]) < 1e-6
