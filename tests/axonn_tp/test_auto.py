@@ -127,7 +127,7 @@ def serial_models(names: list[str]) -> dict[str, tuple[nn.Module, Expected]]:
 
 
 def train_on_grids(serial: dict[str, tuple[nn.Module, Expected]], turns: int) -> dict[str, Any]:
-    """Each model on each grid; on every other one, in turn, where there are two turns."""
+    """Each model on each grid; in turn, where there are turns, so that each model has a part of them."""
     found: dict[str, Any] = {}
     for place, mesh in enumerate(meshes(factorisations(dist.get_world_size()))):
         for number, (name, (model, expected)) in enumerate(serial.items()):
@@ -160,7 +160,7 @@ PAIRS_EVERY_RUN = {
 
 @pytest.mark.parametrize(
     ("names", "turns"),
-    [(EVERY_RUN, 2), thorough(EVERY_RUN, 1), pytest.param(["gpt2", "litgpt"], 1, marks=pytest.mark.families)],
+    [(EVERY_RUN, 4), thorough(EVERY_RUN, 1), pytest.param(["gpt2", "litgpt"], 1, marks=pytest.mark.families)],
     ids=str,
 )
 def test_losses_and_gradients_equal_serial(names: list[str], turns: int) -> None:
@@ -193,7 +193,7 @@ def from_meta(family: str, weight: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "weight"),
-    [("llama", "model.layers.0.mlp.down_proj.weight"), ("gpt2", "transformer.h.0.attn.c_attn.weight")],
+    [thorough("llama", "model.layers.0.mlp.down_proj.weight"), ("gpt2", "transformer.h.0.attn.c_attn.weight")],
 )
 def test_an_hf_model_from_the_meta_device(family: str, weight: str) -> None:
     pytest.importorskip("transformers")

@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, place
 from tests.axonn_tp.test_grids import gpt_plan, largest_error, whole
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 CONFIG = GPTConfig(vocabulary=32, context=4, layers=1, heads=4, hidden=16)
 PLAN = {"0": LayerPlan("normal"), "2": LayerPlan("transposed")}
@@ -65,16 +67,19 @@ def autocast_pass(grid: Grid, options: Options) -> tuple[dict[str, float], list,
     return errors, sorted(seen), sorted(expected)
 
 
-def autocast_on_grids() -> list:
-    return [
-        (grid, autocast_pass(grid, options))
-        for grid in (Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(2, 2))
-        for options in (Options(bucket_bytes=0), Options(bucket_bytes=0, layout="replicated"))
-    ]
+AUTOCAST = [
+    (grid, layout) for grid in (Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(2, 2)) for layout in ("scattered", "replicated")
+]
 
 
-def test_autocast() -> None:
-    for found in run_ranks(autocast_on_grids, 4):
+def autocast_on_grids(cases: list[tuple[Grid, str]]) -> list:
+    return [(grid, autocast_pass(grid, Options(bucket_bytes=0, layout=layout))) for grid, layout in cases]
+
+
+@pytest.mark.parametrize("cases", [AUTOCAST[::3], thorough(AUTOCAST)], ids=["some", "all"])
+def test_autocast(cases: list[tuple[Grid, str]]) -> None:
+    """Each axis and each layout, or each on each."""
+    for found in run_ranks(autocast_on_grids, 4, cases):
         for grid, (errors, seen, expected) in found:
             assert errors["loss"] < 1e-3, (grid, errors)
             assert errors["ours"] < 1.5 * errors["serial"] < 2e-2, (grid, errors)
@@ -128,8 +133,10 @@ def scaled_on(grid: Grid, clip: bool, dtype: torch.dtype | None, kind: Any) -> t
     return largest_error(serial, parallel, mesh, lambda p: p.data), got, expected
 
 
-def scaled_runs() -> list:
-    grids = (Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(1, 1, 4), Grid(4))
+SCALED = (Grid(2, 1, 2), Grid(1, 2, 1, 2), Grid(1, 1, 4), Grid(4))
+
+
+def scaled_runs(grids: tuple[Grid, ...]) -> list:
     fused = partial(torch.optim.AdamW, fused=True)
     return [
         *((1e-5, scaled_on(grid, True, None, torch.optim.AdamW)) for grid in grids),
@@ -138,8 +145,9 @@ def scaled_runs() -> list:
     ]
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    for found in run_ranks(scaled_runs, 4):
+@pytest.mark.parametrize("grids", [SCALED[:2], thorough(SCALED)], ids=["some", "all"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(grids: tuple[Grid, ...]) -> None:
+    for found in run_ranks(scaled_runs, 4, grids):
         for allowed, (error, got, expected) in found:
             assert got == expected and error < allowed
             assert [moved for _, moved in got] == [step != OVERFLOW for step in range(STEPS)]

@@ -16,6 +16,7 @@ from axonn_tp import Grid, Mesh, Options, factorisations, layout_of
 from axonn_tp.checkpoint.whole import assemble
 from axonn_tp.layers.boundary import share_again, whole_activation
 from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
 FEATURES, TOKENS = 8, 5
 PLAN = {"tokens": "embedding", "norm": "norm", "up": "normal", "down": "transposed", "head": "head"}
@@ -57,12 +58,12 @@ class Model(nn.Module):
         return self.head(x).square().mean()
 
 
-def differences(flat: bool, options: Options) -> Iterator[float]:
+def differences(flat: bool, options: Options, grids: list[Grid]) -> Iterator[float]:
     torch.manual_seed(1)
     serial, ids = Model(flat).double(), torch.randint(11, (8, TOKENS))
     parallel = copy.deepcopy(serial)
     serial(ids).backward()
-    for mesh in meshes(factorisations(4)):
+    for mesh in meshes(grids):
         model = copy.deepcopy(parallel)
         model.mixer.mesh = mesh
         axonn_tp.parallelize(model, mesh, PLAN, options)
@@ -74,16 +75,21 @@ def differences(flat: bool, options: Options) -> Iterator[float]:
             yield (assemble(shares, layout_of(ours), mesh)[0] - theirs.grad).abs().max().item()
 
 
-def everywhere() -> Any:
+CASES = [(flat, layout) for flat in (False, True) for layout in ("scattered", "replicated")]
+
+
+def everywhere(turns: int) -> Any:
+    """Each case on each grid, or, where there are turns, on a part of them."""
+    grids = list(factorisations(4))
     return {
-        (flat, layout): max(differences(flat, Options(layout=layout)))
-        for flat in (False, True)
-        for layout in ("scattered", "replicated")
+        (flat, layout): max(differences(flat, Options(layout=layout), grids[place % turns :: turns]))
+        for place, (flat, layout) in enumerate(CASES)
     }
 
 
-def test_gradients_are_those_of_one_process() -> None:
-    for found in run_ranks(everywhere, 4):
+@pytest.mark.parametrize("turns", [3, thorough(1)])
+def test_gradients_are_those_of_one_process(turns: int) -> None:
+    for found in run_ranks(everywhere, 4, turns):
         assert max(found.values()) < 1e-12, found
 
 

@@ -20,6 +20,7 @@ from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, latest, load, save
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 
 def small(value: float) -> nn.Module:
@@ -92,12 +93,12 @@ def die_while_saving(folder: str, seconds: float, asynchronous: bool) -> None:
         save(folder, model, mesh, asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_is_killed_at_any_time(asynchronous: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asynchronous", "times"), [(False, 2), (True, 2), thorough(False, 8), thorough(True, 8)])
+def test_a_rank_is_killed_at_any_time(asynchronous: bool, times: int, tmp_path: Path) -> None:
     folder = tmp_path / "one"
     save(folder, small(1.0), None)
     random.seed(3)
-    for _ in range(4):
+    for _ in range(times):
         with pytest.raises(RankFailed):
             run_ranks(die_while_saving, 2, str(folder), random.uniform(0.01, 0.3), asynchronous)
         assert held(folder) in (1.0, 2.0)
@@ -179,17 +180,19 @@ def test_old_checkpoints_go_when_the_new_one_is_complete(tmp_path: Path, monkeyp
 
 def test_killed_while_old_ones_are_deleted(tmp_path: Path) -> None:
     """Whatever is left, the newest that is complete is whole."""
-    call = 1
+    before, folder, call = tmp_path / "before", tmp_path / "now", 1
+    before.mkdir()
+    for step in (1, 2):
+        save(before / f"step_{step}", small(float(step)), None)
     while True:
-        shutil.rmtree(tmp_path)
-        for step in (1, 2):
-            save(tmp_path / f"step_{step}", small(float(step)), None)
-        if not killed_at(call, lambda: save(tmp_path / "step_3", small(3.0), None, keep_last=1)):
+        shutil.copytree(before, folder)  # with the times of all files
+        if not killed_at(call, lambda: save(folder / "step_3", small(3.0), None, keep_last=1)):
             break
-        newest = latest(tmp_path)
+        newest = latest(folder)
         assert newest is not None and held(newest) == (3.0 if newest.name == "step_3" else 2.0)
+        shutil.rmtree(folder)
         call += 1
-    assert os.listdir(tmp_path) == ["step_3"]
+    assert os.listdir(folder) == ["step_3"]
 
 
 def test_a_failed_save_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.axonn_tp.families import SIZES, hf
 from tests.axonn_tp.test_auto import loss_of
 from tests.axonn_tp.test_grids import Step, gpt_loss, gpt_plan, largest_error, serial_step
 from tests.distributed import run_ranks
-from tests.matrix import thorough
+from tests.matrix import names
 
 CONFIG = GPTConfig(vocabulary=19, context=6, layers=1, heads=4, hidden=16)
 COMPILED = Options(layout="replicated", compile=True)
@@ -111,26 +111,37 @@ def gpt2() -> nn.Module:
 
 GPT_OF = partial(GPT, CONFIG)
 TIED = partial(GPT, replace(CONFIG, tied=True))
-CASES = {
-    2: {
-        "gx": Case(GPT_OF, gpt_plan(4), Grid(2)),
-        "gz": Case(TIED, gpt_plan(4), Grid(1, 1, 2)),
-        "left as it is": Case(GPT_OF, gpt_plan(4), Grid(2), whole=False, options=Options()),
-        "odd": Case(Odd, ODD, Grid(2), whole=False),
-    },
-    4: {
-        "not compiled": Case(GPT_OF, gpt_plan(4), Grid(2, 2), backend=None),
-        "gx, gz": Case(TIED, gpt_plan(4), Grid(2, 1, 2), backend="inductor"),
-        "gy": Case(GPT_OF, gpt_plan(4), Grid(1, 2, 1, 2)),
-        "gx, gy": Case(GPT_OF, gpt_plan(4), Grid(2, 2)),
-        "gy, gz": Case(TIED, gpt_plan(4), Grid(1, 2, 2)),
-        "no plan": Case(GPT_OF, {}, Grid(1, 2, 2)),
-        "odd": Case(Odd, ODD, Grid(2, 2), whole=False),
-        "llama": Case(llama, "auto", Grid(2, 1, 2), loss=loss_of),
-        "gpt2": Case(gpt2, "auto", Grid(1, 2, 1, 2), loss=loss_of),
-    },
+CASES: dict[str, tuple[int, dict[str, Case]]] = {
+    "some": (
+        2,
+        {
+            "gz": Case(TIED, gpt_plan(4), Grid(1, 1, 2)),
+            "odd": Case(Odd, ODD, Grid(2), whole=False),
+            "left as it is": Case(GPT_OF, gpt_plan(4), Grid(2), whole=False, options=Options()),
+        },
+    ),
+    "two": (
+        2,
+        {
+            "gx": Case(GPT_OF, gpt_plan(4), Grid(2)),
+        },
+    ),
+    "four": (
+        4,
+        {
+            "not compiled": Case(GPT_OF, gpt_plan(4), Grid(2, 2), backend=None),
+            "gx, gz": Case(TIED, gpt_plan(4), Grid(2, 1, 2), backend="inductor"),
+            "gy": Case(GPT_OF, gpt_plan(4), Grid(1, 2, 1, 2)),
+            "gx, gy": Case(GPT_OF, gpt_plan(4), Grid(2, 2)),
+            "gy, gz": Case(TIED, gpt_plan(4), Grid(1, 2, 2)),
+            "no plan": Case(GPT_OF, {}, Grid(1, 2, 2)),
+            "odd": Case(Odd, ODD, Grid(2, 2), whole=False),
+            "llama": Case(llama, "auto", Grid(2, 1, 2), loss=loss_of),
+            "gpt2": Case(gpt2, "auto", Grid(1, 2, 1, 2), loss=loss_of),
+        },
+    ),
 }
-"""By ranks; those of four, where inductor compiles as well as traces, in thorough runs."""
+"""With their ranks; of those of four inductor compiles as well as traces one. In every run some, the others in thorough ones."""
 
 
 def train(cases: dict[str, Case], expected: dict[str, Step]) -> dict[str, tuple[dict[str, float], list[str]]]:
@@ -166,14 +177,14 @@ def in_bfloat16(build: Callable[[], nn.Module], given: torch.Tensor) -> float:
     return ((found[1] - found[0]).norm() / found[0].norm()).item()
 
 
-@pytest.fixture(scope="module", params=[2, thorough(4)])
+@pytest.fixture(scope="module", params=names(CASES, ["some"]))
 def trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[dict[str, float], list[str]]]]:
-    cases = CASES[request.param]
+    ranks, cases = CASES[request.param]
     expected = {name: serial_step(case.build, case.loss, case.batch()) for name, case in cases.items()}
     with mock.patch.dict(
         os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"
     ):  # the compiler's processes would be the parent's
-        return run_ranks(train, request.param, cases, expected)
+        return run_ranks(train, ranks, cases, expected)
 
 
 def test_a_compiled_model_equals_the_serial_one(trained: list) -> None:

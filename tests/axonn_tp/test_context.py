@@ -178,25 +178,39 @@ def two_batches(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:
     return (of_hf(model, mesh, "packed") + of_hf(model, mesh, how)) / 2
 
 
-def published(world: int) -> None:
+def published(grid: Grid, kinds: tuple[str, ...], every: bool) -> None:
+    """Each kind of model with one of its batches, in turn, or with every."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment, method-assign]
     torch.set_default_dtype(torch.float64)
-    plain, split = Grid(gz=world, sequence=world), Grid(gx=2, gz=world // 2, sequence=2)
-    for mesh in meshes([plain, split]):
-        if mesh.grid == plain:
-            compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
-        for kind, more in MODELS.items():
-            ways = ("plain", "packed", "left", "right") if kind == "Gemma3" else ("left", "packed")
-            ways = ways[: 1 if kind == "GptOss" else None]  # whose stock masks do not look at positions
-            if mesh.grid != plain:
-                ways = ways[:1] if kind in ("Llama", "GPT2", "Gemma3") else ()
-            for how in ways:
-                plan = "auto" if mesh.size("model") > 1 else None
-                compare(partial(hf, kind, **more), partial(of_hf, how=how), mesh, plan, Options())
+    mesh = Mesh(grid)
+    split = mesh.size("model") > 1
+    if not split:
+        compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
+    for place, kind in enumerate(kinds):
+        ways = ("plain", "packed", "left", "right") if kind == "Gemma3" else ("left", "packed")
+        ways = ways[: 1 if kind == "GptOss" or split else None]  # whose stock masks do not look at positions
+        for how in ways if every else ways[place % 2 :: 2] or ways:
+            compare(
+                partial(hf, kind, **MODELS[kind]), partial(of_hf, how=how), mesh, "auto" if split else None, Options()
+            )
 
 
-def test_models_of_hf() -> None:
-    run_ranks(published, 4, 4)
+KINDS = tuple(MODELS)
+SHARED, SPLIT = Grid(gz=4, sequence=4), Grid(gx=2, gz=2, sequence=2)
+
+
+@pytest.mark.parametrize(
+    ("grid", "kinds", "every"),
+    [
+        (Grid(gz=2, sequence=2), KINDS, False),
+        (SPLIT, ("GPT2",), True),
+        thorough(SHARED, KINDS, True),
+        thorough(SPLIT, ("Llama", "GPT2", "Gemma3"), True),
+    ],
+    ids=["shared", "split", "every shared", "every split"],
+)
+def test_models_of_hf(grid: Grid, kinds: tuple[str, ...], every: bool) -> None:
+    run_ranks(published, grid.world, grid, kinds, every)
 
 
 class Mixer(nn.Module):

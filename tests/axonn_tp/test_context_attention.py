@@ -16,6 +16,7 @@ from axonn_tp.context.attention import attend
 from axonn_tp.context.chunks import HOW, Chunks, Heads, Sight, blocks, cheaper, needed, read_by, sent
 from axonn_tp.context.shared import Shared
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 SIGHTS = (Sight(), Sight(False), Sight(window=1), Sight(window=3), Sight(window=9))
 
@@ -132,10 +133,12 @@ CASES = [
 ]
 
 
-def on_ranks(ranks: int) -> None:
+def on_ranks(ranks: int, turns: int) -> None:
+    """Each case each way; where there are turns, each case one way."""
     mesh = Mesh(Grid(gz=ranks, sequence=ranks))
     ledger = Ledger(mesh.axis_names())
-    for (tokens, sight, packed, more), how in itertools.product(CASES, HOW):
+    ways = [(*case, how) for place, case in enumerate(CASES) for how in HOW[(place + ranks) % turns :: turns]]
+    for tokens, sight, packed, more, how in ways:
         q, k, v, grad = given(tokens, ranks, more.get("wide", 4))
         chunks = Chunks(tokens, ranks)
         documents = (torch.arange(tokens) * 3 // tokens).expand(2, -1).clone() if packed else None
@@ -236,6 +239,6 @@ def dropped(mesh: Mesh) -> None:
         assert all((out != other).any() for rank, other in enumerate(everyone) if rank != mesh.rank("sequence")), how
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_as_one_process(ranks: int) -> None:
-    run_ranks(on_ranks, ranks, ranks)
+@pytest.mark.parametrize(("ranks", "turns"), [(2, 1), (3, 3), (4, 3), thorough(3, 1), thorough(4, 1)])
+def test_as_one_process(ranks: int, turns: int) -> None:
+    run_ranks(on_ranks, ranks, ranks, turns)

@@ -111,9 +111,9 @@ def on_grids(step: int) -> list:
     return found
 
 
-@pytest.mark.parametrize("step", [3, thorough(1)])
-def test_grids(step: int) -> None:
-    for found in run_ranks(on_grids, 8, step):
+@pytest.mark.parametrize(("ranks", "step"), [(4, 2), thorough(4, 1), thorough(8, 1)])
+def test_grids(ranks: int, step: int) -> None:
+    for found in run_ranks(on_grids, ranks, step):
         for case, worst, passes, expected in found:
             assert worst < TOLERANCE, case
             assert passes == expected, case

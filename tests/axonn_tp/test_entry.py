@@ -17,8 +17,9 @@ from tests.axonn_tp.families import FAMILIES
 from tests.axonn_tp.test_auto import batch_for
 from tests.axonn_tp.test_grids import TOLERANCE, train_one_step
 from tests.distributed import meshes, run_ranks
+from tests.matrix import thorough
 
-GRIDS = (Grid(2, 2, 1), Grid(4, 1, 1), Grid(1, 4, 1), Grid(2, 1, 2))
+GRIDS = (Grid(2, 2, 1), Grid(1, 2, 2), Grid(4, 1, 1), Grid(1, 4, 1), Grid(2, 1, 2))
 HIDDEN = 8
 
 
@@ -78,13 +79,15 @@ def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return value + slope.square().sum(-1).mean() * x.shape[0]
 
 
-def readers_on_grids() -> dict[str, Any]:
+def readers_on_grids(every: bool) -> dict[str, Any]:
+    """On two grids in both layouts, or on one, with layouts in turns."""
     found = {}
     batch = torch.randn(4, 6, HIDDEN, dtype=torch.float64)
-    for number, grid in enumerate((Grid(2, 2, 1), Grid(4, 1, 1))):
+    for number, grid in enumerate((Grid(2, 2, 1), Grid(4, 1, 1))[: 2 if every else 1]):
         mesh = Mesh(grid)
-        for how in HOW:
-            for layout, overlap in (("replicated", True), ("scattered", bool(number % 2))):
+        for place_of_how, how in enumerate(HOW):
+            layouts = (("replicated", True), ("scattered", bool(number % 2)))
+            for layout, overlap in layouts if every else layouts[place_of_how % 2 :][:1]:
                 options = Options(layout=layout, overlap_all_reduce=overlap, regather_inputs=overlap)
                 loss = lambda model, x: model(x).square().mean()  # noqa: E731
                 build = lambda how=how: Readers(how)  # noqa: E731
@@ -96,23 +99,26 @@ def readers_on_grids() -> dict[str, Any]:
     return found
 
 
-def test_readers_of_one_tensor_equal_serial() -> None:
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_readers_of_one_tensor_equal_serial(every: bool) -> None:
     torch.manual_seed(8)
-    for found in run_ranks(readers_on_grids, 4):
+    for found in run_ranks(readers_on_grids, 4, every):
         assert max(found.values()) < TOLERANCE, {case: e for case, e in found.items() if not e < TOLERANCE}
 
 
-def counted(family: str) -> list[tuple[str, list[Collective], list[Collective], int]]:
+Plans = list[tuple[Grid, dict[str, LayerPlan]]]
+
+
+def counted(family: str, plans: Plans) -> list[tuple[str, list[Collective], list[Collective], int]]:
     """Collectives over x, y and z in one pass, counted and as the placements say."""
     found = []
-    for mesh in meshes(GRIDS):
+    for mesh, (_, plan) in zip(meshes(grid for grid, _ in plans), plans, strict=False):
         grid = mesh.grid
         for options in (Options(), Options(layout="replicated"), Options(regather_inputs=True))[
             : 3 if grid.gx == 2 else 1
         ]:
             torch.manual_seed(1)
             model = FAMILIES[family][0]().double()
-            plan, report = auto_plan(model, grid)
             placements = place(model, grid, plan, options)
             rows = 4 // grid.batch * 8
             wanted = [c for p in placements for c in p.collectives(rows, grid)]
@@ -127,10 +133,12 @@ def counted(family: str) -> list[tuple[str, list[Collective], list[Collective], 
     return found
 
 
-@pytest.mark.parametrize("family", ["llama"])
-def test_the_ledger_sees_what_placements_count(family: str) -> None:
+@pytest.mark.parametrize(("family", "grids"), [("llama", GRIDS[:2]), thorough("llama", GRIDS)], ids=["some", "all"])
+def test_the_ledger_sees_what_placements_count(family: str, grids: tuple[Grid, ...]) -> None:
     pytest.importorskip("transformers")
-    for case, seen, wanted, shared in run_ranks(counted, 4, family)[0]:
+    model = FAMILIES[family][0]().double()
+    plans: Plans = [(grid, auto_plan(model, grid)[0]) for grid in grids]
+    for case, seen, wanted, shared in run_ranks(counted, 4, family, plans)[0]:
         assert seen == wanted, case
         assert shared, case
 

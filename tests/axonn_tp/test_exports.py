@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axonn_tp import Mesh, layout_of, parallelize
+from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.comm import meeting
 from axonn_tp.layers.exports import as_shards
 from tests.axonn_tp.families import GROUPED, hf
 from tests.deepspeed.scripts import one_sentence
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
+GRIDS = {4: Grid(2, 2), 8: Grid(2, 2, 2)}
 # 51 words are padded on every axis.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("GPT2LMHeadModel", {"vocab_size": 51, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -94,13 +96,13 @@ def refused(mesh: Mesh) -> dict[str, Any]:
 
 
 def everything(folder: str) -> dict[str, Any]:
-    mesh = Mesh.create(2, 2, 2)
+    mesh = Mesh(GRIDS[dist.get_world_size()])
     return {name: exported(name, mesh, Path(folder)) for name in MODELS} | {"refused": refused(mesh)}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(everything, 8, str(tmp_path_factory.mktemp("exports")))
+@pytest.fixture(scope="module", params=[4, thorough(8)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(everything, request.param, str(tmp_path_factory.mktemp("exports")))
 
 
 @pytest.mark.parametrize("name", MODELS)

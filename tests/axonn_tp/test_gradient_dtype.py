@@ -14,7 +14,8 @@ from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, place
 from tests.axonn_tp.test_grids import gpt_plan, whole
-from tests.distributed import run_ranks
+from tests.distributed import made_once, run_ranks
+from tests.matrix import thorough
 
 CONFIG = GPTConfig(vocabulary=32, context=4, layers=1, heads=4, hidden=16)
 BATCH, MICRO_BATCHES = 8, 64
@@ -60,17 +61,17 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return (off / sum(value.square().sum() for value in exact.values())).sqrt().item()
 
 
-def distances() -> dict[str, dict[str, float]]:
+def distances(grids: tuple[Grid, ...]) -> dict[str, dict[str, float]]:
     # What float32 accumulation leaves is the rounding of each micro-batch's gradient, which the serial model has too.
-    exact = serial_gradients(torch.float64, torch.float64)
-    found = {
-        "serial": {
-            name: distance(serial_gradients(torch.bfloat16, getattr(torch, name)), exact)
-            for name in ("float32", "bfloat16")
-        }
-    }
-    wide = serial_gradients(torch.bfloat16, torch.float32)
-    for grid, overlap in (*((grid, False) for grid in GRIDS), (GRIDS[-1], True)):
+    exact, wide, narrow = made_once(
+        lambda: (
+            serial_gradients(torch.float64, torch.float64),
+            serial_gradients(torch.bfloat16, torch.float32),
+            serial_gradients(torch.bfloat16, torch.bfloat16),
+        )
+    )
+    found = {"serial": {"float32": distance(wide, exact), "bfloat16": distance(narrow, exact)}}
+    for grid, overlap in (*((grid, False) for grid in grids), (GRIDS[-1], True)):
         mesh = Mesh(grid)
         how = {"overlap_reduce_scatter": overlap, "overlap_all_gather": overlap, "reshard_after_forward": overlap}
         got = ours(mesh, Options(gradient_dtype="float32", **how))
@@ -82,8 +83,10 @@ def distances() -> dict[str, dict[str, float]]:
     return found
 
 
-def test_accumulation_in_float32() -> None:
-    for found in run_ranks(distances, 4):
+@pytest.mark.parametrize("grids", [GRIDS[1:2], thorough(GRIDS)], ids=["some", "all"])
+def test_accumulation_in_float32(grids: tuple[Grid, ...]) -> None:
+    """One without overlap, and one with."""
+    for found in run_ranks(distances, 4, grids):
         serial = found.pop("serial")
         assert serial["float32"] < serial["bfloat16"] / 3
         for grid, ours in found.items():

@@ -1,4 +1,4 @@
-"""HF Llama with grouped-query attention: plan="auto" on grids of 8 ranks, both layouts, everything on, equals serial in float64."""
+"""HF Llama with grouped-query attention: plan="auto" on grids of 4 and 8 ranks, both layouts, everything on, equals serial in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axonn_tp import Grid, Mesh, Options, factorisations
 from axonn_tp.options import LAYOUTS
 from tests.axonn_tp.families import SIZES, hf
 from tests.axonn_tp.test_auto import loss_of
-from tests.axonn_tp.test_grids import EVERYTHING, OF_EIGHT, Step, largest_error
+from tests.axonn_tp.test_grids import EVERYTHING, Step, largest_error
 from tests.distributed import meshes, run_ranks
 from tests.matrix import thorough
 
@@ -76,7 +76,7 @@ def train_one_step(expected: Step, mesh: Mesh, options: Options) -> tuple[dict[s
 
 
 def on_grids(expected: Step, grids: list[Grid]) -> list[tuple[Grid, str, dict[str, float], set[str]]]:
-    """Every other grid in either layout, and where no axis is data in both."""
+    """Every other grid in either layout, and on three axes in both."""
     found = []
     for index, mesh in enumerate(meshes(grids)):
         grid = mesh.grid
@@ -85,11 +85,19 @@ def on_grids(expected: Step, grids: list[Grid]) -> list[tuple[Grid, str, dict[st
     return found
 
 
-@pytest.mark.parametrize("grids", [OF_EIGHT, thorough(list(factorisations(8)))], ids=["some", "all"])
-def test_on_grids_of_eight(grids: list[Grid]) -> None:
+OF_FOUR = [Grid(4), Grid(1, 2, 2), Grid(2, 1, 1, 2)]
+"""Each axis at two, and the one that does not divide the key and value heads."""
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [OF_FOUR, *map(thorough, (list(factorisations(4)), list(factorisations(8))))],
+    ids=["some", "four", "eight"],
+)
+def test_on_grids(grids: list[Grid]) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(1)
-    for rank in run_ranks(on_grids, 8, serial_step(llama(8, 2, False)), grids):
+    for rank in run_ranks(on_grids, grids[0].world, serial_step(llama(8, 2, False)), grids):
         for grid, layout, errors, pairs in rank:
             assert max(errors.values()) < 1e-10, (grid, layout, errors)
             # Where the two key and value heads do not divide, attention is not a pair, and its projections stand alone.

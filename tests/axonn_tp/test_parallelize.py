@@ -20,6 +20,7 @@ from axonn_tp import Grid, LayerPlan, Mesh, layout_of, place
 from axonn_tp.comm.unplanned_gradients import differing_axes, sketch
 from tests.axonn_tp.test_grids import gpt_plan, whole
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 SMALL = GPTConfig(vocabulary=50, context=6, layers=2, heads=4, hidden=24)
 
@@ -57,7 +58,7 @@ def meta_equals_serial(tied: bool) -> tuple[float, float]:
     return difference, max(held) / largest_layer
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [thorough(False), True])
 def test_a_meta_model_is_built_layer_by_layer(tied: bool) -> None:
     for difference, held in run_ranks(meta_equals_serial, 4, tied):
         assert difference == 0
@@ -157,13 +158,13 @@ class Unnamed(GPT):
         return super().forward(ids, targets) * self.scale(torch.ones(1, dtype=self.scale.weight.dtype)).square()
 
 
-def unnamed_parameters() -> list:
+def unnamed_parameters(turns: int) -> list:
     from tests.axonn_tp.test_grids import train_one_step
 
     torch.manual_seed(8)
     ids = torch.randint(50, (4, 7))
     found = []
-    for grid in axonn_tp.factorisations(dist.get_world_size()):
+    for grid in list(axonn_tp.factorisations(dist.get_world_size()))[1 % turns :: turns]:
         plan = gpt_plan(SMALL.heads)
         if grid.gy == 1:
             del plan["*.ln?"]
@@ -172,8 +173,10 @@ def unnamed_parameters() -> list:
     return found
 
 
-def test_gradients_of_parameters_that_no_plan_names() -> None:
-    for found in run_ranks(unnamed_parameters, 4):
+@pytest.mark.parametrize("turns", [3, thorough(1)])
+def test_gradients_of_parameters_that_no_plan_names(turns: int) -> None:
+    """On each grid of four ranks, or on every third: each axis, and two together."""
+    for found in run_ranks(unnamed_parameters, 4, turns):
         for grid, errors in found:
             assert max(errors.values()) < 1e-10, (grid, errors)
 
@@ -205,20 +208,21 @@ class Mlp(nn.Module):
         return self.out(x + self.down(torch.tanh(self.up(self.norm(x))))).square().mean()
 
 
-def named_pair() -> list:
+def named_pair(turns: int) -> list:
     from tests.axonn_tp.test_grids import train_one_step
 
     plan = {"up": LayerPlan("normal"), "down": LayerPlan("transposed")}
     batch = torch.randn(4, 5, 12, dtype=torch.float64)
     return [
         train_one_step(Mlp, plan, lambda model, x: model(x), (batch,), Mesh(grid))
-        for grid in axonn_tp.factorisations(dist.get_world_size())
+        for grid in list(axonn_tp.factorisations(dist.get_world_size()))[1 % turns :: turns]
     ]
 
 
-def test_a_named_pair_in_a_model_with_whole_features() -> None:
+@pytest.mark.parametrize("turns", [3, thorough(1)])
+def test_a_named_pair_in_a_model_with_whole_features(turns: int) -> None:
     torch.manual_seed(2)
-    for found in run_ranks(named_pair, 4):
+    for found in run_ranks(named_pair, 4, turns):
         assert max(max(errors.values()) for errors in found) < 1e-10
 
 
@@ -361,7 +365,7 @@ def test_a_plan_that_computes_something_else_is_found() -> None:
         assert [name for name, _ in wrong] == ["proj"] * 3
 
 
-def reads_and_double_backward() -> float:
+def reads_and_double_backward(turns: int) -> float:
     """A weight read in forward, tied by hand, and a gradient penalty, against the serial model."""
 
     class Reader(nn.Module):
@@ -383,7 +387,7 @@ def reads_and_double_backward() -> float:
     from tests.axonn_tp.test_grids import train_one_step
 
     worst = 0.0
-    for grid in axonn_tp.factorisations(dist.get_world_size()):
+    for grid in list(axonn_tp.factorisations(dist.get_world_size()))[2 % turns :: turns]:
         torch.manual_seed(3)
         batch = torch.randn(4, 7, dtype=torch.float64)
         if grid.batch == 1:
@@ -392,8 +396,9 @@ def reads_and_double_backward() -> float:
     return worst
 
 
-def test_weights_read_in_forward_and_gradients_of_gradients() -> None:
-    assert max(run_ranks(reads_and_double_backward, 4)) < 1e-10
+@pytest.mark.parametrize("turns", [3, thorough(1)])
+def test_weights_read_in_forward_and_gradients_of_gradients(turns: int) -> None:
+    assert max(run_ranks(reads_and_double_backward, 4, turns)) < 1e-10
 
 
 def whole_state() -> bool:

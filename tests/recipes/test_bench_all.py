@@ -19,6 +19,7 @@ TINY = ["--layers", "2", "--hidden", "16", "--heads", "2", "--context", "8", "--
 TINY += ["--width", "16", "--local", "--nodes", "2", "--rounds", "1", "--steps", "1"]
 
 
+@pytest.mark.usefixtures("by_pccl")
 def test_sides_run_and_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from axonn_plugins.cli import main
 from axonn_recipes.bench_context.settings import PEERS
 
-TINY = ["--layers", "1", "--hidden", "16", "--heads", "2", "--context", "16", "--rounds", "2"]
+TINY = ["--layers", "1", "--hidden", "16", "--heads", "2", "--context", "16", "--rounds", "1"]
 
 
 def test_every_side_runs_and_is_reported(
@@ -27,7 +27,7 @@ def test_every_side_runs_and_is_reported(
     for name, side in sides.items():
         assert name in text and side["losses"] == pytest.approx(sides["ulysses"]["losses"], abs=1e-5)
         assert side["losses"][2] < side["losses"][0]
-        assert len(side["seconds"]) == 2 and min(side["seconds"]) <= side["median"] <= max(side["seconds"])
+        assert len(side["seconds"]) == 1 and min(side["seconds"]) <= side["median"] <= max(side["seconds"])
         assert side["memory_bytes"] > 0 and side["bytes_inside_nodes"] > 0
     assert [pair["peer"] for pair in numbers["comparisons"]] == list(PEERS)
 

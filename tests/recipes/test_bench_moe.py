@@ -43,7 +43,7 @@ def test_sides_run_and_are_reported(
         pytest.skip(f"what --model {model} trains is not installed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     words, names = SIDES[model]
-    more = ["--local", "--nodes", "1", "--rounds", "1", "--steps", "2", "--runs", str(tmp_path)]
+    more = ["--local", "--nodes", "1", "--rounds", "1", "--steps", "2", "--backend", "pccl", "--runs", str(tmp_path)]
     assert main(["bench", "moe", "--model", model, *TINY, *words, *more]) == 0
     text, folder = capfd.readouterr().out, tmp_path / "bench_moe"
     assert {file.name for file in folder.iterdir()} == {"results.json", "table.txt"}

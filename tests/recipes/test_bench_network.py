@@ -10,7 +10,8 @@ from axonn_plugins.cli import main
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_plugins.planner import machine
-from axonn_recipes.bench_network.measure import Measured, measure, pairs
+from axonn_recipes.bench_network import measure as measuring
+from axonn_recipes.bench_network.measure import Measured, pairs
 from axonn_recipes.bench_network.recipe import main as bench
 from axonn_recipes.bench_network.report import described, toml
 
@@ -25,7 +26,8 @@ def test_a_file_that_the_planner_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AXONN_CACHE", str(tmp_path / "cache"))
-    words = ["--layouts", "1x4", "--size", "64K", "--matrix", "64", "--rounds", "2", "--runs", str(tmp_path)]
+    monkeypatch.setattr(measuring, "_LAYERS", 2)
+    words = ["--layouts", "1x4", "--size", "64K", "--matrix", "64", "--rounds", "1", "--runs", str(tmp_path)]
     assert main(["bench", "network", *words]) == 0
     file = tmp_path / "bench_network" / "machine.toml"
     assert f"axonn plan --machine {file}" in capsys.readouterr().out
@@ -42,6 +44,7 @@ def test_a_file_that_the_planner_reads(
 def test_two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Ranks 0 and 1 are taken for a node, 2 and 3 for another.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(measuring, "_LAYERS", 2)
     found = launch(_as_two_nodes, 4)
     assert found[0] == found[3] or found[0].between == found[3].between
     assert (found[0].nodes, found[0].ranks, set(found[0].within)) == (2, 2, {(1, 2)})
@@ -58,7 +61,7 @@ def _as_two_nodes() -> Measured:
     import os
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    return measure(4096, 32, 2)
+    return measuring.measure(4096, 32, 1)
 
 
 def test_wrong_input(tmp_path: Path) -> None:

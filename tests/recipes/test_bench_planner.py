@@ -9,13 +9,24 @@ import pytest
 
 from axonn_plugins.cli import main
 from axonn_plugins.planner import machine
+from axonn_recipes.bench_network import measure as network
+from axonn_recipes.bench_planner import recipe
 from axonn_recipes.bench_planner.measure import in_turn
 from axonn_recipes.bench_planner.report import errors, results, spearman, text
 from axonn_recipes.bench_tp.measure import Side
 
-TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
+TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "1"]
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network and the arithmetic are measured as they are for the planner, but of less, and less often."""
+    for name, value in {"RING": 2**14, "MATRIX": 32, "NETWORK_ROUNDS": 1}.items():
+        monkeypatch.setattr(recipe, name, value)
+    monkeypatch.setattr(network, "_LAYERS", 2)
+
+
+@pytest.mark.usefixtures("quick", "by_pccl")
 def test_it_runs_on_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "planner", *TINY, "--nodes", "1", "--ranks-per-node", "2", "--runs", str(tmp_path)]) == 0
     folder = tmp_path / "bench_planner"

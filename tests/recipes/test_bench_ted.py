@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.deepspeed.training  # noqa: F401  without a kernel that takes a minute to compile
 from axonn_plugins.cli import main
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
@@ -21,7 +22,7 @@ from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, 
 
 HIDDEN, CONTEXT, BATCH, EXPERTS = 16, 8, 4, 4
 TINY = ["--layers", "2", "--hidden", str(HIDDEN), "--heads", "2", "--context", str(CONTEXT)]
-TINY += ["--batch", str(BATCH), "--experts", str(EXPERTS), "--rounds", "2"]
+TINY += ["--batch", str(BATCH), "--experts", str(EXPERTS), "--rounds", "1", "--backend", "pccl"]
 
 
 def test_bytes_are_exact_and_sides_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +35,7 @@ def test_bytes_are_exact_and_sides_are_reported(tmp_path: Path, capfd: pytest.Ca
     assert list(sides) == list(SIDES) and "flattened input" in text
     for name, side in sides.items():
         assert name in text and side["losses"] == pytest.approx(sides[DEEPSPEED]["losses"], abs=1e-5)
-        assert len(side["seconds"]) == len(side["parts"]["all-to-all"]) == 2 and side["memory"] > 0
+        assert len(side["seconds"]) == len(side["parts"]["all-to-all"]) == 1 and side["memory"] > 0
         assert (side["stashed"] > 0) == (name in (CAC, FUSED))
 
     # One layer of the two has experts; tensor 2, and the experts over 2 ranks.

@@ -16,7 +16,7 @@ from axonn_recipes.bench_tp.memory import PeakMemory
 from axonn_recipes.bench_tp.report import comparisons
 from axonn_recipes.bench_tp.settings import PEERS, STAGES
 
-TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "2"]
+TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "1"]
 
 
 def test_every_side_runs_and_is_reported(
@@ -35,7 +35,7 @@ def test_every_side_runs_and_is_reported(
         assert name in text
         assert side["losses"] == pytest.approx(sides["ddp"]["losses"], abs=1e-3)
         assert side["losses"][2] < side["losses"][0]
-        assert len(side["seconds"]) == 2 and side["min"] <= side["median"] <= side["max"]
+        assert len(side["seconds"]) == 1 and side["min"] <= side["median"] <= side["max"]
         assert side["memory_bytes"] > 0
         assert (side["compute_s"] is None) == (side["exposed_communication_s"] is None) == (name == "zero3")
         # What else the machine sends meanwhile is counted, too.

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.cli import main
+from axonn_plugins.cluster.launch import free_port
 from axonn_recipes.gpu_test import agents, launchers, report
 from axonn_recipes.gpu_test.scale import Check, Found, Scale, scale_of
 from axonn_recipes.gpu_test.systems import SYSTEMS
 from axonn_recipes.gpu_test.training import spans_hidden
+from tests.forked import Forked
 from tests.matrix import thorough
 
 BROKEN = "tests.recipes.test_gpu_test"
@@ -140,22 +142,34 @@ def test_mistakes_are_one_sentence(capfd: pytest.CaptureFixture[str], words: lis
     assert said in capfd.readouterr().err
 
 
+MACHINE = ["test", "gpu", "--dry", "--only", "machine", "--report"]
+
+
+@pytest.mark.thorough
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Ranks are the launcher's, whose store is used."""
-    words = [
-        "-m",
-        "axonn_plugins.cli",
-        "test",
-        "gpu",
-        "--dry",
-        "--only",
-        "machine",
-        "--report",
-        str(tmp_path / "found"),
-    ]
+    words = ["-m", "axonn_plugins.cli", *MACHINE, str(tmp_path / "found")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "found.json").read_text())["machine"]["ranks"] == 2
+
+
+def test_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are the launcher's, whose store is used: forked, with the variables of torchrun, and its store here."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        with monkeypatch.context() as patch:
+            for name, value in {**address, **place}.items():
+                patch.setenv(name, value)
+            ranks.append(Forked([*MACHINE, str(tmp_path / "found")]))
+    # Served only now: a fork beside the store's thread may find its locks held for good.
+    store = dist.TCPStore("localhost", int(address["MASTER_PORT"]), 2, True, wait_for_workers=False)
+    for rank in ranks:
+        (said,) = rank.communicate()
+        assert rank.returncode == 0, said
+    assert store.num_keys() > 0
     assert json.loads((tmp_path / "found.json").read_text())["machine"]["ranks"] == 2
 
 

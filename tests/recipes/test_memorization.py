@@ -15,6 +15,7 @@ from axonn_plugins.config import ConfigError
 from axonn_recipes.memorization import recipe
 from axonn_recipes.memorization.pages import HELD_OUT, made_up, order, windows
 from axonn_recipes.memorization.settings import BUCKETS, LOSSES, Settings, asked, resolve
+from tests.matrix import thorough
 
 SMALL = [
     "--pages",
@@ -32,7 +33,8 @@ SMALL = [
     "--lr",
     "5e-3",
 ]
-SMALL += ["--grid", "2,1,1,1"]
+SMALL += ["--grid", "1,1,1,1"]
+"""Of one rank, for it takes a hundred steps to learn by heart; grids are test_every_grid_learns_the_same, and the checkpoints' test."""
 TINY = ["--pages", "2", "--epochs", "1", "2", "4", "--warmup", "2", "--steps", "8", "--batch", "4", "--hidden", "16"]
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext-2"
 
@@ -50,20 +52,28 @@ def settings(*words: str) -> Settings:
     return resolve(asked(words))
 
 
+@pytest.fixture(scope="module", params=[(64,), thorough((16, 64))], ids=len)
+def hidden(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """Features of the models."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(hidden: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One page in a bucket is enough to be learned by heart."""
-    return run(tmp_path_factory.mktemp("runs"), *SMALL, "--hidden", "16,64", "--seeds", "5")
+    return run(tmp_path_factory.mktemp("runs"), *SMALL, "--hidden", ",".join(map(str, hidden)), "--seeds", "5")
 
 
-def test_what_is_repeated_is_learned_by_heart_but_for_the_goldfish_loss(finished: Path) -> None:
+def test_what_is_repeated_is_learned_by_heart_but_for_the_goldfish_loss(
+    finished: Path, hidden: tuple[int, ...]
+) -> None:
     results = read(finished / "results.json")
     assert list(results) == list(LOSSES) and all(list(found) == list(BUCKETS) for found in results.values())
     assert results["standard"] == {"control": 0, "low": 0, "middle": 0, "high": 1}
     assert set(results["goldfish"].values()) == {0}
     cells = read(finished / "cells.json")
     assert [(cell["model"], cell["loss"], cell["seed"]) for cell in cells] == [
-        (f"hidden-{hidden}", loss, 5) for hidden in (16, 64) for loss in LOSSES
+        (f"hidden-{width}", loss, 5) for width in hidden for loss in LOSSES
     ]
     large = {cell["loss"]: cell for cell in cells if cell["model"] == "hidden-64"}
     assert large["standard"]["accuracy"]["high"] == 1 and 0.2 < large["goldfish"]["accuracy"]["high"] < 0.9
@@ -73,7 +83,11 @@ def test_what_is_repeated_is_learned_by_heart_but_for_the_goldfish_loss(finished
 
 
 def test_what_is_finished_is_not_run_again(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    hidden: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, trained = Path(shutil.copytree(finished, tmp_path / "memorization")), []
 
@@ -82,13 +96,14 @@ def test_what_is_finished_is_not_run_again(
         return [read(finished / "cells" / f"{model.name}-{loss}-seed-5.json")]
 
     monkeypatch.setattr(recipe, "launch", launch)
-    words = [*SMALL, "--hidden", "16", "64", "--seeds"]
+    words = [*SMALL, "--hidden", *map(str, hidden), "--seeds"]
     run(tmp_path, *words, "5")
     assert trained == [] and read(folder / "results.json") == read(finished / "results.json")
-    (folder / "cells" / "hidden-16-goldfish-seed-5.json").unlink()
+    small = f"hidden-{hidden[0]}"
+    (folder / "cells" / f"{small}-goldfish-seed-5.json").unlink()
     run(tmp_path, *words, "5", "7")
-    small, large = ([(f"hidden-{hidden}", loss, 7) for loss in LOSSES] for hidden in (16, 64))
-    assert trained == [small[0], ("hidden-16", "goldfish", 5), small[1], *large]
+    first, *others = ((f"hidden-{width}", loss, 7) for width in hidden for loss in LOSSES)
+    assert trained == [first, (small, "goldfish", 5), *others]
     assert "mean over 2 seeds" in capsys.readouterr().out
 
 

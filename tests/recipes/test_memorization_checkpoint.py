@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from axonn_plugins.cli import main
 from axonn_plugins.config import ConfigError
-from axonn_recipes.memorization import recipe
+from axonn_recipes.memorization import pages, recipe
 from axonn_recipes.memorization.pages import documents, order
 from axonn_recipes.memorization.settings import BUCKETS, LOSSES, SUFFIX, asked, resolve
+from tests.matrix import thorough
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -73,29 +74,34 @@ def untrained(folder: Path, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
     ).item()
 
 
-def test_a_checkpoint_goes_on_on_a_grid(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("by_pccl")
+@pytest.mark.parametrize("split", ["2,1,1,1", thorough("2,1,2,1")])
+def test_a_checkpoint_goes_on_on_a_grid(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    monkeypatch.setattr(pages, "HELD_OUT", 8)
     words = [*WANTED, "--checkpoint", str(checkpoint), "--data", str(data), "--seeds", "3"]
-    for grid, lr in (("1,1,2,1", "1e-9"), ("2,1,2,1", "1e-2")):
+    for grid, lr in (("1,1,2,1", "1e-9"), (split, "1e-2")):
         assert (
             main(["train", "memorization", *words, "--grid", grid, "--lr", lr, "--runs", str(tmp_path), "--name", grid])
             == 0
         )
     settings = resolve(asked(words + ["--grid", "1,1,2,1"]))
-    pages = documents(data, tokenizer(checkpoint), settings)
+    read = documents(data, tokenizer(checkpoint), settings)
     still, learned = (
         {cell["loss"]: cell for cell in json.loads((tmp_path / grid / "cells.json").read_text())}
-        for grid in ("1,1,2,1", "2,1,2,1")
+        for grid in ("1,1,2,1", split)
     )
-    buckets = order(settings, len(pages.learned), 3).buckets
+    buckets = order(settings, len(read.learned), 3).buckets
     for loss in LOSSES:
         # Nothing is learned at such a rate, so these are the numbers of what was read.
-        assert still[loss]["held_out"] == pytest.approx([untrained(checkpoint, pages.held_out)[1]] * 2, rel=1e-5)
+        assert still[loss]["held_out"] == pytest.approx([untrained(checkpoint, read.held_out)[1]] * 2, rel=1e-5)
         for name in BUCKETS:
-            right, _ = untrained(checkpoint, pages.learned[buckets[name]])
+            right, _ = untrained(checkpoint, read.learned[buckets[name]])
             assert still[loss]["accuracy"][name] == pytest.approx(right.double().mean().item(), abs=1e-9)
         assert learned[loss]["held_out"][0] > learned[loss]["held_out"][1]
     assert learned["standard"]["held_out"] != pytest.approx(learned["goldfish"]["held_out"], rel=1e-4)
-    assert set(json.loads((tmp_path / "2,1,2,1" / "results.json").read_text())) == set(LOSSES)
+    assert set(json.loads((tmp_path / split / "results.json").read_text())) == set(LOSSES)
 
 
 def test_another_checkpoint_of_one_name_has_another_folder(

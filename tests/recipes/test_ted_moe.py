@@ -16,8 +16,8 @@ from axonn_recipes.ted_moe.sides import build
 from ted_moe.memory import TABLE_4_1, parameters
 
 TINY = {
-    "layers": 2, "hidden": 16, "heads": 2, "context": 8, "experts": 4, "ranks": 4, "tensor": 2, "expert": 2, "batch": 16,
-    "micro-batch": 2, "steps": 6, "lr": 0.01, "validate-every": 3, "validation-batches": 1, "tile-size": 64,
+    "layers": 2, "hidden": 16, "heads": 2, "context": 8, "experts": 4, "ranks": 4, "tensor": 2, "expert": 2, "batch": 8,
+    "micro-batch": 2, "steps": 4, "lr": 0.02, "validate-every": 2, "validation-batches": 1, "tile-size": 64,
 }  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def run(folder: Path, text: str, name: str, *options: str, **changes: object) ->
     return json.loads((folder / name / "results.json").read_text())
 
 
+@pytest.mark.usefixtures("by_pccl")
 def test_both_sides_learn_the_same(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     numbers = run(tmp_path, text, "both")
     said = capfd.readouterr().out
@@ -48,19 +49,20 @@ def test_both_sides_learn_the_same(text: str, tmp_path: Path, capfd: pytest.Capt
     # One block of experts; half as many data-parallel ranks have twice as many microbatches. 6 exchanges with checkpointing, 4 without
     # the recomputation's; slots: min_capacity of 4 for each of 4 experts, 16 features, 4 bytes, and half with tokens dropped.
     slots = 4 * 4 * 16 * 4
-    assert stock["exchanges"] == [2 * 6, 2 * 6 * slots]
-    assert ted["exchanges"] == [4 * 4, 4 * 4 * slots // 2]
+    assert stock["exchanges"] == [6, 6 * slots]
+    assert ted["exchanges"] == [2 * 4, 2 * 4 * slots // 2]
     assert ted["parameters"] < 0.6 * stock["parameters"]
     assert 0 < ted["state_bytes"] < stock["state_bytes"] and ted["allocated"] > 0
-    assert [step for step, _ in ted["validation"]] == [3, 6]
+    assert [step for step, _ in ted["validation"]] == [2, 4]
     assert "largest relative difference: of training losses" in said
     assert {file.name for file in (tmp_path / "both").iterdir()} >= {"table.txt", "curves.png", "deepspeed", "ted"}
     lines = [json.loads(line) for line in (tmp_path / "both" / "ted" / "metrics.jsonl").read_text().splitlines()]
     assert [line["val_loss"] for line in lines if "val_loss" in line] == [value for _, value in ted["validation"]]
 
 
+@pytest.mark.usefixtures("by_pccl")
 def test_the_same_order_of_sums_gives_the_same_to_rounding(text: str, tmp_path: Path) -> None:
-    numbers = run(tmp_path, text, "same", "--stock-ranks", "1", ranks=2, expert=1, steps=4)
+    numbers = run(tmp_path, text, "same", "--stock-ranks", "1", ranks=2, expert=1, steps=3, **{"micro-batch": 4})
     stock, ted = numbers["sides"]["deepspeed"], numbers["sides"]["ted"]
     assert stock["replicas"] == ted["replicas"] == 1 and stock["exchanges"] == ted["exchanges"] == [0, 0]
     assert max(numbers["differences"]["losses"]) < 1e-6
@@ -69,7 +71,7 @@ def test_the_same_order_of_sums_gives_the_same_to_rounding(text: str, tmp_path: 
 def test_ranks_change_nothing(text: str, tmp_path: Path) -> None:
     options = ("--side", "deepspeed")
     losses = [
-        run(tmp_path, text, f"on-{ranks}", *options, ranks=ranks, expert=ranks, tensor=1, steps=4)["sides"][
+        run(tmp_path, text, f"on-{ranks}", *options, ranks=ranks, expert=ranks, tensor=1, steps=3)["sides"][
             "deepspeed"
         ]["losses"]
         for ranks in (1, 2)

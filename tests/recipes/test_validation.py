@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,31 @@ import torch
 
 from axonn_plugins.cli import main
 from axonn_recipes.validation import recipe
-from axonn_recipes.validation.problems import discs
+from axonn_recipes.validation.problems import SIZES, Size, discs
 from axonn_recipes.validation.report import Pair
 from axonn_recipes.validation.settings import BOUNDS, Options, Settings, resolve
+from tests.matrix import thorough
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of this file's tests, which learn the same text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
-def test_both_models_learn_as_the_serial_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "validation", "--steps", "3", "--grid", "2,1,2,1", "--out", str(tmp_path / "out")]
+TINY = replace(
+    SIZES["small"], gpt=replace(SIZES["small"].gpt, context=16, heads=4, hidden=32), batch={"gpt": 4, "unet": 4}
+)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(TINY, 2), thorough(SIZES["small"], 3)], ids=["tiny", "small"])
+def test_both_models_learn_as_the_serial_ones(
+    size: Size, steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "small", size)
+    words = ["train", "validation", "--steps", str(steps), "--grid", "2,1,2,1", "--out", str(tmp_path / "out")]
     assert main([*words, "--dtype", "float64"]) == 0
     assert main([*words, "--dtype", "float32", "--model", "gpt"]) == 0
     text = capfd.readouterr().out
@@ -35,7 +50,7 @@ def test_both_models_learn_as_the_serial_ones(tmp_path: Path, capfd: pytest.Capt
     ]
     for pair in numbers["pairs"]:
         assert pair["good"] and pair["largest_difference"] < (1e-12 if pair["dtype"] == "float64" else 1e-4)
-        assert len(pair["serial"]) == len(pair["parallel"]) == 3 and len(set(pair["serial"])) == 3
+        assert len(pair["serial"]) == len(pair["parallel"]) == steps == len(set(pair["serial"]))
         assert pair["drift"] < pair["bound"]  # nothing where a processor rounds both runs alike
         assert min(pair["seconds"]) > 0
 
