@@ -150,7 +150,7 @@ def dropout() -> list[float]:
 
 def schedulers(stage: int) -> Any:
     """DeepSpeed's own scheduler on groups that were split for z."""
-    extra = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}}}
+    extra = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3}}}
     run = case("gx2gz2", stage=stage, extra=extra)
     engine = start(run)
     rates = []
