@@ -1,4 +1,5 @@
 import copy
+import functools
 import itertools
 from contextlib import nullcontext
 from functools import partial
@@ -64,8 +65,15 @@ def state_bytes(optimizer):
     return optimizer.nbytes - sum(entry.parameter.nbytes for entry in optimizer.entries)
 
 
-def four_ranks():
+def four_ranks(steps=4):
     rank, found = dist.get_rank(), {}
+
+    @functools.cache
+    def masked_dense(factory, max_norm, microbatches):
+        _, dense, masks = pair(0.8)
+        reference = Masked(factory, dense, masks, max_norm)
+        return run(dense, dense_step(reference), 4, rank, steps, microbatches=microbatches)
+
     for name, keywords in {
         "plain": {},
         "buckets": {"bucket_bytes": 500},
@@ -75,20 +83,18 @@ def four_ranks():
         "fused": {"factory": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True), "stage": 1},
     }.items():
         for microbatches in (1, 3):
-            ours, dense, masks = pair(0.8)
+            ours, _, masks = pair(0.8)
             keywords = {"factory": ADAMW} | keywords
-            reference = Masked(keywords["factory"], dense, masks, keywords.get("max_norm"))
             optimizer = samo.Optimizer(params=ours, masks=masks, group=dist.group.WORLD, tile_size=90, **keywords)
-            mine = run(ours, optimizer.step, 4, rank, microbatches=microbatches, no_sync=optimizer.no_sync)
-            theirs = run(dense, dense_step(reference), 4, rank, microbatches=microbatches)
+            mine = run(ours, optimizer.step, 4, rank, steps, microbatches=microbatches, no_sync=optimizer.no_sync)
+            theirs = masked_dense(keywords["factory"], keywords.get("max_norm"), microbatches)
             found[f"{name} {microbatches}"] = mine, theirs
     for name, keywords in {"twice": {}, "twice shard": {"stage": 1}}.items():
         # Both backward passes of a step reduce: as without no_sync, only dearer.
-        ours, dense, masks = pair(0.8)
+        ours, _, masks = pair(0.8)
         optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD, bucket_bytes=700, **keywords)
-        reference = Masked(ADAMW, dense, masks)
-        mine = run(ours, optimizer.step, 4, rank, microbatches=2)
-        found[name] = mine, run(dense, dense_step(reference), 4, rank, microbatches=2)
+        mine = run(ours, optimizer.step, 4, rank, steps, microbatches=2)
+        found[name] = mine, masked_dense(ADAMW, None, 2)
     # Only some ranks use a layer.
     ours, _, masks = pair(0.8)
     optimizer = samo.Optimizer(ADAMW, ours, masks, group=dist.group.WORLD)

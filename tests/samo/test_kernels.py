@@ -19,17 +19,18 @@ from tests.matrix import thorough
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-def run_cases(folder, **environment):
+def run_cases(folder, every, **environment):
     environment["TRITON_CACHE_DIR"] = str(folder)
     cases = str(Path(__file__).parent / "kernel_cases.py")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", cases]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *(["-m", ""] if every else []), cases]
     found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 @needs_triton
-def test_in_tritons_interpreter(tmp_path):
-    run_cases(tmp_path, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_in_tritons_interpreter(tmp_path, every):
+    run_cases(tmp_path, every, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @needs_triton
@@ -69,7 +70,7 @@ def test_what_cannot_be_compiled_is_said():
     not torch.cuda.is_available(), reason="no CUDA device: the kernels are only interpreted and compiled"
 )
 def test_on_a_gpu(tmp_path):
-    run_cases(tmp_path, TRITON_INTERPRET="0")
+    run_cases(tmp_path, True, TRITON_INTERPRET="0")
 
 
 def test_triton_is_optional(monkeypatch):
