@@ -20,6 +20,7 @@ from tests import groups
 from tests.axonn_tp.families import in_float64
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.mixtures import mixture, tokens
 
 STEPS, CLIP = 4, 0.5
@@ -30,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "grid, ZeRO-1": ({"ted": {}, "tensor_parallel": {"gx": 2, "gy": 1, "gz": 2, "plan": "auto"}}, 1),
     "lists, ZeRO-1": ({"ted": {"expert": 2}}, 1),
 }
+EVERY_RUN = {"tensor, ZeRO-2", "grid, ZeRO-1", "lists, ZeRO-1"}
 MODELS = {"lists, ZeRO-1": "a list"}
 
 
@@ -88,10 +90,11 @@ def serial_losses(number: int, name: str) -> tuple[list[float], dict[str, torch.
     return losses, model.state_dict()
 
 
-def trained(folder: str) -> dict[str, tuple[float, float]]:
+def trained(folder: str, names: list[str]) -> dict[str, tuple[float, float]]:
     """Of losses and of the whole weights at the end, which another layout begins where the first has stopped."""
     found = {}
-    for name, (block, stage) in CASES.items():
+    for name in names:
+        block, stage = CASES[name]
         of = MODELS.get(name, "Mixtral")
         engine = start(block, stage, mixture(of))
         readings = readers(engine)[1]
@@ -119,11 +122,13 @@ def trained(folder: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_training_equals_one_process_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_training_equals_one_process_and_goes_on_in_another_layout(every: bool, tmp_path: Path) -> None:
+    names = [name for name in CASES if every or name in EVERY_RUN]
     for number, name in ((4, "Mixtral"), (2, "Mixtral"), (4, "a list")):
         serial_losses(number, name)  # which ranks inherit
-    for found in run_ranks(trained, 4, str(tmp_path)):
-        assert found.keys() == CASES.keys()
+    for found in run_ranks(trained, 4, str(tmp_path), names):
+        assert [*found] == names
         assert not {name: far for name, far in found.items() if max(far) > 1e-8 or math.isnan(max(far))}
 
 
