@@ -23,7 +23,9 @@ _STARTER = """
 import os
 codes = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)  # what imports say is no exit code
-import deepspeed, gc, json, runpy, sys, torch, torch._dynamo
+import gc, json, runpy, sys
+import deepspeed, torch, torch._dynamo
+import deepspeed.compile.backend, deepspeed.module_inject.auto_ep_layer, deepspeed.runtime.zero.muon.muon_optimizer
 gc.collect()
 gc.freeze()  # else each child copies what it looks through
 for line in sys.stdin:

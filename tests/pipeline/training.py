@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+import axonn_plugins.hosts.common.composition  # noqa: E402, F401
 import samo  # noqa: E402
 from axonn_tp import layout_of  # noqa: E402
 from axonn_tp.comm.collectives import whole_parameter  # noqa: E402
