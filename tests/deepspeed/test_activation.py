@@ -149,6 +149,9 @@ def test_without_us_nothing_changes(
     assert len(expected[0]["calls"]) > 20 and set(expected[0]["engines"]) == {"deepspeed.runtime.engine"}
     assert stock_run(started, tmp_path / "no-block", CONFIG) == expected
     run, first = (fresh, "") if interpreter == "fresh" else (started_without_us, BY_TORCH)
+    if first:  # which, with nothing to turn us off, has the block obeyed
+        obeyed = run(tmp_path, first + HEAD + "print(name(start(config=config)))", **WITHOUT_US)
+        assert last_line(obeyed) == OURS
     assert stock_run(run, tmp_path / "off", CONFIG | BLOCK, first, AXONN_PLUGINS="0") == expected
 
 

@@ -11,6 +11,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # Imported here, so that forked ranks need not.
 import deepspeed  # noqa: E402
+import deepspeed.ops.op_builder.all_ops  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
