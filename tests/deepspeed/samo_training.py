@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_map  # noqa: E402
 
+import axonn_plugins.hosts.common.composition  # noqa: E402, F401
 import samo  # noqa: E402
 from axonn_plugins.cluster.launch import launch  # noqa: E402
 
