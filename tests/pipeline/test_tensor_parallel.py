@@ -47,7 +47,7 @@ CASES: dict[int, dict[str, Case]] = {
     },
     8: {
         "2 x (2, 1, 1) x 2": Case(tied, tensor=split(gx=2), clip=0.05, microbatches=3),
-        "2 x (1, 2, 1) x 2": Case(tied, tensor=split(gy=2), clip=0.05, microbatches=3, steps=2),
+        "2 x (1, 2, 1) x 2": Case(tied, tensor=split(gy=2), clip=0.05, microbatches=3),
         "2 x (1, 1, 2) x 2": Case(tied, tensor=split(gz=2), clip=0.05, microbatches=3),
         "2 x (2, 1, 2)": Case(tensor=split(2, 1, 2), clip=0.05, microbatches=4),
         "4 x (2, 1, 1)": Case(lambda: plain(8), stages=4, tensor=split(gx=2), microbatches=5),
@@ -77,7 +77,7 @@ def runs(folder: str, half: str) -> dict[str, Any]:
         engine = start(case)
         found[dtype] = train(engine, case)
         engine.destroy()
-    case = Case(tied, dtype="fp32", tensor=split(gz=2))
+    case = Case(tied, dtype="fp32", tensor=split(gz=2), steps=3)
     engine = start(case)
     train(engine, case, range(1))
     engine.save_checkpoint(folder, tag="half way")
