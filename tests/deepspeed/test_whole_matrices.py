@@ -29,7 +29,7 @@ from tests.matrix import thorough  # noqa: E402
 from tests.ted_moe.mixtures import mixture, tokens  # noqa: E402
 
 activate()
-STEPS, MIDDLE = 4, 2
+STEPS, MIDDLE = 5, 2
 """Of a run, and those before its checkpoint."""
 PLAN = {"up": "normal", "down": "transposed"}
 MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1}}
