@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate  # noqa: F401  which ranks inherit
 import deepspeed
 import pytest
 import torch
@@ -26,6 +27,7 @@ from deepspeed.utils import (
 from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.models.gpt2 import modeling_gpt2  # noqa: F401  which ranks inherit
 
 from axonn_tp import layout_of
 from axonn_tp.checkpoint import convert_checkpoint

@@ -195,12 +195,15 @@ def checkpoints(stage: int, half: str, folder: str) -> list[str]:
     return differ
 
 
+SIDE = 400
+
+
 class Large(nn.Module):
     """A few large layers."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(700, 700) for _ in range(layers)))
+        self.layers = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(layers)))
 
     def forward(self, rows: Any) -> Any:
         return self.layers(rows).float().square().mean()
@@ -211,7 +214,7 @@ def peaks(tile: int | None, layers: int, stage: int, half: str, clip: float) -> 
     engine = start(config, one_group, lambda: Large(layers))
     found = []
     for _ in range(3):
-        engine.backward(engine(torch.randn(6, 700, dtype=next(engine.module.parameters()).dtype)))
+        engine.backward(engine(torch.randn(6, SIDE, dtype=next(engine.module.parameters()).dtype)))
         found.append(most_allocated(engine.step))
     return found[1:]
 
@@ -332,7 +335,7 @@ def test_memory_of_a_step(measured: str, one_rank: Any) -> None:
     ours, stock = one_rank[2][measured]
     assert not isinstance(ours, str) and not isinstance(stock, str), (ours, stock)
     assert max(ours) <= 4 * TILE + 2**20
-    assert min(stock) > 4 * 2 * 700 * 700
+    assert min(stock) > 4 * 2 * SIDE * SIDE
 
 
 def test_the_block(one_rank: Any) -> None:
