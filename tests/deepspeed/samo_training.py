@@ -12,6 +12,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # Imported here, so that forked ranks need not.
 import deepspeed  # noqa: E402
+import deepspeed.ops.op_builder.all_ops  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -19,6 +20,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_map  # noqa: E402
 
+import axonn_plugins.hosts.common.composition  # noqa: E402, F401
 import samo  # noqa: E402
 from axonn_plugins.cluster.launch import launch  # noqa: E402
 

@@ -23,7 +23,11 @@ _STARTER = """
 import os
 codes = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)  # what imports say is no exit code
-import deepspeed, json, runpy, sys, torch, torch._dynamo
+import gc, json, runpy, sys
+import deepspeed, torch, torch._dynamo
+import deepspeed.compile.backend, deepspeed.module_inject.auto_ep_layer, deepspeed.runtime.zero.muon.muon_optimizer
+gc.collect()
+gc.freeze()  # else each child copies what it looks through
 for line in sys.stdin:
     folder, variables = json.loads(line)
     child = os.fork()
@@ -33,8 +37,18 @@ for line in sys.stdin:
         sys.path[0] = folder
         for number, name in ((1, 'stdout'), (2, 'stderr')):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        runpy.run_path('train.py', run_name='__main__')
-        sys.exit()
+        code = 1
+        try:
+            runpy.run_path('train.py', run_name='__main__')
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if code and code is not end.code:
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)  # an interpreter's end takes as long as all that a short script does
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=codes, flush=True)
 """
 

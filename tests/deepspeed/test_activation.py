@@ -125,9 +125,9 @@ if rank == 1:
 )
 
 
-def stock_run(run: Start, folder: Path, config: dict[str, Any], **changes: str) -> list[Any]:
+def stock_run(run: Start, folder: Path, config: dict[str, Any], first: str = "", **changes: str) -> list[Any]:
     folder.mkdir()
-    result = run(folder, TRAINING.replace("CONFIG", repr(config)), **changes)
+    result = run(folder, first + TRAINING.replace("CONFIG", repr(config)), **changes)
     assert result.returncode == 0, result.stderr
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(2)]
 
@@ -136,12 +136,23 @@ def fresh(folder: Path, text: str, **changes: str) -> subprocess.CompletedProces
     return run_script(folder, text, **changes)[0]
 
 
-def test_without_us_nothing_changes(started: Start, started_without_us: Start, tmp_path: Path) -> None:
+BY_TORCH = "import torch; torch._import_device_backends()\n"
+"""In an interpreter that was started without us: what `import torch` does in any other."""
+
+
+@pytest.mark.parametrize("interpreter", ["forked", thorough("fresh")])
+def test_without_us_nothing_changes(
+    interpreter: str, started: Start, started_without_us: Start, tmp_path: Path
+) -> None:
     """Losses, weights and collectives of all stages, to the last bit."""
     expected = stock_run(started_without_us, tmp_path / "never", CONFIG, **WITHOUT_US)
     assert len(expected[0]["calls"]) > 20 and set(expected[0]["engines"]) == {"deepspeed.runtime.engine"}
     assert stock_run(started, tmp_path / "no-block", CONFIG) == expected
-    assert stock_run(fresh, tmp_path / "off", CONFIG | BLOCK, AXONN_PLUGINS="0") == expected
+    run, first = (fresh, "") if interpreter == "fresh" else (started_without_us, BY_TORCH)
+    if first:  # which, with nothing to turn us off, has the block obeyed
+        obeyed = run(tmp_path, first + HEAD + "print(name(start(config=config)))", **WITHOUT_US)
+        assert last_line(obeyed) == OURS
+    assert stock_run(run, tmp_path / "off", CONFIG | BLOCK, first, AXONN_PLUGINS="0") == expected
 
 
 def _case(**changes: Any) -> Case:

@@ -15,10 +15,11 @@ from axonn_plugins.config import ConfigError, parse
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from tests.deepspeed.training import Case, difference, run_cases, serial
 from tests.distributed import run_ranks, same_on_all
+from tests.matrix import thorough
 
 
 def gpt() -> nn.Module:
-    return GPT(GPTConfig(vocabulary=51, context=9, layers=2, heads=4, hidden=16))
+    return GPT(GPTConfig(vocabulary=51, context=9, layers=1, heads=4, hidden=16))
 
 
 def ids() -> tuple[Tensor, ...]:
@@ -57,10 +58,14 @@ CASES = {
 }
 
 
-def test_trains_as_one_process() -> None:
-    found = run_ranks(run_cases, 4, CASES)
+EVERY_RUN = {"zero0-2-1-{'sequence': 2}", "zero1-1-1-{'batch': 2, 'sequence': 2}", "zero2-1-2-{'sequence': 2}"}
+
+
+@pytest.mark.parametrize("names", [sorted(EVERY_RUN), thorough([*CASES])], ids=["some", "all"])
+def test_trains_as_one_process(names: list[str]) -> None:
+    found = run_ranks(run_cases, 4, {name: CASES[name] for name in names})
     expected = serial(Case(gpt, ids, dtype="fp64", after=saved))
-    for name in CASES:
+    for name in names:
         for rank in found:
             assert isinstance(rank[name], dict), rank[name]
             for key in ("losses", "norms"):

@@ -17,6 +17,7 @@ from axonn_tp.grid.mesh import AXES
 from axonn_tp.layers.activation import ActivationSplit, _noted
 from tests.deepspeed.scripts import NO_KERNEL, fork_script, one_sentence, run_script, sentences
 from tests.deepspeed.training import deepspeed  # ranks are forked from here
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
@@ -295,9 +296,10 @@ def test_a_rank_without_the_block_is_not_waited_for(tmp_path: Path) -> None:
 FOUR = SCRIPT.replace("CHANGE", f"tp['gz'] = 2\n{NO_KERNEL}").replace("AFTER", "")
 
 
-def test_fresh_interpreters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, thorough(2)])
+def test_fresh_interpreters(ranks: int, tmp_path: Path) -> None:
     """As a user starts them: through the installed entry point."""
-    for run in run_script(tmp_path, FOUR, ranks=2):
+    for run in run_script(tmp_path, FOUR, ranks=ranks):
         assert run.returncode == 1
         assert "Traceback" not in run.stderr
         assert "gx*gy*gz = 2*1*2 = 4" in sentences(run.stderr)[0]

@@ -17,6 +17,7 @@ from axonn_plugins.autoload import activate
 from axonn_plugins.optim import reducer
 from axonn_plugins.pccl.build import load
 from tests.deepspeed.samo_training import DYNAMIC, SEARCH, STEPS, Case, dense, masks_of, plain, ready, run, start, train
+from tests.matrix import thorough
 
 activate()
 SCALE = samo.LossScale(16.0, growth_interval=10**9)
@@ -33,6 +34,9 @@ CASES: dict[str, tuple[Case, Any]] = {
     "nothing pruned": (Case({"sparsity": 0.0}, clip=0.3), None),
     "nearly all pruned": (Case({"sparsity": 0.999}), None),
 }
+
+
+EVERY_RUN = ("fp32", "fp32, all on", "callable", "fp16 overflow", "shard", "nearly all pruned")
 
 
 @contextmanager
@@ -58,10 +62,11 @@ def counted() -> Iterator[list[int]]:
             setattr(where, name, original)
 
 
-def against_plain() -> dict[str, Any]:
+def against_plain(names: list[str]) -> dict[str, Any]:
     ready()
     found: dict[str, Any] = {}
-    for name, (case, scale) in CASES.items():
+    for name in names:
+        case, scale = CASES[name]
         engine = start(case)
         with counted() as seen:
             ours = train(engine, case)
@@ -77,9 +82,9 @@ def against_plain() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_equals_a_plain_run(ranks: int) -> None:
-    everyone = run(against_plain, ranks)
+@pytest.mark.parametrize(("ranks", "every"), [(1, False), (3, False), thorough(1, True), thorough(3, True)])
+def test_equals_a_plain_run(ranks: int, every: bool) -> None:
+    everyone = run(against_plain, ranks, [*CASES] if every else [*EVERY_RUN])
     first, last = (sum(rank["fp32"]["ours"][step][0][0] for rank in everyone) for step in (0, -1))
     assert last < first
     for rank in everyone:

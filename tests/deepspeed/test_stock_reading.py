@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401  which ranks inherit
 
 from axonn_plugins.cli.convert import main as convert
 from axonn_plugins.config import ConfigError
@@ -25,11 +26,13 @@ from tests.deepspeed.training import Case, attempt, config_of, start, train, two
 from tests.distributed import run_ranks
 from tests.matrix import chosen, names
 
+AT = 3
+"""Steps before a checkpoint: where there are fewer, Adam makes more of the rounding of fp16 than the tests allow."""
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}}
 
 
 def case(stage: int, dtype: str, grid: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> Case:
-    return Case(gpt, ids, grid, GPT_PLAN, stage, dtype, **{"extra": dict(SCHEDULE), **changes})
+    return Case(gpt, ids, grid, GPT_PLAN, stage, dtype, steps=AT + 2, **{"extra": dict(SCHEDULE), **changes})
 
 
 class Mixture(nn.Module):
@@ -81,8 +84,7 @@ ALONE = {
 }
 MOVES |= ALONE
 BACK = {f"{name} and back": pair for name, pair in MOVES.items() if name not in NOT_BACK}
-EVERY_RUN = {"fp32 zero1", "fp32 zero2 groups", "fp16 zero0", "bf16 zero0 offload"}
-EVERY_RUN |= {"fp32 zero0 and back", "bf16 zero1 and back", "fp32 zero2 mixture"}
+EVERY_RUN = {"fp32 zero2 groups", "fp16 zero0", "bf16 zero0 offload", "bf16 zero1 and back", "fp32 zero2 mixture"}
 
 
 def begin_stock(run: Case, added: float = 0.0) -> Any:
@@ -122,7 +124,7 @@ def go_on(run: Case, folder: str, **keywords: Any) -> Any:
     engine = fresh(run)
     path, client = engine.load_checkpoint(folder, **keywords)
     assert path is not None
-    found = client, engine.global_steps, engine.get_lr(), train(engine, run.batches()[3:])["losses"]
+    found = client, engine.global_steps, engine.get_lr(), train(engine, run.batches()[AT:])["losses"]
     engine.destroy()
     return found
 
@@ -136,10 +138,10 @@ def narrower() -> Any:
 
 def to_a_grid(run: Case, there: Case, place: str) -> Any:
     engine = begin_stock(run)
-    train_stock(engine, run.batches()[:3])
+    train_stock(engine, run.batches()[:AT])
     engine.save_checkpoint(place, client_state={"epoch": 4})
     rates = engine.get_lr()
-    expected = {"epoch": 4}, 3, rates, train_stock(engine, run.batches()[3:])
+    expected = {"epoch": 4}, AT, rates, train_stock(engine, run.batches()[AT:])
     engine.destroy()
     return expected, go_on(there, place)
 
@@ -147,17 +149,17 @@ def to_a_grid(run: Case, there: Case, place: str) -> Any:
 def and_back(run: Case, there: Case, place: str) -> Any:
     """A grid's checkpoint is converted, and stock goes on."""
     engine = start(there)
-    train(engine, there.batches()[:3])
-    engine.save_checkpoint(place, "three", client_state={"epoch": 4})
-    expected = {"epoch": 4}, 3, engine.get_lr(), train(engine, there.batches()[3:])["losses"]
+    train(engine, there.batches()[:AT])
+    engine.save_checkpoint(place, "half", client_state={"epoch": 4})
+    expected = {"epoch": 4}, AT, engine.get_lr(), train(engine, there.batches()[AT:])["losses"]
     engine.destroy()
     if dist.get_rank() == 0:
         options = ["--to", "deepspeed", "--ranks", str(dist.get_world_size()), "--zero", str(run.stage)]
-        assert convert([f"{place}/three", f"{place}-stock", *options]) == 0
+        assert convert([f"{place}/half", f"{place}-stock", *options]) == 0
     dist.barrier()
     engine = begin_stock(run, 0.1)
     _, client = engine.load_checkpoint(f"{place}-stock")
-    found = {"epoch": client["epoch"]}, engine.global_steps, engine.get_lr(), train_stock(engine, run.batches()[3:])
+    found = {"epoch": client["epoch"]}, engine.global_steps, engine.get_lr(), train_stock(engine, run.batches()[AT:])
     engine.destroy()
     return expected, found
 
@@ -174,7 +176,7 @@ def otherwise(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     run, there = MOVES["fp32 zero1"]
     engine = begin_stock(run)
-    train_stock(engine, run.batches()[:3])
+    train_stock(engine, run.batches()[:AT])
     engine.save_checkpoint(f"{folder}/fp32 zero1", client_state={"epoch": 4})
     engine.destroy()
     samo = case(1, "fp32", **alone(samo={"sparsity": 0.5}))
@@ -218,7 +220,7 @@ def test_goes_on(name: str, moves: list[dict[str, Any]]) -> None:
 
 def test_is_pruned(ranks: list[dict[str, Any]]) -> None:
     assert not isinstance(ranks[0]["pruned"], str), ranks[0]["pruned"]
-    assert ranks[0]["pruned"][:2] == ({"epoch": 4}, 3)
+    assert ranks[0]["pruned"][:2] == ({"epoch": 4}, AT)
 
 
 def test_weights_alone(ranks: list[dict[str, Any]]) -> None:

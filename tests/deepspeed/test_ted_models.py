@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ted_moe import Topology
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import asked, names, thorough
 
 HIDDEN = 8
 
@@ -244,18 +245,21 @@ def gathered(mine: Any) -> list[Any]:
     return everyone
 
 
-def everything(folder: str) -> dict[str, Any]:
+def everything(folder: str, forms: list[str], names: list[str], dropless: list[bool]) -> dict[str, Any]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
     found = {"trained": attempt(trained, folder)}
-    found |= {form: attempt(gradients, form) for form in FORMS}
-    found |= {f"told {name}": gathered(attempt(told, *case)) for name, case in TOLD.items()}
+    found |= {form: attempt(gradients, form) for form in forms}
+    found |= {f"told {name}": gathered(attempt(told, *TOLD[name])) for name in names}
     found["subclass"] = attempt(subclass)
-    return found | {f"dropless {dropless}": attempt(dice, dropless) for dropless in (True, False)}
+    return found | {f"dropless {kind}": attempt(dice, kind) for kind in dropless}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_ranks(everything, 4, str(tmp_path_factory.mktemp("checkpoints")))[0]
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    parts = ("form", "name", "dropless")
+    forms, told, dropless = ([value for (value,) in asked(request, part) if value is not None] for part in parts)
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_ranks(everything, 4, folder, ["none", *sorted(forms)], sorted(told), sorted(dropless))[0]
 
 
 def test_trains_beside_another_engine_and_goes_on_from_a_checkpoint(found: Any) -> None:
@@ -263,14 +267,14 @@ def test_trains_beside_another_engine_and_goes_on_from_a_checkpoint(found: Any) 
     assert found["trained"] == pytest.approx([first, first, second, third], rel=1e-4)  # gates are float32
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("form", names(FORMS[1:], ["reentrant"]))
 def test_backward_runs_twice(found: Any, form: str) -> None:
     stashed, left, gradients = found[form]
     assert stashed and left == 0
     assert gradients == pytest.approx(found["none"][2], rel=1e-10)
 
 
-@pytest.mark.parametrize("dropless", [True, False])
+@pytest.mark.parametrize("dropless", [True, thorough(False)])
 def test_tensor_ranks_draw_the_same_behind_whole_experts(found: Any, dropless: bool) -> None:
     drawn = found[f"dropless {dropless}"]
     assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
@@ -282,7 +286,7 @@ def test_a_subclass_keeps_its_forward(found: Any) -> None:
     assert "deepspeed_moe cannot be called by itself; call the MoE layer" in alone
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", names(TOLD, ["split", "whole"]))
 def test_groups_say_where_experts_are(found: Any, name: str) -> None:
     ted, ep_size = TOLD[name]
     for rank, result in enumerate(found[f"told {name}"]):

@@ -20,6 +20,7 @@ from tests import groups
 from tests.axonn_tp.families import in_float64
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.mixtures import mixture, tokens
 
 STEPS, CLIP = 4, 0.5
@@ -30,6 +31,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "grid, ZeRO-1": ({"ted": {}, "tensor_parallel": {"gx": 2, "gy": 1, "gz": 2, "plan": "auto"}}, 1),
     "lists, ZeRO-1": ({"ted": {"expert": 2}}, 1),
 }
+EVERY_RUN = {"tensor, ZeRO-2", "grid, ZeRO-1"}
+"""Experts in a list are trained in test_whole_matrices.py, too."""
 MODELS = {"lists, ZeRO-1": "a list"}
 
 
@@ -88,10 +91,11 @@ def serial_losses(number: int, name: str) -> tuple[list[float], dict[str, torch.
     return losses, model.state_dict()
 
 
-def trained(folder: str) -> dict[str, tuple[float, float]]:
+def trained(folder: str, names: list[str]) -> dict[str, tuple[float, float]]:
     """Of losses and of the whole weights at the end, which another layout begins where the first has stopped."""
     found = {}
-    for name, (block, stage) in CASES.items():
+    for name in names:
+        block, stage = CASES[name]
         of = MODELS.get(name, "Mixtral")
         engine = start(block, stage, mixture(of))
         readings = readers(engine)[1]
@@ -119,18 +123,22 @@ def trained(folder: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_training_equals_one_process_and_goes_on_in_another_layout(tmp_path: Path) -> None:
-    for number, name in ((4, "Mixtral"), (2, "Mixtral"), (4, "a list")):
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_training_equals_one_process_and_goes_on_in_another_layout(every: bool, tmp_path: Path) -> None:
+    names = [name for name in CASES if every or name in EVERY_RUN]
+    for number, name in ((4, "Mixtral"), (2, "Mixtral"), *([(4, "a list")] if every else [])):
         serial_losses(number, name)  # which ranks inherit
-    for found in run_ranks(trained, 4, str(tmp_path)):
-        assert found.keys() == CASES.keys()
+    for found in run_ranks(trained, 4, str(tmp_path), names):
+        assert [*found] == names
         assert not {name: far for name, far in found.items() if max(far) > 1e-8 or math.isnan(max(far))}
 
 
-def recomputed() -> dict[str, Counter]:
+def recomputed(every: bool) -> dict[str, Counter]:
     """Collectives of a forward and backward, with and without HF's gradient checkpointing."""
     found = {}
     for name, checkpointing, keep in (("none", False, True), ("again", True, False), ("kept", True, True)):
+        if name == "again" and not every:
+            continue
         model = mixture("Mixtral")
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -145,21 +153,23 @@ def recomputed() -> dict[str, Counter]:
     return found
 
 
-def test_a_recomputation_communicates_nothing() -> None:
+@pytest.mark.parametrize("every", [False, thorough(True)])
+def test_a_recomputation_communicates_nothing(every: bool) -> None:
     layers = 2
-    for found in run_ranks(recomputed, 4):
+    for found in run_ranks(recomputed, 4, every):
         # Numbers of rows, rows to the experts and back, and the mirrors of the last two; and whether all ranks begin backward.
         assert found["none"]["all_to_all", "expert"] == layers * (1 + 2 + 2) + 1
-        assert found["again"]["all_to_all", "expert"] == layers * (1 + 2 + 2 + 1 + 2) + 1
+        if every:
+            assert found["again"]["all_to_all", "expert"] == layers * (1 + 2 + 2 + 1 + 2) + 1
         for kind in ("all_to_all", "all_gather", "reduce_scatter"):
             alike = {key: number for key, number in found["kept"].items() if key[0] == kind}
             assert alike == {key: number for key, number in found["none"].items() if key[0] == kind}
 
 
-def halves() -> dict[str, list[float]]:
+def halves(blocks: dict[str, Any]) -> dict[str, list[float]]:
     """Losses in bfloat16, of a stock engine and of ours."""
     found = {}
-    for name, block in (("stock", None), ("expert", {"ted": {}}), ("tensor", {"ted": {"tensor": 2}})):
+    for name, block in {"stock": None, **blocks}.items():
         model = mixture("Mixtral").float()
         slow = {
             "type": "AdamW",
@@ -180,10 +190,14 @@ def halves() -> dict[str, list[float]]:
     return found
 
 
-def test_halves_train_as_under_stock_deepspeed() -> None:
-    for found in run_ranks(halves, 4):
-        assert found["expert"] == pytest.approx(found["stock"], rel=2e-2)
-        assert found["tensor"] == pytest.approx(found["stock"], rel=2e-2)
+@pytest.mark.parametrize(
+    "blocks", [thorough({"expert": {"ted": {}}}), {"tensor": {"ted": {"tensor": 2}}}], ids=["expert", "tensor"]
+)
+def test_halves_train_as_under_stock_deepspeed(blocks: dict[str, Any]) -> None:
+    for found in run_ranks(halves, 4, blocks):
+        assert found.keys() - blocks.keys() == {"stock"}
+        for name in blocks:
+            assert found[name] == pytest.approx(found["stock"], rel=2e-2)
 
 
 class Loop(nn.Module):

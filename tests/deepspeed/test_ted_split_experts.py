@@ -29,6 +29,7 @@ from tests.deepspeed.ted_unit_scripts import (
 )
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import asked, names, thorough
 
 WHOLE: dict[str, Any] = {"parts": False, "marked": False, "said": False, "apart": True}
 SCRIPTS = {
@@ -54,6 +55,20 @@ TRAINED = {
 CONFIGURATIONS = list(itertools.product((1, 2), (2,), (True, False), (True, False)))
 CONFIGURATIONS += [(1, 4, True, True), (1, 4, False, False)]
 """ep_size, tensor ranks, enable_expert_tensor_parallelism, use_residual."""
+EVERY_RUN = {
+    "parts, expert 1",
+    "weights alone say it",
+    "all tokens sent",
+    "whole, expert 4",
+    "whole, for tensor ranks to split",
+    "parts, ZeRO-1, resumed",
+    "whole, ZeRO-1",
+    (2, 2, True, False),
+    (1, 2, False, True),
+    (1, 4, True, True),
+}
+"""Names of SCRIPTS and TRAINED, and configurations."""
+assert EVERY_RUN <= {*SCRIPTS, *TRAINED, *CONFIGURATIONS}
 
 
 def worst(script: Script, unit: Any) -> float:
@@ -132,14 +147,14 @@ def own_configurations(ep_size: int, tensor: int, said: bool, residual: bool) ->
     return kept, said_by_stock, after
 
 
-def everything(folder: str) -> dict[Any, Any]:
+def everything(folder: str, wanted: set[Any]) -> dict[Any, Any]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
     unit = Unit()
-    found: dict[Any, Any] = {name: attempt(worst, script, unit) for name, script in SCRIPTS.items()}
-    for name, script in TRAINED.items():
+    found: dict[Any, Any] = {name: attempt(worst, script, unit) for name, script in SCRIPTS.items() if name in wanted}
+    for name, script in [(name, script) for name, script in TRAINED.items() if name in wanted]:
         found[name] = attempt(trained, name, script, unit, str(Path(folder)))
     found["interleaved"] = attempt(interleaved, unit)
-    for case in CONFIGURATIONS:
+    for case in [case for case in CONFIGURATIONS if case in wanted]:
         found[case] = attempt(own_configurations, *case)
     unsummed = Script({}, 2, sums=False)
     found["unsummed"] = attempt(gradients, unsummed, unit)
@@ -152,18 +167,19 @@ def everything(folder: str) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_ranks(everything, 4, str(tmp_path_factory.mktemp("checkpoint")))[0]
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    wanted = {value for values in asked(request, "name", "case") for value in values}
+    return run_ranks(everything, 4, str(tmp_path_factory.mktemp("checkpoint")), wanted)[0]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", names(SCRIPTS, EVERY_RUN))
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     for rank in found[name]:
         assert not isinstance(rank, str), rank
         assert rank < 1e-10
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", names(TRAINED, EVERY_RUN))
 def test_trains_what_one_process_trains(found: Any, name: str) -> None:
     assert not isinstance(found[name][0], str), found[name][0]
     assert found[name][0] == pytest.approx(serial_losses(TRAINED[name], 2), rel=2e-5)
@@ -187,7 +203,7 @@ def test_experts_that_the_layers_call_split_keep_their_shapes(found: Any) -> Non
     assert found["shapes"] == 4 * [{"said": [INNER, HIDDEN], "split": [INNER // TENSOR, HIDDEN]}]
 
 
-@pytest.mark.parametrize("case", CONFIGURATIONS)
+@pytest.mark.parametrize("case", [case if case in EVERY_RUN else thorough(case) for case in CONFIGURATIONS])
 def test_groups_say_where_experts_are(found: Any, case: tuple) -> None:
     ep_size, tensor, said, _ = case
     topology = Topology(4, tensor, ep_size, said)

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import grad_norm
+from tests import groups
 from tests.deepspeed.ted_training import CHECKPOINTS, Case, start
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
+from tests.matrix import asked, names, thorough
 
 HIDDEN, STEPS = 8, 2
 
@@ -74,6 +76,13 @@ NESTED = {
     "nested, DeepSpeed's that is not reentrant": ("deepspeed, not reentrant", "deepspeed, not reentrant"),
 }
 WAYS = ["plain", "attributes", *NESTED, "layer called twice", "evaluated between"]
+WAYS_OF_EVERY_RUN = {
+    "attributes",
+    "nested, reentrant outside",
+    "nested, DeepSpeed's that is not reentrant",
+    "layer called twice",
+    "evaluated between",
+}
 
 
 def build(way: str, ep_size: int, rank: int) -> Model:
@@ -181,10 +190,11 @@ def autocast(form: str, ted: dict[str, Any]) -> tuple[float, float]:
     return found
 
 
-def everything() -> dict[Any, Any]:
-    found: dict[Any, Any] = {way: attempt(steps, way) for way in WAYS}
-    found |= {case: attempt(one_infinity, *case) for case in INFINITIES}
-    for form, fused in AUTOCAST:
+def everything(wanted: set[Any]) -> dict[Any, Any]:
+    groups.reuse()
+    found: dict[Any, Any] = {way: attempt(steps, way) for way in WAYS if way in wanted}
+    found |= {case: attempt(one_infinity, *case) for case in INFINITIES if case in wanted}
+    for form, fused in [case for case in AUTOCAST if case in wanted]:
         split = {"tensor": 2, "fused": fused, "duplicate_token_dropping": fused}
         found[form, fused] = attempt(autocast, form, split)
     return found | {WHOLE: attempt(autocast, "none", {})}
@@ -193,15 +203,20 @@ def everything() -> dict[Any, Any]:
 # The gate's gradient is the same on both tensor ranks, so the norm counts it on the first of them.
 INFINITIES = [(0, "gate.wg"), (0, "experts.0.fc1.weight"), (1, "gate.wg"), (2, "qkv.weight")]
 AUTOCAST = [("none", True), ("none", False), ("reentrant", True), ("torch", True), ("deepspeed", True)]
+EVERY_RUN = {(0, "experts.0.fc1.weight"), (1, "gate.wg"), ("none", False), ("torch", True)}
 WHOLE = "not tensor parallel, no checkpoint"
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[Any, Any]]:
-    return run_ranks(everything, 4)
+def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_ranks(everything, 4, {value for values in asked(request, "way", "case") for value in values})
 
 
-@pytest.mark.parametrize("way", WAYS)
+def cases(of: list[Any]) -> list[Any]:
+    return [case if case in EVERY_RUN else thorough(case) for case in of]
+
+
+@pytest.mark.parametrize("way", names(WAYS, WAYS_OF_EVERY_RUN))
 def test_trains_what_one_process_trains(found: list[dict[Any, Any]], way: str) -> None:
     assert not isinstance(found[0][way], str), found[0][way]
     losses, left, exchanges = found[0][way]
@@ -211,14 +226,14 @@ def test_trains_what_one_process_trains(found: list[dict[Any, Any]], way: str) -
     assert exchanges == 8
 
 
-@pytest.mark.parametrize("case", INFINITIES, ids=str)
+@pytest.mark.parametrize("case", cases(INFINITIES), ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(found: list[dict[Any, Any]], case: Any) -> None:
     for rank in found:
         assert not isinstance(rank[case], str), rank[case]
         assert rank[case] == [(False, 0, 16), (True, 1, 8), (False, 1, 8)]
 
 
-@pytest.mark.parametrize("case", AUTOCAST, ids=str)
+@pytest.mark.parametrize("case", cases(AUTOCAST), ids=str)
 def test_autocast_of_the_scripts_own(found: list[dict[Any, Any]], case: Any) -> None:
     for each in (case, WHOLE):
         assert not isinstance(found[0][each], str), found[0][each]

@@ -24,6 +24,7 @@ from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_recipes.allocations import most_allocated
 from tests.deepspeed.training import attempt, two_groups
 from tests.distributed import run_ranks
+from tests.matrix import asked, chosen, names, thorough
 
 ACCUMULATION = 2
 HALVES = {
@@ -157,6 +158,14 @@ CASES = {
     for what, tile, clip, groups in (("clipped", 2300, 0.3, two_groups), ("small tiles", 300, 0.3, one_group))
     if (half != "fp32" or what == "clipped") and (stage, half) != (1, "bf16 sums in fp32")
 }
+EVERY_RUN = {
+    "ZeRO-1 fp32 clipped",
+    "ZeRO-1 fp16 small tiles",
+    "ZeRO-2 bf16 small tiles",
+    "ZeRO-2 overflows clipped",
+    "ZeRO-2 bf16 sums in fp32 clipped",
+}
+assert EVERY_RUN <= CASES.keys()
 
 
 def checkpoints(stage: int, half: str, folder: str) -> list[str]:
@@ -186,12 +195,15 @@ def checkpoints(stage: int, half: str, folder: str) -> list[str]:
     return differ
 
 
+SIDE = 400
+
+
 class Large(nn.Module):
     """A few large layers."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(700, 700) for _ in range(layers)))
+        self.layers = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(layers)))
 
     def forward(self, rows: Any) -> Any:
         return self.layers(rows).float().square().mean()
@@ -202,14 +214,16 @@ def peaks(tile: int | None, layers: int, stage: int, half: str, clip: float) -> 
     engine = start(config, one_group, lambda: Large(layers))
     found = []
     for _ in range(3):
-        engine.backward(engine(torch.randn(6, 700, dtype=next(engine.module.parameters()).dtype)))
+        engine.backward(engine(torch.randn(6, SIDE, dtype=next(engine.module.parameters()).dtype)))
         found.append(most_allocated(engine.step))
     return found[1:]
 
 
-def on_two_ranks(folder: str) -> dict[str, Any]:
-    found = {name: attempt(beside_stock, *case) for name, case in CASES.items()}
+def on_two_ranks(folder: str, cases: dict[str, Any], stages: list[int]) -> dict[str, Any]:
+    found = {name: attempt(beside_stock, *case) for name, case in cases.items()}
     for stage, half in ((1, "bf16"), (2, "fp16")):
+        if stage not in stages:
+            continue
         found[f"checkpoints {stage}"] = attempt(checkpoints, stage, half, f"{folder}/{stage}")
     return found
 
@@ -227,8 +241,9 @@ def gathered(function: Any, ranks: int, *arguments: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return gathered(on_two_ranks, 2, str(tmp_path_factory.mktemp("checkpoints")))
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    stages = [stage for (stage,) in asked(request, "stage") if stage]
+    return gathered(on_two_ranks, 2, str(tmp_path_factory.mktemp("checkpoints")), chosen(request, CASES), stages)
 
 
 def check(found: Any) -> None:
@@ -237,7 +252,7 @@ def check(found: Any) -> None:
     assert not found["differ"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names(CASES, EVERY_RUN))
 def test_the_bits_of_stock(name: str, two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         check(rank[name])
@@ -246,7 +261,7 @@ def test_the_bits_of_stock(name: str, two_ranks: list[dict[str, Any]]) -> None:
             assert any(skipped) and not all(skipped)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [thorough(1), 2])
 def test_checkpoints_go_both_ways(stage: int, two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank[f"checkpoints {stage}"] == []
@@ -258,13 +273,14 @@ MIXTURES = {
 }
 
 
-def on_four_ranks() -> dict[str, Any]:
-    return {name: attempt(beside_stock, *case) for name, case in MIXTURES.items()}
+def on_four_ranks(mixtures: list[str]) -> dict[str, Any]:
+    return {name: attempt(beside_stock, *MIXTURES[name]) for name in mixtures}
 
 
-def test_experts() -> None:
-    for rank in gathered(on_four_ranks, 4):
-        for name in MIXTURES:
+@pytest.mark.parametrize("mixtures", [["experts ZeRO-2 bf16"], thorough([*MIXTURES])], ids=["one", "all"])
+def test_experts(mixtures: list[str]) -> None:
+    for rank in gathered(on_four_ranks, 4, mixtures):
+        for name in mixtures:
             check(rank[name])
             assert len(rank[name]["runs"][0]["state"]) > 1
 
@@ -301,22 +317,25 @@ MEMORY = {
 }
 
 
-def on_one_rank() -> Any:
+def on_one_rank(measured: list[str]) -> Any:
     """Memory is measured here, as what gloo allocates to gather weights is not the update's."""
-    memory = {name: [attempt(peaks, tile, *how) for tile in (TILE, None)] for name, how in MEMORY.items()}
+    memory = {
+        name: [attempt(peaks, tile, *how) for tile in (TILE, None)] for name in measured for how in [MEMORY[name]]
+    }
     return refused(), by_default(), memory
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Any:
-    return gathered(on_one_rank, 1)[0]
+def one_rank(request: pytest.FixtureRequest) -> Any:
+    return gathered(on_one_rank, 1, sorted(name for (name,) in asked(request, "measured") if name))[0]
 
 
-def test_memory_of_a_step(one_rank: Any) -> None:
-    for ours, stock in one_rank[2].values():
-        assert not isinstance(ours, str) and not isinstance(stock, str), (ours, stock)
-        assert max(ours) <= 4 * TILE + 2**20
-        assert min(stock) > 4 * 2 * 700 * 700
+@pytest.mark.parametrize("measured", names(MEMORY, ("5 layers", "clipped")))
+def test_memory_of_a_step(measured: str, one_rank: Any) -> None:
+    ours, stock = one_rank[2][measured]
+    assert not isinstance(ours, str) and not isinstance(stock, str), (ours, stock)
+    assert max(ours) <= 4 * TILE + 2**20
+    assert min(stock) > 4 * 2 * SIDE * SIDE
 
 
 def test_the_block(one_rank: Any) -> None:

@@ -14,6 +14,7 @@ from axonn_plugins.pipeline.host_store import HostStore
 from axonn_plugins.pipeline.reduction import chunks_of
 from axonn_recipes.allocations import most_allocated
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.test_tiled_optimizer import FACTORIES, Untiled, assert_same, groups_of, pair, train
 
 CASES = [(name, torch.bfloat16) for name in FACTORIES]
@@ -105,8 +106,8 @@ def test_schedulers_groups_and_closures():
 @pytest.mark.parametrize("name", ["adamw", "foreach", "momentum"])
 def test_device_memory(name):
     """4φ bytes and 16·bsize, whatever the optimizer allocates and however large the model is; the rest is the host's."""
-    bucket_size, side = 2**15, 640
-    for count in (2, 5):
+    bucket_size, side = 2**14, 320
+    for count in (2, 4):
         parameters = [nn.Parameter(torch.randn(side, side, dtype=torch.bfloat16)) for _ in range(count)]
         optimizer = BucketedOptimizer(FACTORIES[name], parameters, bucket_size, max_norm=0.1)
         for step in range(3):
@@ -204,7 +205,7 @@ def _scaled(rank):
     return scales, message
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, thorough(4)])
 def test_updates_while_averages_are_under_way(ranks):
     """To the bit that of averaging first; with two ranks, whose sums have one order, that of averaging whole gradients."""
     cases = [(torch.bfloat16, {"coarsening": 1}), (torch.bfloat16, {"coarsening": 3}), (torch.float32, {})]

@@ -85,7 +85,7 @@ def meetings() -> dict[str, Any]:
     found: dict[str, Any] = {}
     slices = [dist.new_group([first, first + 1]) for first in (0, 2)]
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-    case = Case(lambda: [LayerSpec(Meeting) for _ in range(6)], microbatches=9, module={"topology": topology})
+    case = Case(lambda: [LayerSpec(Meeting) for _ in range(4)], microbatches=7, steps=2, module={"topology": topology})
     wanted, weights = serial(case, 1)
     engine = start(replace(case, stages=None))  # type: ignore[arg-type]
     Meeting.group = slices[dist.get_rank() // 2]
@@ -94,7 +94,7 @@ def meetings() -> dict[str, Any]:
     found["model axis"] = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
     found["weights"] = difference(parameters(engine), weights)
     engine.destroy()
-    case = Case(lambda: [LayerSpec(Experts) for _ in range(4)], dtype="fp32", microbatches=9)
+    case = Case(lambda: [LayerSpec(Experts) for _ in range(2)], dtype="fp32", microbatches=7, steps=2)
     for name, block in (("stock", None), ("ours", {})):
         engine = start(replace(case, block=block))
         if block is not None:

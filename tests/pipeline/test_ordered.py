@@ -17,12 +17,14 @@ from axonn_plugins.pipeline.packing import Message
 from axonn_plugins.pipeline.schedule import POLICIES, Policy, Stage, automatic_limit
 from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.wires import AHEAD, CHANNELS, TorchWire
+from tests.matrix import thorough
 from tests.pipeline.ordered import World
 
 CPU = torch.device("cpu")
 LONG, SHORT = 60.0, 1.5
 """Seconds without a message after which something is wrong, and where that is expected."""
 MICROBATCHES, BATCHES = 9, 2
+STAGES = [2, thorough(3), 4, thorough(5)]
 
 
 class Ahead(TorchWire):
@@ -140,7 +142,8 @@ def run(
     return world.run(stages * replicas, of_rank)
 
 
-@pytest.mark.parametrize(("stages", "buffered"), list(product((2, 3, 4, 5), (False, True))))
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("stages", STAGES)
 def test_no_schedule_deadlocks(monkeypatch: pytest.MonkeyPatch, stages: int, buffered: bool) -> None:
     for policy, limit in product(POLICIES, (None, 1, stages)):
         found = run(monkeypatch, World(buffered, True, LONG), stages, policy, limit=limit)
@@ -185,7 +188,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, world: World, by_size: bool = False
 
 
 @pytest.mark.parametrize("buffered", [False, True])
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("stages", STAGES)
 def test_kernels_that_are_loaded_wait_for_no_receive(
     monkeypatch: pytest.MonkeyPatch, stages: int, buffered: bool
 ) -> None:
@@ -213,7 +216,7 @@ def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("buffered", [False, True])
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("stages", STAGES)
 def test_kernels_for_new_shapes_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, stages: int, buffered: bool) -> None:
     _growing(monkeypatch)
     for limit in (None, 1, stages):

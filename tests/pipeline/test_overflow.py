@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +12,17 @@ import torch.distributed as dist
 
 from axonn_plugins.autoload import activate
 from tests.distributed import made_once, run_ranks
+from tests.matrix import thorough
 from tests.pipeline.training import Case, difference, parameters, ready, serial, start, train
 
 activate()
 
-INJECTED = 6
+INJECTED = 5
 """The step in which one rank of the second stage has an infinite gradient; the first ones overflow by their scale."""
 FP16 = Case(
     dtype="fp16",
     microbatches=3,
-    steps=9,
+    steps=7,
     extra={"fp16": {"initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 1000}},
 )
 CASES: dict[str, Case] = {
@@ -33,10 +35,13 @@ CASES: dict[str, Case] = {
 }
 
 
-def overflows() -> dict[str, Any]:
+EVERY_RUN = ("ZeRO-1, clipped", "ZeRO-0, SGD", "offloaded, SGD, clipped")
+
+
+def overflows(cases: dict[str, Case]) -> dict[str, Any]:
     ready()
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         ours = watched(start(case), case)
         kept = [step for step, skipped in enumerate(ours["skipped"]) if not skipped]
         (losses, weights), (_, before) = made_once(
@@ -74,9 +79,10 @@ def watched(engine: Any, case: Case) -> dict[str, Any]:
     return found
 
 
-def test_overflow_and_recovery() -> None:
-    everywhere = run_ranks(overflows, 4)
-    for name in CASES:
+@pytest.mark.parametrize("names", [EVERY_RUN, thorough([*CASES])], ids=["some", "all"])
+def test_overflow_and_recovery(names: Sequence[str]) -> None:
+    everywhere = run_ranks(overflows, 4, {name: CASES[name] for name in names})
+    for name in names:
         first = everywhere[0][name]
         skipped = first["skipped"]
         assert skipped[0] and not skipped[INJECTED - 1] and skipped[INJECTED] and not any(skipped[INJECTED + 1 :]), name

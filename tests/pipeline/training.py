@@ -11,18 +11,21 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # Imported here, so that forked ranks need not.
 import deepspeed  # noqa: E402
+import deepspeed.ops.op_builder.all_ops  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+import axonn_plugins.hosts.common.composition  # noqa: E402, F401
 import samo  # noqa: E402
 from axonn_tp import layout_of  # noqa: E402
 from axonn_tp.comm.collectives import whole_parameter  # noqa: E402
 from tests.distributed import BACKEND, made_once  # noqa: E402
 
-STEPS, MICROBATCH, WIDTH, TOKENS, WORDS = 3, 2, 8, 5, 11
+STEPS, MICROBATCH, WIDTH, TOKENS, WORDS = 2, 2, 8, 5, 11
+"""The weights at the end show what the second step did with the first one's moments."""
 Spec = LayerSpec | Callable[[Any], Any]
 
 

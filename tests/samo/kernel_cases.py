@@ -12,6 +12,7 @@ from torch import nn
 import samo
 from axonn_plugins.optim.index import BLOCK, Index
 from samo import fused, kernels
+from tests.matrix import thorough
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,8 +46,17 @@ def random_masks(generator):
 
 
 @runs
-@pytest.mark.parametrize("form", ["offsets", "positions"])
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        (torch.float32, "offsets"),
+        thorough(torch.float32, "positions"),
+        thorough(torch.bfloat16, "offsets"),
+        (torch.bfloat16, "positions"),
+        (torch.float16, "offsets"),
+        thorough(torch.float16, "positions"),
+    ],
+)
 def test_compress_is_that_of_the_index(dtype, form):
     generator = torch.Generator().manual_seed(0)
     for name, mask in random_masks(generator).items():
@@ -143,11 +153,11 @@ def assert_close(ours, theirs, rtol=2e-6):
 @pytest.mark.parametrize(
     ("name", "dtype", "form"),
     [
-        ("adamw", torch.bfloat16, "offsets"),
+        thorough("adamw", torch.bfloat16, "offsets"),
         ("adam", torch.bfloat16, "positions"),
-        ("adamw-fused", torch.bfloat16, "auto"),
+        thorough("adamw-fused", torch.bfloat16, "auto"),
         ("adamw", torch.float16, "offsets"),
-        ("adam", torch.float32, "offsets"),
+        thorough("adam", torch.float32, "offsets"),
         ("adamw-fused", torch.float32, "positions"),
     ],
 )
@@ -188,7 +198,7 @@ def test_torch_and_the_kernels_take_turns():
 
 
 @runs
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("name", [thorough("adamw"), "adamw-fused"])
 def test_parameters_that_have_gradients_in_some_steps(name):
     """Counts differ; one is written in place, and moments are replaced."""
     generator = torch.Generator().manual_seed(7)

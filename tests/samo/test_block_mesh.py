@@ -1,10 +1,10 @@
 """The block's pruners on every grid of four ranks, step by step against a slow loop of one process."""
 
 import copy
+import functools
 import json
 import math
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
 from tests.samo.reference import Masked
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 GRIDS = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 PLAN = {"up": {"kind": "normal"}, "down": {"kind": "transposed"}}
 STEPS = 7
@@ -157,7 +157,7 @@ CASES = {
     # Some ranks have nothing of a matrix, and get some.
     "rigl of few": (
         {"sparsity": 0.97, "regrow": {"interval": 2, "end_step": 8, "fraction": 0.5}},
-        partial(rigl, sparsity=0.97),
+        functools.partial(rigl, sparsity=0.97),
         (2, 4, 6),
     ),
     "nonzero": ({"pruner": "nonzero"}, lambda model, step, _: matrices_nonzero(model) if step == 0 else None, ()),
@@ -216,13 +216,19 @@ def made(name):
     return model
 
 
-def on_grids(name, shard, quarter):
-    block, masks_of, held = CASES[name]
+@functools.cache
+def expected_of(name):
+    """Weights after each step of one process, which ranks inherit."""
+    _, masks_of, held = CASES[name]
     whole = made(name)
     samo.absorb(whole)
-    expected = serial(whole, masks_of, held)
+    return serial(whole, masks_of, held)
+
+
+def on_grids(name, shard, grids):
+    block, expected = CASES[name][0], expected_of(name)
     file = Path(same_on_all(tempfile.mkdtemp())) / "new" / "kept.json"
-    for gx, gy, gz in GRIDS[quarter::4]:
+    for gx, gy, gz in grids:
         split = {"gx": gx, "gy": gy, "gz": gz, "plan": PLAN}
         settings = {**block, "shard": shard, "report": str(file)}
         run = compose(made(name), ADAMW, {"tensor_parallel": split, "samo": settings}, max_norm=0.05)
@@ -244,17 +250,19 @@ def on_grids(name, shard, quarter):
     dist.barrier()
 
 
-def quarters(names):
-    """Each case on a quarter of the grids in every run, in turn."""
-    pairs = [(number, name, quarter) for number, name in enumerate(names) for quarter in range(4)]
-    return [pair if (number + pair[1]) % 4 == 0 else thorough(*pair) for number, *pair in pairs]
+def in_turn(names, grids):
+    """Each case on one grid in every run, in turn, and on all."""
+    pairs = [(name, [grid]) for name, grid in zip(names, grids, strict=False)]
+    return [*pairs, *(thorough(name, GRIDS) for name in names)]
 
 
-@pytest.mark.parametrize(("name", "quarter"), quarters(CASES))
-def test_equals_one_process_on_every_grid_of_four(name, quarter):
-    run_ranks(on_grids, 4, name, False, quarter)
+@pytest.mark.parametrize(("name", "grids"), in_turn(CASES, GRIDS), ids=str)
+def test_equals_one_process_on_every_grid_of_four(name, grids):
+    expected_of(name)
+    run_ranks(on_grids, 4, name, False, grids)
 
 
-@pytest.mark.parametrize(("name", "quarter"), quarters(["schedule", "snip", "rigl"]))
-def test_equals_one_process_where_states_are_shared_out(name, quarter):
-    run_ranks(on_grids, 4, name, True, quarter)
+@pytest.mark.parametrize(("name", "grids"), in_turn(["schedule", "snip", "rigl"], GRIDS[-3:]), ids=str)
+def test_equals_one_process_where_states_are_shared_out(name, grids):
+    expected_of(name)
+    run_ranks(on_grids, 4, name, True, grids)
