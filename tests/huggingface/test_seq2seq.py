@@ -75,7 +75,7 @@ def tuned(grid: dict[str, Any] | None, readers: int, **more: Any) -> dict[str, A
         **more,
     )
     used = transformers.Seq2SeqTrainer(
-        t5(), arguments, shifted, train_dataset=Sentences(14), eval_dataset=Sentences(9, 4), compute_metrics=counted
+        t5(), arguments, shifted, train_dataset=Sentences(30), eval_dataset=Sentences(9, 4), compute_metrics=counted
     )
     used.train()
     predicted = used.predict(used.eval_dataset, max_length=9)

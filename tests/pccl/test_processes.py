@@ -101,7 +101,7 @@ for last, port in zip(("together", "one by one"), sys.argv[1:], strict=True):
             os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
             run(rank, last)
             sys.exit()  # as an interpreter ends that nobody forked
-    print(last, [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
+    print(last, [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks], flush=True)
 """
 
 
