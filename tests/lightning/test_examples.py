@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -78,7 +77,6 @@ def as_started(arguments: list[str], folder: Path, strategy: dict[str, int] | No
 
 def as_forked(arguments: list[str], folder: Path, strategy: dict[str, int] | None) -> list[float]:
     """As started by torchrun, without an interpreter's start for each rank."""
-    importlib.import_module("litgpt.__main__")  # once, before the ranks are forked
     ranks = int(arguments[arguments.index("--devices") + 1])
     found = (
         launch(litgpt_alone, 1, arguments, folder)
