@@ -107,8 +107,6 @@ def losses(out: Path) -> list[float]:
 def test_as_one_process(tmp_path: Path, ranks: int, strategy: str) -> None:
     pytest.importorskip("jsonargparse", reason="LitGPT's scripts need it")
     checkpoint(tmp_path / "base")
-    for method in METHODS:  # once, before the ranks are forked
-        importlib.import_module(f"litgpt.finetune.{method}")
     wanted = run_ranks(finetune, 1, tmp_path, None)[0]
     found = run_ranks(finetune, ranks, tmp_path, strategy)[0]
     for method, (weights, values) in wanted.items():
