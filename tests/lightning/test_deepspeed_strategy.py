@@ -106,17 +106,6 @@ def refused() -> str:
     return str(caught.value)
 
 
-def each_once(folder: Path) -> list[Any]:
-    """Of two ranks each axis by one or the other, and both on the grid of another axis again."""
-    with on_cpu():
-        trained = [by_trainer(grid, folder / f"2-{number}") for number, grid in enumerate(GRIDS[2])]
-        looped = [by_fabric({"gy": 2})]
-        by_fabric({"gx": 2}, save=folder / "half")
-        looped.append(by_fabric({"gz": 2}, resume=folder / "half"))
-        again = by_trainer({"gy": 2}, folder / "resumed", folder / "2-0" / "epoch=0.ckpt")
-        return [trained, looped, refused(), again]
-
-
 def every(folder: Path) -> list[Any]:
     ranks = dist.get_world_size()
     grids = GRIDS[ranks] + ([PLANE] if ranks == 4 else [])
@@ -134,17 +123,11 @@ def every(folder: Path) -> list[Any]:
         return [trained, looped, refused()]
 
 
-@pytest.mark.parametrize("all_grids", [False, thorough(True)])
-def test_as_one_process(tmp_path: Path, all_grids: bool) -> None:
+@pytest.mark.parametrize("on_four", [False, thorough(True)])
+def test_as_one_process(tmp_path: Path, on_four: bool) -> None:
     wanted = fit("auto", tmp_path / "one", precision="32-true")
     loop = by_fabric(None)
-    if all_grids:
-        two, four = run_ranks(every, 2, tmp_path), run_ranks(every, 4, tmp_path)
-    else:
-        made = run_ranks(each_once, 2, tmp_path)
-        two, four = [found[:3] for found in made], []
-        for *_, again in made:
-            same(again, wanted, resumed=True, within=2e-4)
+    two, four = run_ranks(every, 2, tmp_path), run_ranks(every, 4, tmp_path) if on_four else []
     for trained, looped, last in (*two, *four):
         for found in trained:
             same(found, wanted, within=2e-4)
