@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ def test_a_number_draws_the_same_case_again() -> None:
     assert case(3, 17, 4) == case(3, 17, 4) != case(4, 17, 4)
 
 
-@pytest.mark.parametrize("cases", [16, thorough(120)])
-def test_random_models_equal_the_serial_model(cases: int) -> None:
-    found = run_cases(0, range(cases))
+@pytest.mark.parametrize("numbers", [(2, 5, 6, 9, 12, 13), thorough(range(120))], ids=len)  # of the few, one is refused
+def test_random_models_equal_the_serial_model(numbers: Collection[int]) -> None:
+    found = run_cases(0, numbers)
     print(found)
     assert not found.bad, "\n".join(found.bad)
     equal = [number for number, told in found.told.items() if told == "equal"]
-    assert len(found.told) == cases and len(equal) > cases // 2  # a refusal shows nothing
+    assert len(found.told) == len(numbers) and len(equal) > len(numbers) // 2  # a refusal shows nothing
     assert {found.cases[number].grid.world for number in equal} == set(WORLDS)
 
 

@@ -16,12 +16,12 @@ from tests.huggingface.trainer_runs import Case, gpt2, llama, trained  # noqa: E
 
 CASES = {
     "recomputed": (
-        Case(llama, batch=8, arguments={"max_steps": 3, "gradient_checkpointing": True, "eval_strategy": "epoch"}),
+        Case(llama, batch=8, samples=14, arguments={"max_steps": 2, "gradient_checkpointing": True, "eval_strategy": "epoch"}),
         {"gz": {"sequence": 2}},
         2,
     ),
     "smoothed": (
-        Case(gpt2, batch=8, arguments={"max_steps": 3, "label_smoothing_factor": 0.1}, config={"zero_optimization": {"stage": 1}}),
+        Case(gpt2, batch=8, samples=14, arguments={"max_steps": 2, "label_smoothing_factor": 0.1}, config={"zero_optimization": {"stage": 1}}),
         {"gz": {"batch": 2, "sequence": 2}},
         2,
     ),

@@ -49,7 +49,7 @@ def losses(folder: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [4, thorough(2)])
+@pytest.mark.parametrize("ranks", [2, thorough(4)])
 def test_losses_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
     wanted = run_ranks(losses, 1, tmp_path, 1)[0]
     for found in run_ranks(losses, ranks, tmp_path, ranks):

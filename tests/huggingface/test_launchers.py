@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 import tempfile
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import axonn_plugins
-from axonn_plugins.cluster.launch import free_port
+from axonn_plugins.cluster.launch import free_port, launch
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
@@ -49,9 +49,9 @@ said = {"environment": dict(os.environ), "arguments": sys.argv[1:]}
 pathlib.Path(f"{os.environ['RANK']}.json").write_text(json.dumps(said))
 """
 LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "{port}"],
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "{port}"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file", "{config}"]
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "{port}"],
+    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "{port}"],
+    "accelerate": ["accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file", "{config}"]
     + ["--num_processes", "2", "--main_process_port", "{port}"],
 }
 
@@ -62,13 +62,31 @@ def told(folder: Path, launcher: str) -> list[dict[str, Any]]:
     config.write_text(json.dumps(CONFIG))
     script.write_text(SAYS)
     words = [word.format(port=free_port(), config=config) for word in LAUNCHERS[launcher]]
-    own = {"CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
-    environment = {key: value for key, value in os.environ.items() if key not in own} | {"DS_ACCELERATOR": "cpu"}
     given = [] if launcher == "accelerate" else ["--deepspeed", str(config)]
-    command = [sys.executable, *words, str(script), *given]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert launch(run_module, 1, folder, [*words, str(script), *given]) == [0]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def run_module(folder: Path, words: list[str]) -> int:
+    """As ``python -m`` does, without an interpreter's start; its exit code."""
+    for key in (
+        "CUDA_VISIBLE_DEVICES",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
+        os.environ.pop(key, None)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.chdir(folder)
+    sys.argv = words
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
 def run(started: list[dict[str, Any]]) -> list[dict[str, float]]:

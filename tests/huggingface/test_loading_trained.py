@@ -31,6 +31,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+def part_of(name: str) -> str:
+    """The folder of what a case loads."""
+    return next((part for part in ("mixture", "head") if part in name), "whole")
+
+
 def learned(folder: Path, name: str, block: dict[str, Any] | None, readers: int) -> dict[str, Any]:
     """As a script does it: arguments, then the model, then the Trainer."""
     forget()
@@ -49,8 +54,7 @@ def learned(folder: Path, name: str, block: dict[str, Any] | None, readers: int)
     )
     torch.manual_seed(1)
     with counted() as sizes:
-        part = next(part for part in ("mixture", "head", "") if part in name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{part or 'whole'}")
+        model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{part_of(name)}")
         at_once, lazy = len(sizes), sum(isinstance(p, LazyTensor) for p in model.parameters())
         trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(30), data_collator=padded)
         trainer.train()
@@ -76,7 +80,8 @@ def by_accelerate(folder: Path) -> list[int]:
 
 def all_of_it(folder: Path) -> dict[str, Any]:
     if dist.get_world_size() == 1:
-        return {name: learned(folder, name, None, 1) for name in BLOCKS}
+        of_files = {part: learned(folder, part, None, 1) for part in {*map(part_of, BLOCKS)}}
+        return {name: of_files[part_of(name)] for name in BLOCKS}
     found: dict[str, Any] = {name: learned(folder, name, block, readers) for name, (block, readers) in BLOCKS.items()}
     return found | {"accelerate": by_accelerate(folder)}
 

@@ -35,7 +35,7 @@ def mixture() -> nn.Module:
 CASE = Case(
     model=mixture,
     config={"zero_optimization": {"stage": 1}},
-    arguments={"max_steps": 4, "gradient_checkpointing": True, "max_grad_norm": 0.5},
+    arguments={"max_steps": 3, "gradient_checkpointing": True, "max_grad_norm": 0.5},
 )
 
 

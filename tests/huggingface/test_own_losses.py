@@ -242,7 +242,7 @@ ONE_OF_A_KIND = [
 
 @pytest.mark.parametrize(
     ("names", "with_one_reader"),
-    [(ONE_OF_A_KIND, {"sum divided", "own sum", "weighted", "nllb"}), thorough([*CASES], {*CASES})],
+    [(ONE_OF_A_KIND, {"sum divided", "weighted"}), thorough([*CASES], {*CASES})],
     ids=["some", "all"],
 )
 def test_as_in_one_process(names: list[str], with_one_reader: set[str]) -> None:

@@ -18,6 +18,7 @@ from axonn_tp.plan.placement import place
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 peft = pytest.importorskip("peft")
@@ -40,9 +41,9 @@ def adapted(name: str) -> nn.Module:
 
 def tuned(name: str, grid: dict[str, Any] | None, readers: int, stage: int) -> dict[str, Any]:
     """Train, load the adapter into a model that is whole, and go on from a checkpoint."""
-    arguments = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2}
+    arguments = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
     config = {"zero_optimization": {"stage": stage}}
-    case = Case(model=partial(adapted, name), batch=8, arguments=arguments, config=config)
+    case = Case(model=partial(adapted, name), batch=8, samples=14, arguments=arguments, config=config)
     block = None if grid is None else {"tensor_parallel": grid}
     used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
     used.train()
@@ -53,7 +54,7 @@ def tuned(name: str, grid: dict[str, Any] | None, readers: int, stage: int) -> d
     with torch.no_grad():
         logits, own = whole.eval()(ids).logits, used.model.eval()(ids).logits
     again = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     found = {"history": history(used), "resumed": history(again), "logits": logits.tolist(), "own": own.tolist()}
     return found | merged(used.model, ids)
 
@@ -110,7 +111,7 @@ OTHERS: dict[str, Any] = {
 def trained(name: str, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
     """Losses, the numbers of parameters, and logits with each adapter, also as one process reads it."""
     block = None if grid is None else {"tensor_parallel": grid}
-    case = Case(model=OTHERS[name], batch=8, arguments={"num_train_epochs": 1})
+    case = Case(model=OTHERS[name], batch=8, samples=14, arguments={"num_train_epochs": 1})
     used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()))
     used.train()
     ids, logits = torch.arange(12).view(2, 6), []
@@ -168,18 +169,32 @@ def refused(build: Callable[[], nn.Module]) -> str:
     return "no error"
 
 
-def every(grid: dict[str, Any] | None) -> dict[str, Any]:
+BOTH = {"gx": 2, "gz": 2, "plan": "auto"}
+IN_X, IN_Z = ("llama", "p-tuning", "two"), ("gpt2", "AdaLoRA", "prefix")
+
+
+def grid_of(name: str, ranks: int) -> tuple[dict[str, Any] | None, int]:
+    """Of four ranks all, of two the one or the other axis; and how many read different data."""
+    if ranks == 1:
+        return None, 1
+    alone = ({"gx": 2, "plan": "auto"}, 1) if name in IN_X else ({"gz": 2, "plan": "auto"}, 2)
+    return alone if ranks == 2 else (BOTH, 2)
+
+
+def every(ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: attempt(partial(tuned, name, grid, 1 if grid is None else 2, int(name == "llama"))) for name in MODELS
+        name: attempt(partial(tuned, name, *grid_of(name, ranks), int(name == "llama"))) for name in MODELS
     }
-    found |= {name: attempt(partial(trained, name, grid, 1 if grid is None else 2)) for name in OTHERS}
+    found |= {name: attempt(partial(trained, name, *grid_of(name, ranks))) for name in OTHERS}
     told = {"refused": lambda: nn.Sequential(nn.Linear(8, 8), Packed()), "weights": of_weights}
-    return found if grid is None else found | {name: refused(build) for name, build in told.items()}
+    return found if ranks == 1 else found | {name: refused(build) for name, build in told.items()}
 
 
-def test_adapters_are_those_of_one_process() -> None:
-    wanted = run_ranks(every, 1, None)[0]
-    for found in run_ranks(every, 4, {"gx": 2, "gz": 2, "plan": "auto"}):
+@pytest.mark.parametrize("ranks", [2, thorough(4)])
+def test_adapters_are_those_of_one_process(ranks: int) -> None:
+    assert {*IN_X, *IN_Z} == {*MODELS, *OTHERS}
+    wanted = run_ranks(every, 1, 1)[0]
+    for found in run_ranks(every, ranks, ranks):
         assert "keeps its weight quantized" in found["refused"] and one_sentence(found["refused"])
         assert "names weight of the linear layer" in found["weights"] and one_sentence(found["weights"])
         for name in OTHERS:

@@ -153,21 +153,32 @@ def refused(folder: str, grid: dict[str, Any], readers: int, **more: Any) -> str
     return told.splitlines()[0]
 
 
-def every(folder: str, names: list[str], grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: attempt(partial(tuned, name, folder, grid, readers)) for name in names}
-    if grid is not None:
-        found["sorted"] = refused(folder, grid, readers, loss_type="aot")
-        found["memory"] = refused(folder, grid, readers, precompute_ref_log_probs=True)
+BOTH, X, Z = {"gx": 2, "gz": 2, "plan": "auto"}, {"gx": 2, "plan": "auto"}, {"gz": 2, "plan": "auto"}
+
+
+def every(folder: str, grids: dict[str, dict[str, Any]], ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, grid in grids.items():
+        readers = 2 if ranks > 1 and "gz" in grid else 1
+        found[name] = attempt(partial(tuned, name, folder, None if ranks == 1 else grid, readers))
+    if ranks > 1:
+        grid = BOTH if ranks == 4 else Z
+        found["sorted"] = refused(folder, grid, 2, loss_type="aot")
+        found["memory"] = refused(folder, grid, 2, precompute_ref_log_probs=True)
     return found
 
 
-@pytest.mark.parametrize("names", [["rewards", "DPO, experts", "ORPO", "KTO, LoRA"], thorough([*TRAINERS])])
-def test_as_in_one_process(tmp_path: Any, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "grids"),
+    [(2, {"rewards": Z, "DPO, experts": X, "ORPO": Z, "KTO, LoRA": Z}), thorough(4, dict.fromkeys(TRAINERS, BOTH))],
+    ids=["two", "four"],
+)
+def test_as_in_one_process(tmp_path: Any, ranks: int, grids: dict[str, dict[str, Any]]) -> None:
     for kind in ("pairs", "single", "chats"):
         for number, seed in ((SAMPLES, 1), (EVALUATED, 2)):
             samples(number, seed, kind).save_to_disk(tmp_path / f"{kind}{seed}")
-    (wanted,) = run_ranks(every, 1, str(tmp_path), names, None, 1)
-    for found in run_ranks(every, 4, str(tmp_path), names, {"gx": 2, "gz": 2, "plan": "auto"}, 2):
+    (wanted,) = run_ranks(every, 1, str(tmp_path), grids, 1)
+    for found in run_ranks(every, ranks, str(tmp_path), grids, ranks):
         assert 'loss_type = "aot" sorts the pairs of a batch' in found["sorted"] and one_sentence(found["sorted"])
         assert "needs a dataset that is in files" in found["memory"] and one_sentence(found["memory"])
         for name, expected in wanted.items():

@@ -24,7 +24,7 @@ def pruned(folder: Path, name: str, config: dict[str, Any], readers: int) -> Any
     forget()
     file = folder / f"{name}.json"
     file.write_text(json.dumps(config))
-    size = ["--per_device_train_batch_size", str(8 // readers), "--max_steps", "6"]
+    size = ["--per_device_train_batch_size", str(8 // readers), "--max_steps", "4"]
     return attempt(partial(train.main, ["--deepspeed", str(file), *size, "--output_dir", str(folder / name)]))
 
 

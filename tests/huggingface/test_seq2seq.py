@@ -26,7 +26,7 @@ GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
     2: {"gx": ({"gx": 2}, 1), "gz": ({"gz": 2}, 2)},
     4: {"xz": ({"gx": 2, "gz": 2}, 2)},
 }
-SOME = {"gx": ["smoothed"], "gz": ["greedy"], "xz": ["greedy"], "one": ["greedy", "smoothed"]}
+SOME = {"gx": ["smoothed"], "gz": ["greedy"], "one": ["greedy", "smoothed"]}
 WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "smoothed": {"label_smoothing_factor": 0.1, "generation_num_beams": 2}}
 
 
@@ -102,6 +102,8 @@ def test_evaluations_are_those_of_one_process(all_pairs: bool) -> None:
         ends = wanted[f"{way}: one"]["ends"]  # at once, or never
         assert len(ends) == 9 and ends[:2] == [False, True]
     for world, grids in GRIDS.items():
+        if world == 4 and not all_pairs:
+            continue
         for rank in run_ranks(every, world, grids, all_pairs):
             for name, found in rank.items():
                 expected = wanted[f"{name.partition(':')[0]}: one"]

@@ -16,6 +16,7 @@ import axonn_plugins
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
+from tests.matrix import thorough
 
 axonn_plugins.activate()
 pytest.importorskip("accelerate")
@@ -73,21 +74,29 @@ def tuned(kind: str, grid: dict[str, Any] | None, readers: int, workers: int = 0
     return {"history": history(used), "labels": predicted.label_ids.tolist(), "rows": len(predicted.predictions)}
 
 
-def every(grids: list[tuple[dict[str, Any] | None, int]]) -> dict[str, list[Any]]:
-    found = {kind: [attempt(partial(tuned, kind, grid, readers)) for grid, readers in grids] for kind in KINDS}
-    if grids[0][1] > 1:
-        found["workers"] = [attempt(partial(tuned, "unknown", *grids[0], workers=1))]
+GRIDS: list[tuple[dict[str, Any] | None, int]] = [({"gz": 2}, 2), ({"gx": 2}, 1)]
+
+
+def every(grids: dict[str, list[tuple[dict[str, Any] | None, int]]]) -> dict[str, list[Any]]:
+    found = {
+        kind: [attempt(partial(tuned, kind, grid, readers)) for grid, readers in of_kind]
+        for kind, of_kind in grids.items()
+    }
+    if torch.distributed.get_world_size() > 1:
+        found["workers"] = [attempt(partial(tuned, "unknown", *GRIDS[0], workers=1))]
     return found
 
 
-def test_losses_and_labels_are_those_of_one_process() -> None:
-    wanted = run_ranks(every, 1, [(None, 1)])[0]
-    for rank in run_ranks(every, 2, [({"gz": 2}, 2), ({"gx": 2}, 1)]):
+@pytest.mark.parametrize("with_one_reader", [{"files"}, thorough({*KINDS})], ids=len)
+def test_losses_and_labels_are_those_of_one_process(with_one_reader: set[str]) -> None:
+    wanted = run_ranks(every, 1, {kind: [(None, 1)] for kind in KINDS})[0]
+    for rank in run_ranks(every, 2, {kind: GRIDS[: 1 + (kind in with_one_reader)] for kind in KINDS}):
         said = rank.pop("workers")[0].partition("\n")[0]
         assert "1 workers of a DataLoader that reads a stream" in said and one_sentence(said.partition(": ")[2])
         for kind, grids in rank.items():
             expected = wanted[kind][0]
             assert not isinstance(expected, str), expected
+            assert len(grids) == 1 + (kind in with_one_reader)
             assert expected["rows"] == 9 and torch.tensor(expected["labels"]).shape == (9, 9)
             for found in grids:
                 assert not isinstance(found, str), (kind, found)

@@ -17,6 +17,7 @@ from tests.matrix import thorough
 
 axonn_plugins.activate()
 pytest.importorskip("accelerate")
+from tests.huggingface.test_own_losses import NO_AUTO, Plain  # noqa: E402
 from tests.huggingface.trainer_runs import (  # noqa: E402
     Case,
     Scarce,
@@ -39,43 +40,49 @@ GRIDS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
     },
     4: {"xz": ({"gx": 2, "gz": 2, "plan": "auto"}, 2), "y and data": ({"gy": 2}, 2), "auto": (AUTO | {"gx": 2}, 4)},
 }
-# 30 samples are not a multiple of 8, nor are 10 of 4.
+# Neither 22 nor 14 samples are a multiple of 8 or of 4, nor are 10 of 4.
 EVERYTHING = Case(
     batch=8,
+    samples=22,
     arguments={
         "num_train_epochs": 2,
         "gradient_accumulation_steps": 2,
         "gradient_checkpointing": True,
         "label_smoothing_factor": 0.1,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
+        "warmup_steps": 1,
         "weight_decay": 0.1,
         "eval_strategy": "steps",
-        "eval_steps": 3,
+        "eval_steps": 2,
         "eval_on_start": True,
         "save_strategy": "steps",
-        "save_steps": 3,
+        "save_steps": 2,
         "load_best_model_at_end": True,
         "metric_for_best_model": "right",
         "greater_is_better": True,
         "save_total_limit": 2,
         "logging_first_step": True,
-        "logging_steps": 3,
+        "logging_steps": 2,
         "include_num_input_tokens_seen": "all",
     },
 )
 RESUMED = Case(
     model=llama,
     config={"zero_optimization": {"stage": 1}},
-    arguments={"num_train_epochs": 1.5, "max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 5},
+    arguments={"num_train_epochs": 1.5, "max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 3},
+    samples=14,
 )
 PACKED = Case(
     model=llama,
     collate=packed,
     arguments={"num_train_epochs": 1, "train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+    samples=14,
 )
-COMPILED = Case(model=llama, batch=8, arguments={"num_train_epochs": 1, "max_steps": 2})
-PLAIN = Case(batch=8, arguments={"num_train_epochs": 1, "eval_strategy": "epoch"})
+COMPILED = {
+    "compiled": Case(model=Plain, batch=8, arguments={"max_steps": 2}, config=NO_AUTO),
+    "compiled-llama": Case(model=partial(llama, 1), batch=8, arguments={"max_steps": 2}),
+}
+PLAIN = Case(batch=8, arguments={"num_train_epochs": 1, "eval_strategy": "epoch"}, samples=14)
 
 
 def scarce(readers: int) -> Any:
@@ -89,6 +96,14 @@ def evaluated_first(block: dict[str, Any] | None, readers: int) -> dict[str, Any
     before = reported(used.evaluate())
     used.train()
     return {"history": history(used), "metrics": before, "parameters": used.model.num_parameters()}
+
+
+def compiled(case: Case, block: dict[str, Any] | None, readers: int) -> dict[str, Any]:
+    """Steps alone: what is evaluated would be compiled once more."""
+    told = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if block else {}
+    used = trainer(case, block, readers, same_on_all(tempfile.mkdtemp()), **told)
+    used.train()
+    return {"history": history(used), "metrics": {}}
 
 
 def every(grids: dict[str, tuple[dict[str, Any], int]] | None, all_pairs: bool = False) -> dict[str, Any]:
@@ -108,19 +123,20 @@ def every(grids: dict[str, tuple[dict[str, Any], int]] | None, all_pairs: bool =
         found[f"resumed: {name}"] = attempt(partial(trained, RESUMED, block, readers))
         if name != "gz":
             traced = block and {"tensor_parallel": grid | {"layout": "replicated", "compile": True}}
-            told = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if traced else {}
-            found[f"compiled: {name}"] = attempt(partial(trained, COMPILED, traced, readers, **told))
+            for kind, case in COMPILED.items():
+                if all_pairs or name == "one" or kind == "compiled":
+                    found[f"{kind}: {name}"] = attempt(partial(compiled, case, traced, readers))
         if name == "gx":
             continue
         found[f"plain: {name}"] = attempt(partial(trained, PLAIN, block, readers))
         arguments = {"num_train_epochs": 1, "auto_find_batch_size": True}
-        case = Case(model=partial(scarce, readers), batch=8, arguments=arguments)
+        case = Case(model=partial(scarce, readers), batch=8, arguments=arguments, samples=14)
         found[f"found: {name}"] = attempt(partial(trained, case, block, readers))
         found[f"packed: {name}"] = attempt(partial(trained, PACKED, block, readers))
     if grids and "gz" in grids:
         for source, target in (("gx", "gz"), ("gz", "gx"), ("gz", "gz"))[: 3 if all_pairs else 2]:
             grid, readers = grids[target]
-            stopped = f"{found[f'resumed: {source}']['folder']}/checkpoint-5"
+            stopped = f"{found[f'resumed: {source}']['folder']}/checkpoint-3"
             found[f"resumed: {source} {target}"] = attempt(
                 partial(trained, RESUMED, {"tensor_parallel": grid}, readers, resume=stopped)
             )

@@ -71,9 +71,9 @@ def gpt2(kind: type[nn.Module] = transformers.GPT2LMHeadModel) -> nn.Module:
     return kind(config)
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 

@@ -19,7 +19,9 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy
 from tests.distributed import run_ranks
 from tests.lightning.models import Language, loader, loss_of
+from tests.matrix import thorough
 
+SAMPLES = 12
 CASES: dict[str, dict[str, Any]] = {
     "bf16-true": {"precision": "bf16-true"},
     "bf16-mixed": {"precision": "bf16-mixed"},
@@ -33,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
-        return loader(self.trainer.world_size)
+        return loader(self.trainer.world_size, SAMPLES)
 
 
 class Module(L.LightningModule):
@@ -116,16 +118,19 @@ def in_fabric(precision: str, strategy: Any) -> list[float]:
     return losses
 
 
-def every(folder: Path, **strategy: Any) -> dict[str, Any]:
+IN_FABRIC = ("64-true", "16-true", "bf16-true", "bf16-mixed")
+
+
+def every(folder: Path, precisions: tuple[str, ...], **strategy: Any) -> dict[str, Any]:
     found: dict[str, Any] = {case: fit(case, folder, **strategy) for case in CASES}
-    for precision in ("64-true", "bf16-true", "bf16-mixed", "16-true"):
+    for precision in precisions:
         found[f"fabric {precision}"] = in_fabric(precision, AxonnStrategy(**strategy) if strategy else "auto")
     return found
 
 
-def split(folder: Path) -> dict[str, Any]:
+def split(folder: Path, precisions: tuple[str, ...]) -> dict[str, Any]:
     refused()
-    return every(folder, gx=2)
+    return every(folder, precisions, gx=2)
 
 
 def refused() -> None:
@@ -138,9 +143,10 @@ def refused() -> None:
         L.Trainer(strategy=AxonnStrategy(gx=2), **named).fit(torch.compile(Module(0.0)), loader(1))
 
 
-def test_as_one_process(tmp_path: Path) -> None:
-    (wanted,) = run_ranks(every, 1, tmp_path)
-    both = run_ranks(split, 2, tmp_path)
+@pytest.mark.parametrize("precisions", [IN_FABRIC[:2], thorough(IN_FABRIC)], ids=len)  # test_fabric has the others
+def test_as_one_process(tmp_path: Path, precisions: tuple[str, ...]) -> None:
+    (wanted,) = run_ranks(every, 1, tmp_path, precisions)
+    both = run_ranks(split, 2, tmp_path, precisions)
     for case in [case for case in wanted if case not in CASES]:
         one = wanted.pop(case)
         assert both[0][case] == both[1][case] == pytest.approx(one, abs=1e-5 if "64" in case else 2e-2)

@@ -158,7 +158,7 @@ def _steps(model: nn.Module) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    for _ in range(5):
+    for _ in range(3):
         loss = model(torch.randn(6, 13, dtype=torch.float64, generator=generator)).square().mean()
         loss.backward()
         optimizer.step()

@@ -27,17 +27,21 @@ from axonn_plugins.pccl.nodewise import even
 from axonn_plugins.pccl.options import Options
 from axonn_plugins.pccl.vendor import nodes_of, window_of
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.pccl.stress import AVG, DTYPES, MAX, PRODUCT, SUM, reduced, values
 
 OPS = (SUM, AVG, dist.ReduceOp.MIN, MAX, PRODUCT)
 ELEMENTS = (0, 1, 3, 30, 257)
-MAPS: dict[int, tuple[Sequence[Sequence[int]], ...]] = {
+Maps = dict[int, tuple[Sequence[Sequence[int]], ...]]
+MAPS: Maps = {
     2: (((0, 1),), ((0,), (1,))),
     3: (((0, 1), (2,)), ((2,), (0,), (1,))),
     4: (((0, 1), (2, 3)), ((0, 2), (1, 3))),
     5: (((0, 3), (1,), (2, 4)), ((0, 1, 2), (3, 4))),
     6: (((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3, 4, 5)), ((0,), (1, 2, 3, 5, 4))),
 }
+SOME: Maps = {2: (((0, 1),),), 3: (((2,), (0,), (1,)),), 4: (((0, 2), (1, 3)), ((0, 3), (1,), (2,)))}
+"""One node, ranks alone, even nodes whose ranks are not in order, and uneven ones."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,9 +138,9 @@ def _coalesced(collective: str, group: Any, parts: list[torch.Tensor], wide: lis
     assert all(torch.equal(got, wanted) for got, wanted in pairs), (collective, parts[0].dtype, op)
 
 
-def _every_algorithm() -> int:
+def _every_algorithm(maps_of: Maps) -> int:
     draw, done = random.Random(7), 0
-    for ranks, maps in MAPS.items():
+    for ranks, maps in maps_of.items():
         for nodes in maps:
             group = group_of(ranks, nodes)
             lot = list(cases(ranks))
@@ -286,9 +290,10 @@ def _four() -> None:
         dist.barrier()
 
 
-def test_every_algorithm_with_gloo_in_the_librarys_place() -> None:
-    done = run_ranks(_every_algorithm, 6)
-    assert done[0] == max(done) > 300
+@pytest.mark.parametrize(("ranks", "maps", "enough"), [(4, SOME, 600), thorough(6, MAPS, 1700)], ids=["some", "all"])
+def test_every_algorithm_with_gloo_in_the_librarys_place(ranks: int, maps: Maps, enough: int) -> None:
+    done = run_ranks(_every_algorithm, ranks, maps)
+    assert done[0] == max(done) > enough
 
 
 def test_choices_bits_and_devices() -> None:

@@ -72,41 +72,47 @@ def test_a_forked_child_harms_nobody() -> None:
         assert codes == [0, 0]
 
 
-LAST = """
-import sys, time
+ENDING = """
+import os, sys, time
 import torch, torch.distributed as dist
 from axonn_plugins.pccl import register
+from axonn_plugins.pccl.build import load
 
 register()
-dist.init_process_group("pccl")
-rank = dist.get_rank()
-dist.all_reduce(torch.ones(100_000))
-# Rank 0 has sent when the others begin to listen, and nobody keeps the tensors.
-time.sleep(0.3 * rank)
-data = torch.full((1000,), float(rank))
-dist.broadcast(data, 0)
-assert data.eq(0).all()
-if sys.argv[1] == "together":
-    works = [dist.all_gather_into_tensor(torch.empty(30_000), torch.ones(10_000), async_op=True) for _ in range(20)]
-    works[-1].wait()
+load()
+
+def run(rank, last):
+    dist.init_process_group("pccl")
+    dist.all_reduce(torch.ones(100_000))
+    # Rank 0 has sent when the others begin to listen, and nobody keeps the tensors.
+    time.sleep(0.3 * rank)
+    data = torch.full((1000,), float(rank))
+    dist.broadcast(data, 0)
+    assert data.eq(0).all()
+    if last == "together":
+        works = [dist.all_gather_into_tensor(torch.empty(30_000), torch.ones(10_000), async_op=True) for _ in range(20)]
+        works[-1].wait()
+
+for last, port in zip(("together", "one by one"), sys.argv[1:], strict=True):
+    ranks = []
+    for rank in range(3):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
+            run(rank, last)
+            sys.exit()  # as an interpreter ends that nobody forked
+    print(last, [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks], flush=True)
 """
 
 
-@pytest.mark.parametrize("last", ["together", "one by one"])
-def test_ranks_may_end_without_destroying_their_group(last: str) -> None:
-    port, began = free_port(), time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LAST, last],
-            env=environment(3, rank, port, PYTHONPATH=os.pathsep.join(sys.path)),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    ends = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], ends
-    assert "Error" not in "".join(ends), ends
+def test_ranks_may_end_without_destroying_their_group() -> None:
+    began = time.monotonic()
+    variables = environment(3, 0, PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, "-c", ENDING, str(free_port()), str(free_port())]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["together [0, 0, 0]", "one by one [0, 0, 0]"], done.stdout + done.stderr
+    assert "Error" not in done.stderr, done.stderr
     assert time.monotonic() - began < 60
 
 

@@ -1,11 +1,13 @@
 """The common part of tests of the layer: stock DeepSpeed-MoE beside it, hard routing, and forms of checkpoint."""
 
 from functools import partial
+from itertools import product
 
 import deepspeed
 import torch.utils.checkpoint
 
 from axonn_plugins.ted.stock import Comparison, data_tokens, differences
+from ted_moe import Topology
 
 BAR = 1e-6
 CHECKPOINTS = {
@@ -22,8 +24,21 @@ def compare(topology, kind, options, switches, tokens=data_tokens):
     assert max(found.values()) <= BAR, (found, case)
 
 
+def factorisations(ranks):
+    """Pairs of a tensor and an expert size that divide so many ranks, a power of two."""
+    sizes = [1 << power for power in range(ranks.bit_length())]
+    return [(tensor, expert) for tensor, expert in product(sizes, sizes) if tensor * expert <= ranks]
+
+
+def topologies_of(ranks):
+    """Both sizes, the larger of each, experts alone, and experts that are whole."""
+    if ranks == 4:
+        return Topology(4, 2, 2), Topology(4, 4, 1), Topology(4, 1, 4), Topology(4, 2, 2, False)
+    return Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False)
+
+
 def wild_tokens(data):
-    """Ranks with all tokens for one expert, each for another, ranks with many or with few, and one with none."""
-    count = (21, 1, 34, 0, 8, 13, 2, 5)[data]
+    """Ranks with all tokens for one expert, each for another, ranks with many or with few, and one with none, of two as well."""
+    count = (34, 0, 21, 1, 8, 13, 2, 5)[data]
     tokens = data_tokens(data, 40, seed=2)
     return tokens[:, :1].repeat(1, count, 1) if data % 2 == 0 else tokens[:, :count]

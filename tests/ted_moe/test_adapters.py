@@ -17,23 +17,30 @@ from axonn_tp import Grid, Mesh, layout_of, sync_gradients
 from axonn_tp.grid.layout import Layout
 from ted_moe.adapters import Choices, adopt, blocks_of, find, splittable, suspect
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.mixtures import LAYOUTS, MIXTURES, before_ranks, difference, mixture
 
+EACH_ONCE = ("expert and tensor, two steps", "expert and tensor, all tokens sent", "whole experts", "tensor and shares")
+"""Layouts with every setting, and every axis but y, which `test_drawn` has."""
 
-def differences(names: list[str]) -> dict[str, tuple[float, float]]:
-    return {f"{name}, {layout}": difference(name, *LAYOUTS[layout]) for name in names for layout in LAYOUTS}
+
+def differences(name: str, layouts: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+    return {layout: difference(name, *LAYOUTS[layout]) for layout in layouts}
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["Mixtral"], *(pytest.param([name], marks=pytest.mark.families) for name in MIXTURES if name != "Mixtral")],
-    ids=", ".join,
+    ("name", "layouts"),
+    [
+        ("Mixtral", EACH_ONCE),
+        thorough("Mixtral", tuple(LAYOUTS)),
+        *(pytest.param(name, tuple(LAYOUTS), marks=pytest.mark.families) for name in MIXTURES if name != "Mixtral"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else f"{len(given)} layouts",
 )
-def test_layouts_equal_one_process(names: list[str]) -> None:
-    for name in names:
-        before_ranks(name, LAYOUTS)
-    for found in run_ranks(differences, 4, names):
-        assert len(found) == len(names) * len(LAYOUTS)
+def test_layouts_equal_one_process(name: str, layouts: tuple[str, ...]) -> None:
+    before_ranks(name, layouts)
+    for found in run_ranks(differences, 4, name, layouts):
+        assert len(found) == len(layouts)
         assert not {case: far for case, far in found.items() if max(far) > 1e-10}
 
 

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 import torch
 
 import ted_moe
@@ -9,21 +10,26 @@ from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, groups_of
 from ted_moe import Topology
 from ted_moe.agreement import answer, projections, question
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
-TOPOLOGIES = [
-    Topology(8, 2, 2),
-    Topology(8, 2, 4),
-    Topology(8, 4, 1),
-    Topology(8, 2, 4, False),
-    Topology(8, 4, 2, False),
-]
+TOPOLOGIES = {
+    4: [Topology(4, 2, 1), Topology(4, 2, 2, False)],
+    8: [
+        Topology(8, 2, 2),
+        Topology(8, 2, 4),
+        Topology(8, 4, 1),
+        Topology(8, 2, 4, False),
+        Topology(8, 4, 2, False),
+    ],
+}
+"""By ranks."""
 MODES = {
     "capacities": {"k": 2},
     "no token dropped": {"k": 1, "drop_tokens": False},
     "dropless": {"k": 2, "dropless": True},
     "plain": {"k": 1, "duplicate_token_dropping": False},
 }
-WRONG = 5  # the rank that is given other tokens
+WRONG = {4: 3, 8: 5}  # the rank that is given other tokens
 
 
 def attempt(layer, tokens):
@@ -35,15 +41,15 @@ def attempt(layer, tokens):
     return "went on"
 
 
-def unequal():
+def unequal(ranks):
     """Error of each mode on one token more on one rank, and on as many others, after a step that was right."""
     found = {}
-    for topology, (name, options) in product(TOPOLOGIES, MODES.items()):
+    for topology, (name, options) in product(TOPOLOGIES[ranks], MODES.items()):
         groups = groups_of(topology)
         torch.manual_seed(0)
         layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, topology.expert, groups=groups, **options)
         tokens = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(groups.rank("data")))
-        wrong = torch.distributed.get_rank() == WRONG
+        wrong = torch.distributed.get_rank() == WRONG[ranks]
         found[topology, name] = [
             attempt(layer, tokens),
             attempt(layer, torch.cat([tokens, tokens[:1]]) if wrong else tokens),
@@ -102,11 +108,12 @@ def test_tensor_ranks_that_were_seeded_apart_draw_the_same():
     assert a == b and c == d and a != c
 
 
-def test_a_sentence_on_every_rank_that_would_wait():
-    everyone = run_ranks(unequal, 8)
-    for topology, name in product(TOPOLOGIES, MODES):
-        waiting = topology.block_group(WRONG)
-        first = topology.tensor_group(WRONG)
+@pytest.mark.parametrize("ranks", [4, thorough(8)])
+def test_a_sentence_on_every_rank_that_would_wait(ranks):
+    everyone = run_ranks(unequal, ranks, ranks)
+    for topology, name in product(TOPOLOGIES[ranks], MODES):
+        waiting = topology.block_group(WRONG[ranks])
+        first = topology.tensor_group(WRONG[ranks])
         start = f"ranks {first[0]} to {first[-1]} are one tensor group and were given "
         for rank, found in enumerate(everyone):
             right, longer, other, turned = found[topology, name]

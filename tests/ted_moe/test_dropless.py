@@ -14,37 +14,38 @@ from ted_moe.dropless import place_rows, plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate
 from tests.distributed import BACKEND, run_ranks
 from tests.matrix import thorough
-from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
+from tests.ted_moe.stock import CHECKPOINTS, compare, factorisations, topologies_of, wild_tokens
 
 OPTIONS = [
     {"k": 1, "use_rts": False, "drop_tokens": False, "min_capacity": 0},
     {"k": 2, "top2_2nd_expert_sampling": False, "drop_tokens": False, "use_residual": True},
     {"k": 4, "drop_tokens": False},
 ]
+FEW = 4
+"""Experts, two on each of two ranks."""
 SWITCHES = [{}, {"fused": False}, {"duplicate_token_dropping": False}]
 
 
-def everywhere(all_switches):
+def everywhere(ranks, all_switches):
     """On every topology with all options; options and switches take turns unless all are asked for."""
     found = 0
-    for turn, (tensor, expert) in enumerate((t, e) for t in (1, 2, 4, 8) for e in (1, 2, 4, 8) if t * e <= 8):
+    for turn, (tensor, expert) in enumerate(factorisations(ranks)):
         for number, options in enumerate(OPTIONS):
             if not all_switches and (number + turn) % 2:
                 continue
             kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
             of_turn = SWITCHES if all_switches else [SWITCHES[(number + turn) // 2 % len(SWITCHES)]]
             for switches in of_turn if tensor > 1 else SWITCHES[:1]:
-                compare(Topology(8, tensor, expert), kind, options, switches | {"dropless": True})
+                compare(Topology(ranks, tensor, expert), kind, options, switches | {"dropless": True})
                 found += 1
             if tensor > 1:
-                whole = Topology(8, tensor, expert, expert_tensor_parallel=False)
+                whole = Topology(ranks, tensor, expert, expert_tensor_parallel=False)
                 compare(whole, (Plain, Single)[number % 2], options, {"dropless": True})
     return found
 
 
-def wild_routing(switches, turns):
-    topologies = (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False))
-    for place, topology in enumerate(topologies):
+def wild_routing(ranks, switches, turns):
+    for place, topology in enumerate(topologies_of(ranks)):
         for options in OPTIONS[place % turns :: turns]:
             compare(topology, Plain, options, switches, wild_tokens)
 
@@ -57,8 +58,8 @@ def counted():
         "dropped": {"fused": False},
         "plain": {"duplicate_token_dropping": False},
     }.items():
-        groups = groups_of(Topology(8, 2, 4))
-        layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 4, groups=groups, dropless=True, **switches)
+        groups = groups_of(Topology(4, 2, 2))
+        layer = ted_moe.MoE(FEATURES, Plain(), FEW, 2, groups=groups, dropless=True, **switches)
         tokens = torch.randn(51, FEATURES, generator=torch.Generator().manual_seed(groups.rank("data")))
         received = []
         layer.local[0].register_forward_pre_hook(
@@ -139,29 +140,31 @@ def test_placing_rows_is_index_copy_and_keeps_none_for_backward():
     assert torch.autograd.gradgradcheck(place_rows, (rows, order, 8))
 
 
-@pytest.mark.parametrize("all_switches", [False, thorough(True)])
-def test_equals_stock_on_all_factorisations_of_eight(all_switches):
-    assert run_ranks(everywhere, 8, all_switches)[0] == (66 if all_switches else 15)
+@pytest.mark.parametrize(
+    ("ranks", "all_switches", "cases"), [(4, False, 9), thorough(8, False, 15), thorough(8, True, 66)]
+)
+def test_equals_stock_on_all_factorisations(ranks, all_switches, cases):
+    assert run_ranks(everywhere, ranks, ranks, all_switches)[0] == cases
 
 
-@pytest.mark.parametrize("turns", [2, thorough(1)])
-def test_wildly_different_routing_neither_differs_nor_hangs(turns):
-    run_ranks(wild_routing, 8, {"dropless": True}, turns)
+@pytest.mark.parametrize(("ranks", "turns"), [(4, 2), thorough(8, 1)])
+def test_wildly_different_routing_neither_differs_nor_hangs(ranks, turns):
+    run_ranks(wild_routing, ranks, ranks, {"dropless": True}, turns)
 
 
-@pytest.mark.parametrize("turns", [3, thorough(1)])
-def test_wildly_different_routing_does_not_hang_capacities_either(turns):
-    run_ranks(wild_routing, 8, {}, turns)
+@pytest.mark.parametrize(("ranks", "turns"), [(4, 3), thorough(8, 1)])
+def test_wildly_different_routing_does_not_hang_capacities_either(ranks, turns):
+    run_ranks(wild_routing, ranks, ranks, {}, turns)
 
 
 def test_bytes_on_the_wire():
     row = FEATURES * 4
-    for found in run_ranks(counted, 8):
+    for found in run_ranks(counted, 4):
         for name, (calls, received, tensor, routed) in found.items():
             sent = routed if name == "plain" else (routed + 1 - tensor) // 2
-            assert calls.pop(("all_reduce", "block")) == [8 * (1 + 2 + 10 * 4)] * 2  # once more where backward begins
+            assert calls.pop(("all_reduce", "block")) == [8 * (1 + 2 + 10 * 2)] * 2  # once more where backward begins
             counts, *rows = calls.pop(("all_to_all", "expert"))
-            assert counts == rows.pop(2) == 8 * (EXPERTS * (1 if name == "plain" else 2) + 4)
+            assert counts == rows.pop(2) == 8 * (FEW * (1 if name == "plain" else 2) + 2)
             there, back = rows[0] // row, rows[1] // row
             # Forward there and back, and the mirrors of the second and the first.
             assert rows == [sent * row, back * row, sent * row, back * row] and there == sent
@@ -172,7 +175,7 @@ def test_bytes_on_the_wire():
                 continue
             assert back <= received
             longest = calls["all_gather", "tensor"][0] // row
-            assert received <= 2 * longest < received + 2 * 4  # of each of four ranks at most one row more
+            assert received <= 2 * longest < received + 2 * 2  # of each of two ranks at most one row more
             ends = (routed + 1) // 2 * row
             assert calls.pop(("all_gather", "tensor")) == [longest * row, ends, longest * row, ends]
             sums = ("reduce_scatter", "tensor") if name == "fused" else ("all_reduce", "tensor")

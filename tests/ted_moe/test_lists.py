@@ -14,6 +14,7 @@ from axonn_tp import Grid, Mesh
 from axonn_tp.checkpoint.dealt import still_here
 from ted_moe.adapters import find, splittable
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 from tests.ted_moe.listed import FEATURES, LISTED, Gated, Itself, Parallel, mixed, normed, stacked
 from tests.ted_moe.mixtures import COVERING, LAYOUTS, before_ranks, difference, mixture
 
@@ -53,7 +54,8 @@ def loaded_and_given(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
-        ("a list within", COVERING),
+        ("a list within", ("expert and tensor", "tensor and shares")),
+        thorough("a list within", COVERING),
         pytest.param("a list", tuple(LAYOUTS), marks=pytest.mark.families),
         pytest.param("parallel lists", tuple(LAYOUTS), marks=pytest.mark.families),
         pytest.param("experts with norms", tuple(LAYOUTS), marks=pytest.mark.families),

@@ -13,7 +13,7 @@ from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, S
 from ted_moe import Topology
 from tests.distributed import BACKEND, run_ranks
 from tests.matrix import thorough
-from tests.ted_moe.stock import CHECKPOINTS, compare, wild_tokens
+from tests.ted_moe.stock import CHECKPOINTS, compare, factorisations, topologies_of, wild_tokens
 
 OPTIONS = [
     {"k": 1, "use_rts": False, "capacity_factor": 1.0, "min_capacity": 1},
@@ -25,40 +25,41 @@ OPTIONS = [
 SWITCHES = [{}, {"fused": False}, {"duplicate_token_dropping": False}]
 
 
-def everywhere(all_switches):
+def everywhere(ranks, all_switches):
     """On every topology with all options; options and switches take turns unless all are asked for."""
     found = 0
-    for turn, (tensor, expert) in enumerate((t, e) for t in (1, 2, 4, 8) for e in (1, 2, 4, 8) if t * e <= 8):
+    for turn, (tensor, expert) in enumerate(factorisations(ranks)):
         for number, options in enumerate(OPTIONS):
             if not all_switches and (number + turn) % 3:
                 continue
             kind = (Plain, Gated, Residual, Single)[(number + tensor + expert) % 4]
             of_turn = SWITCHES if all_switches else [SWITCHES[(number + turn) // 3 % len(SWITCHES)]]
             for switches in of_turn if tensor > 1 else SWITCHES[:1]:
-                compare(Topology(8, tensor, expert), kind, options, switches)
+                compare(Topology(ranks, tensor, expert), kind, options, switches)
                 found += 1
         if tensor > 1:
             for kind in (Plain, Single) if all_switches else [(Plain, Single)[turn % 2]]:
-                compare(Topology(8, tensor, expert, expert_tensor_parallel=False), kind, OPTIONS[1], {})
+                compare(Topology(ranks, tensor, expert, expert_tensor_parallel=False), kind, OPTIONS[1], {})
     return found
 
 
-def hard_routing(turns):
+def hard_routing(ranks, turns):
     """All tokens of some ranks to one expert, wildly different loads, on every rank another number of tokens kept."""
 
     def tokens_of(data):
         tokens = data_tokens(data, 21, seed=2)
         return tokens.clone() if data % 2 else tokens[:, :1].repeat(1, 21, 1)
 
-    for place, topology in enumerate((Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8))):
+    for place, topology in enumerate(topologies_of(ranks)[:3]):
         for options in OPTIONS[place % turns :: turns]:
             compare(topology, Plain, options, {}, tokens_of)
 
 
-def uneven_batches(all_switches):
+def uneven_batches(ranks, all_switches):
     """Another number of tokens on every data rank, down to none, so that each would choose another capacity."""
-    topologies = (Topology(8, 2, 4), Topology(8, 4, 2), Topology(8, 1, 8), Topology(8, 2, 4, False))
-    for turn, (topology, options) in enumerate(product(topologies, OPTIONS)):
+    for turn, (topology, options) in enumerate(product(topologies_of(ranks), OPTIONS)):
+        if ranks == 4 and (turn + turn // len(OPTIONS)) % 2:
+            continue
         if options["k"] > 1 or not options.get("drop_tokens", True):
             options = options | {"min_capacity": 0}
         of_turn = SWITCHES if all_switches else [SWITCHES[turn % len(SWITCHES)]]
@@ -148,19 +149,21 @@ def test_a_recomputation_communicates_nothing():
                 assert kept == 2 * slots + 3 * slots // 2 + 8 * (3 + 10 * 2) and left == 0, (name, stash)
 
 
-@pytest.mark.parametrize("all_switches", [False, thorough(True)])
-def test_equals_stock_on_all_factorisations_of_eight(all_switches):
-    assert run_ranks(everywhere, 8, all_switches)[0] == (110 if all_switches else 17)
+@pytest.mark.parametrize(
+    ("ranks", "all_switches", "cases"), [(4, False, 10), thorough(8, False, 17), thorough(8, True, 110)]
+)
+def test_equals_stock_on_all_factorisations(ranks, all_switches, cases):
+    assert run_ranks(everywhere, ranks, ranks, all_switches)[0] == cases
 
 
-@pytest.mark.parametrize("turns", [2, thorough(1)])
-def test_hard_routing_neither_differs_nor_hangs(turns):
-    run_ranks(hard_routing, 8, turns)
+@pytest.mark.parametrize(("ranks", "turns"), [(4, 2), thorough(8, 1)])
+def test_hard_routing_neither_differs_nor_hangs(ranks, turns):
+    run_ranks(hard_routing, ranks, ranks, turns)
 
 
-@pytest.mark.parametrize("all_switches", [False, thorough(True)])
-def test_uneven_batches_neither_differ_nor_hang(all_switches):
-    run_ranks(uneven_batches, 8, all_switches)
+@pytest.mark.parametrize(("ranks", "all_switches"), [(4, False), thorough(8, False), thorough(8, True)])
+def test_uneven_batches_neither_differ_nor_hang(ranks, all_switches):
+    run_ranks(uneven_batches, ranks, ranks, all_switches)
 
 
 @pytest.mark.parametrize(

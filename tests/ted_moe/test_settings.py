@@ -41,7 +41,7 @@ IN_TURN = [
     (torch.bfloat16, 1, "Jitter", True),
     (torch.float32, 3, "RSample", False),
 ]
-"""Each type, policy and draw of lots with two or three numbers of experts a token."""
+"""Each type, policy and draw of lots with two or three numbers of experts a token, and once among the first three."""
 
 
 def alike(count: int, data: int) -> Tensor:
@@ -117,11 +117,11 @@ def noisy(noises: list[tuple[Any, ...]]) -> None:
             assert torch.equal(*beside), case
 
 
-@pytest.mark.parametrize("count", [30, thorough(60)])
+@pytest.mark.parametrize("count", [12, thorough(60)])
 def test_drawn_settings_equal_stock(count: int) -> None:
     run_ranks(settings, 4, count)
 
 
-@pytest.mark.parametrize("noises", [IN_TURN, thorough(NOISES)], ids=len)
+@pytest.mark.parametrize("noises", [IN_TURN[:3], thorough(NOISES)], ids=len)
 def test_noise_is_the_same_on_tensor_ranks_and_when_recomputed(noises: list[tuple[Any, ...]]) -> None:
     run_ranks(noisy, 4, noises)

@@ -15,6 +15,7 @@ from axonn_plugins.config import Ted
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, sync_gradients
 from tests.axonn_tp.families import in_float64
 from tests.distributed import BACKEND, run_ranks
+from tests.matrix import thorough
 
 pytest.importorskip("deepspeed")
 
@@ -103,16 +104,22 @@ def compared(grid: Grid, name: str) -> tuple[float, float]:
     return tuple(far.tolist())
 
 
-def every() -> dict[str, tuple[float, float]]:
+CASES = [(grid, name) for grid in GRIDS for name in GATES]
+EACH_ONCE = [(GRIDS[turn % len(GRIDS)], name) for turn, name in enumerate(GATES)]
+"""Each gate on one grid, and each grid with two."""
+
+
+def every(cases: list[tuple[Grid, str]]) -> dict[str, tuple[float, float]]:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(BACKEND)
     with in_float64():
-        return {f"{name}, {grid}": compared(grid, name) for grid in GRIDS for name in GATES}
+        return {f"{name}, {grid}": compared(grid, name) for grid, name in cases}
 
 
-def test_whole_sequences_are_routed_together() -> None:
-    found = run_ranks(every, 4)[0]
-    assert len(found) == len(GRIDS) * len(GATES)
+@pytest.mark.parametrize("cases", [EACH_ONCE, thorough(CASES)], ids=len)
+def test_whole_sequences_are_routed_together(cases: list[tuple[Grid, str]]) -> None:
+    found = run_ranks(every, 4, cases)[0]
+    assert len(found) == len(cases)
     assert not {case: far for case, far in found.items() if not max(far) <= 1e-10}
