@@ -11,6 +11,8 @@ from axonn_recipes.bench_megatron.measure import noise
 from axonn_recipes.gpu_test.scale import ROUNDED, STEPS, Check, Found, Scale, Side, apart
 from axonn_recipes.gpu_test.systems.grids import compared, name, usual
 from axonn_recipes.gpu_test.training import multiplied, timed, utilisation
+from axonn_recipes.megatron_gpt import train
+from axonn_recipes.megatron_gpt.model import build
 from axonn_recipes.megatron_gpt.settings import VOCABULARY, Settings
 from axonn_recipes.models.gpt import GPTConfig
 from axonn_tp import Grid
@@ -62,9 +64,6 @@ def _stock(settings: Settings, tensor: int) -> Settings:
 
 def _started(settings: Settings) -> tuple[Any, Callable[[int], tuple[float, float]]]:
     """The model, and its step."""
-    from axonn_recipes.megatron_gpt import train
-    from axonn_recipes.megatron_gpt.model import build
-
     settings.check()
     train.start(settings)
     model, optimizer = build(settings)
@@ -73,8 +72,6 @@ def _started(settings: Settings) -> tuple[Any, Callable[[int], tuple[float, floa
 
 def _trained(settings: Settings) -> tuple[list[float], list[float]]:
     """Losses and norms of the gradient."""
-    from axonn_recipes.megatron_gpt import train
-
     model, take = _started(settings)
     taken = [take(number) for number in range(settings.steps)]
     train.stop(settings, model)
@@ -82,15 +79,13 @@ def _trained(settings: Settings) -> tuple[list[float], list[float]]:
 
 
 def _timed(what: str, settings: Settings, scale: Scale) -> Side:
-    from axonn_recipes.megatron_gpt import train
-
     models = []
 
-    def build() -> Callable[[], object]:
+    def begin() -> Callable[[], object]:
         model, take = _started(settings)
         models.append(model)
         return lambda: take(0)
 
-    side = timed(what, settings.grid is not None, build, scale)
+    side = timed(what, settings.grid is not None, begin, scale)
     train.stop(settings, models.pop())
     return side
