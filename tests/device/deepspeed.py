@@ -152,7 +152,7 @@ def compare_all(runs: dict[str, Case], compare: Callable[[Case], None] = compare
 @case(4, world=False)
 def deepspeed_few() -> None:
     """What is in every run; the rest is in those of all cases."""
-    compare_all({name: (FLAT | STAGED)[name] for name in ("dense, ZeRO-0", "experts, ZeRO-2", "2 stages, alone")})
+    compare_all({name: (FLAT | STAGED)[name] for name in ("dense, ZeRO-0", "2 stages, alone")})
 
 
 @case(4, world=False)

@@ -102,6 +102,10 @@ def litgpt_alone(arguments: list[str], folder: Path, strategy: dict[str, int] | 
 @pytest.mark.parametrize("train", [as_forked, thorough(as_started)])
 def test_litgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Callable[..., list[float]]) -> None:
     pytest.importorskip("jsonargparse", reason="LitGPT's command line needs it")
+    # What LitGPT imports, and compiles with, before ranks are forked.
+    import lightning.pytorch.cli  # noqa: F401
+    import torch._inductor.compile_fx  # noqa: F401
+
     config = str(Path(examples.__path__[0]) / "litgpt" / "pretrain.yaml")
     given = ["litgpt", "pretrain", "--config", config, "--out_dir"]
     wanted = train([*given, "one", "--devices", "1"], tmp_path, None)
