@@ -19,6 +19,7 @@ from transformers.models.mixtral import modeling_mixtral  # noqa: F401  which ra
 from axonn_plugins.cli.convert import main as convert
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.complete import nothing_in
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.test_checkpoint import ROUNDING, fresh
 from tests.deepspeed.test_engine import GPT_PLAN, gpt, ids
@@ -62,7 +63,7 @@ FP16: dict[str, Any] = {
     "extra": {**SCHEDULE, "fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 }
 # Stock's own optimizers of 16 bits without ZeRO keep their states in another way, which is not written.
-NOT_BACK = ("bf16 zero0", "bf16 zero0 offload", "fp16 zero0")
+NOT_BACK = ("bf16 zero0", "bf16 zero0 offload")
 # What stock saves on four ranks, and the grid and stage where it goes on.
 MOVES = {
     "fp32 zero0": (case(0, "fp32"), case(0, "fp32", (2, 1, 2))),
@@ -70,9 +71,9 @@ MOVES = {
     "fp32 zero2 groups": (case(2, "fp32", **GROUPED), case(0, "fp32", (2, 2, 1), **GROUPED)),
     "bf16 zero1": (case(1, "bf16"), case(1, "bf16", (2, 1, 1))),
     "bf16 zero0": (case(0, "bf16"), case(1, "bf16", (1, 1, 4))),
-    "fp16 zero0": (case(0, "fp16", **FP16), case(0, "fp16", (2, 1, 2), **FP16)),
     "fp16 zero2": (case(2, "fp16", **FP16), case(1, "fp16", (1, 1, 2), **FP16)),
 }
+UNSCALED = case(0, "fp16", **FP16), case(0, "fp16", (2, 1, 2), **FP16)
 # The other systems of the block, without a grid.
 ALONE = {
     "fp32 zero1 offload": (case(1, "fp32"), case(1, "fp32", **alone(offload_optimizer={}))),
@@ -84,7 +85,7 @@ ALONE = {
 }
 MOVES |= ALONE
 BACK = {f"{name} and back": pair for name, pair in MOVES.items() if name not in NOT_BACK}
-EVERY_RUN = {"fp32 zero2 groups", "fp16 zero0", "bf16 zero0 offload", "bf16 zero1 and back", "fp32 zero2 mixture"}
+EVERY_RUN = {"fp32 zero2 groups", "fp16 zero2", "bf16 zero0 offload", "bf16 zero1 and back", "fp32 zero2 mixture"}
 
 
 def begin_stock(run: Case, added: float = 0.0) -> Any:
@@ -136,14 +137,14 @@ def narrower() -> Any:
     return model
 
 
-def to_a_grid(run: Case, there: Case, place: str) -> Any:
+def to_a_grid(run: Case, there: Case, place: str, **keywords: Any) -> Any:
     engine = begin_stock(run)
     train_stock(engine, run.batches()[:AT])
     engine.save_checkpoint(place, client_state={"epoch": 4})
     rates = engine.get_lr()
     expected = {"epoch": 4}, AT, rates, train_stock(engine, run.batches()[AT:])
     engine.destroy()
-    return expected, go_on(there, place)
+    return expected, go_on(there, place, **keywords)
 
 
 def and_back(run: Case, there: Case, place: str) -> Any:
@@ -172,6 +173,20 @@ def moved(folder: str, wanted: dict[str, tuple[Case, Case]]) -> dict[str, Any]:
     }
 
 
+def unscaled(folder: str) -> dict[str, Any]:
+    """In fp16 without ZeRO: as DeepSpeed saves it, its weights alone, and as an older one would have."""
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    run, there = UNSCALED
+    expected, found = to_a_grid(run, replace(there, stage=1), folder, load_optimizer_states=False)
+    told = {"unscaled": attempt(go_on, there, folder), "unscaled weights": (expected[3][0], found[3][0])}
+    file = next(Path(folder).glob(f"*/{STATES}"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(torch.load(file, weights_only=False) | {"ds_version": "0.18.2"}, file)
+    dist.barrier()
+    return told | {"scaled": attempt(go_on, there, folder)}
+
+
 def otherwise(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     run, there = MOVES["fp32 zero1"]
@@ -185,6 +200,7 @@ def otherwise(folder: str) -> dict[str, Any]:
     sgd = replace(there, extra={"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, stage=0)
     found["another optimizer"] = attempt(go_on, sgd, f"{folder}/fp32 zero1")
     found["another model"] = attempt(go_on, replace(there, build=narrower), f"{folder}/fp32 zero1")
+    found |= unscaled(f"{folder}/fp16 zero0")
     for kind, file in (
         ("of stages", "layer_00-model_states.pt"),
         ("of tensor parallelism", "mp_rank_01_model_states.pt"),
@@ -225,6 +241,12 @@ def test_is_pruned(ranks: list[dict[str, Any]]) -> None:
 
 def test_weights_alone(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["weights"] == ({"epoch": 4}, 0), ranks[0]["weights"]
+
+
+def test_gradients_that_were_not_scaled(ranks: list[dict[str, Any]]) -> None:
+    assert "gradients that were too small, in the end 128 times" in ranks[0]["unscaled"], ranks[0]["unscaled"]
+    assert ranks[0]["unscaled weights"][1] == pytest.approx(ranks[0]["unscaled weights"][0], rel=1e-5)
+    assert ranks[0]["scaled"][:2] == ({"epoch": 4}, AT), ranks[0]["scaled"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from deepspeed.utils import groups
 
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
-from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading, why_unreadable
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import why_unreadable
 from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_tp import full_state_dict
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import EXPERT, Flat, Group, renumbered, stock_groups
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES, WEIGHTS_ALONE, check_scale
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import script_groups
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_tp.checkpoint import CheckpointError
@@ -24,36 +25,15 @@ from axonn_tp.checkpoint.state import Notes, Shards, model_state
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.layers.exports import as_shards
 
-STATES, OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
+OPTIMIZER = "mp_rank_00_optim_states.pt"
 _OWN = {"module", "optimizer", "lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_config"}
 _OWN |= {"dp_world_size", "mp_world_size", "num_experts", "buffer_names", "ds_version", "data_sampler"}
 _OWN |= {"random_ltd", "sparse_tensor_module_names", "param_shapes", "frozen_param_shapes", "shared_params"}
 _OWN |= {"frozen_param_fragments", "ds_autoep_layers", "universal_checkpoint_info", "checkpoint_parallel_dimensions"}
 _MASTER = "master"
 _EXTRA = "_extra_state"
-_WEIGHTS_ALONE = "pass load_optimizer_states=False for the weights alone"
 _MARKS = {"betas", "momentum", "alpha", "rho", "lr_decay"}
 """Options that tell kinds of optimizers apart: DeepSpeed's files do not name a class."""
-
-
-def why_unreadable(folder: Path) -> str | None:
-    """Why no stock engine's whole weights are there, and what to do; None where they are.
-
-    Args:
-        folder: a checkpoint without files of ours.
-    """
-    if any(folder.glob("mp_rank_01_*")):
-        return "was written with tensor parallelism or stages of another engine, a share of the weights on each rank; load it there"
-    if any(folder.glob("layer_*-model_states.pt")):
-        return "was written by a PipelineModule, whose files go by layers; load it under a PipelineModule"
-    if any(folder.glob("*zero_pp_rank_0_mp_rank_00_model_states.pt")):
-        return (
-            "was written at ZeRO-3, in pieces for its ranks; make whole weights by the zero_to_fp32.py beside it, and give them to "
-            "engine.module.load_state_dict"
-        )
-    if not (folder / STATES).is_file():
-        return f"has neither the folder axonn nor {STATES}; correct the folder or the tag"
-    return None
 
 
 _File = Callable[[int], dict[str, Any]]
@@ -205,7 +185,7 @@ class StockReading:
         if _MARKS & here.keys() != _MARKS & options.keys():
             raise CheckpointError(
                 f"the optimizer in {self.folder} has {', '.join(sorted(_MARKS & options.keys())) or 'no momentum'} and "
-                f"{type(self.state.optimizer).__name__} has {', '.join(sorted(_MARKS & here.keys())) or 'none'}; use the same optimizer, or {_WEIGHTS_ALONE}"
+                f"{type(self.state.optimizer).__name__} has {', '.join(sorted(_MARKS & here.keys())) or 'none'}; use the same optimizer, or {WEIGHTS_ALONE}"
             )
 
     def _partitioned(self, saved: dict[str, Any], first: str) -> list[_Group]:
@@ -218,7 +198,7 @@ class StockReading:
         if not isinstance(known.get("base_optimizer_state"), dict) or "partition_count" not in known:
             raise CheckpointError(
                 f"{self.folder} holds an optimizer's states as zero_optimization.elastic_checkpoint or data_types.grad_accum_dtype make "
-                f"DeepSpeed keep them, which cannot be split anew; {_WEIGHTS_ALONE}"
+                f"DeepSpeed keep them, which cannot be split anew; {WEIGHTS_ALONE}"
             )
         return [
             self._partitioned_group(file, number, shapes, saved["dp_world_size"])
@@ -258,26 +238,31 @@ class StockReading:
         # Of a model with experts, files of their ranks have it.
         dense: dict[str, Any] = {} if self._expert_files() else saved.get("optimizer") or {}
         if not ranks and not dense:
-            raise CheckpointError(f"{self.folder} has no states of an optimizer; {_WEIGHTS_ALONE}")
+            raise CheckpointError(f"{self.folder} has no states of an optimizer; {WEIGHTS_ALONE}")
 
         def file(rank: int) -> dict[str, Any]:
             return self._file(f"expp_rank_{rank}_{OPTIMIZER}")["optimizer"] if ranks else dense
 
         known = file(0)
         if not ranks and "optimizer_state_dict" in known:
-            return self._half(known)
+            return self._half(known, saved.get("ds_version", ""))
         if not isinstance(known, dict) or "param_groups" not in known:
             raise CheckpointError(
-                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0 with experts, which are not read; {_WEIGHTS_ALONE}"
+                f"{self.folder} holds the states of a half-precision optimizer of ZeRO-0 with experts, which are not read; {WEIGHTS_ALONE}"
             )
         groups = self._checked_groups(ranks, [len(group["params"]) for group in known["param_groups"]])
+
+        def kept(held: dict[str, Any], place: int, rank: int) -> dict[str, Any]:
+            return file(rank)["state"].get(held["params"][place], {})
+
         return [
-            self._plain_group(file, group.names, max(1, ranks), held)
+            _group_of(list(group.names), max(1, ranks), options_of(held), partial(kept, held))
             for group, held in zip(groups, known["param_groups"], strict=True)
         ]
 
-    def _half(self, known: dict[str, Any]) -> list[_Group]:
+    def _half(self, known: dict[str, Any], version: str) -> list[_Group]:
         """Groups of ZeRO-0 in bf16 and fp16, with float32 weights: one tensor a group where the optimizer is fused."""
+        check_scale(self.folder, version, known)
         inner, flats = known["optimizer_state_dict"], known.get("fp32_groups_flat")
         masters = flats if flats is not None else known["fp32_groups"]
         sizes = None if flats is not None else [len(held) for held in masters]
@@ -323,14 +308,6 @@ class StockReading:
         numel = {name: layout_of(p).serial_shape for name, p in self.state.parameters.items()}
         return stock_groups(
             sources, {name: math.prod(numel[EXPERT.sub(r"\g<1>0\3", name)]) for names in sources for name in names}
-        )
-
-    def _plain_group(self, file: _File, names: Sequence[str], ranks: int, saved: dict[str, Any]) -> _Group:
-        return _group_of(
-            list(names),
-            ranks,
-            options_of(saved),
-            lambda place, rank: file(rank)["state"].get(saved["params"][place], {}),
         )
 
 

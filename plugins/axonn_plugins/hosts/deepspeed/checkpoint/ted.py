@@ -19,7 +19,7 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE
-from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import STATES
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import save_states
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import experts_grid

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import is_expert
-from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import OPTIMIZER, STATES
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import OPTIMIZER
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import StockStates
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.dealt import DealtNames
