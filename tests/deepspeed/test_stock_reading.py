@@ -28,7 +28,7 @@ from tests.distributed import run_ranks
 from tests.matrix import chosen, names
 
 AT = 3
-"""Steps before a checkpoint: where there are fewer, Adam makes more of the rounding of fp16 than the tests allow."""
+"""Steps before a checkpoint."""
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}}
 
 

@@ -52,5 +52,5 @@ def check_scale(folder: Path, version: str, optimizer: dict[str, Any]) -> None:
     if (scale := optimizer.get("cur_scale", 1)) != 1 and saved_by >= _UNSCALED_SINCE:
         raise CheckpointError(
             f"the optimizer in {folder} has states of gradients that were too small, in the end {scale:g} times: DeepSpeed {version} in "
-            f"fp16 without ZeRO divides by a loss scale that it has not multiplied with; train at ZeRO-1 before, or {WEIGHTS_ALONE}"
+            f"fp16 without ZeRO divides by a loss scale that it has not multiplied with; save at ZeRO-1 from the start, or {WEIGHTS_ALONE}"
         )
