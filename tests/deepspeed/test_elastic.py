@@ -60,6 +60,9 @@ def test_runs_go_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     noted = [json.loads(line) for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()]
     assert [(row["step"], row["grid"][3]) for row in noted] == [(1, 2), (2, 2), (3, 2), (4, 2), (5, 1), (6, 1), (7, 1)]
     assert {one.name for one in (tmp_path / "run" / "checkpoints").glob("step*")} == {"step000006", "step000007"}
+    # A node that comes back when the others are done, too few for a grid.
+    config.write_text(json.dumps(configuration(batch=4, gx=2)))
+    assert trained(tmp_path / "run", config, 7) == []
 
 
 @pytest.mark.parametrize("seed", [3, None])

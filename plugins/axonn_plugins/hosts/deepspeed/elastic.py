@@ -109,7 +109,8 @@ def usable(raw: Mapping[str, Any], model: nn.Module, world: int) -> tuple[int, s
         fixed = ", ".join(f"{axis} = {size}" for axis, size in settings.given.items())
         why = why or (refused[0].partition(";")[0] if refused else f"no grid of {ranks} ranks has {fixed}")
     raise ConfigError(
-        f"axonn.tensor_parallel: none of 1 to {world} ranks can train with this configuration, for one because {why}; change it"
+        f"axonn.tensor_parallel: none of 1 to {world} ranks can train with this configuration, for one because {why}; change it, or start more "
+        "ranks: torchrun --nnodes MIN:MAX waits for MIN nodes"
     )
 
 
