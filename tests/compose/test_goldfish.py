@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
@@ -335,12 +336,35 @@ def on_grids(names: set[str]) -> dict[str, Any]:
     return found
 
 
+def in_fp16(stage: int) -> list[float]:
+    """Losses of steps that are clipped, as what they divide by shows, and the last norm of the gradients."""
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 8},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+        "axonn": {"goldfish": OF_ITSELF},
+    }
+    engine, losses = deepspeed.initialize(model=gpt2(wide=False).half(), config=raw)[0], []
+    for ids in batches():
+        part = ids.chunk(4)[dist.get_rank()]
+        loss = engine(part, labels=part).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    return [*losses, float(engine.get_global_grad_norm())]
+
+
 def on_four(names: set[str]) -> dict[str, Any]:
     found = on_grids(names)
     square: Sizes = {"gx": 2, "gy": 2, "gz": 1}
     found["its own loss"] = attempt(by_deepspeed, square, OF_ITSELF), serial(OF_ITSELF)
     found["ZeRO-3"] = attempt(by_deepspeed, None, OF_ITSELF, 3), serial(OF_ITSELF)
     found["forms"] = weighed_forms()
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    found["fp16"] = [attempt(in_fp16, stage) for stage in (0, 1)]
     for name, (loss, _) in DIVIDED.items():
         for host in ("DeepSpeed", "plain"):
             found[f"{name}, {host}"] = attempt(divided, loss, host)
@@ -376,6 +400,14 @@ def test_a_model_of_transformers_is_known_to_shift_its_labels(ranks: list[dict[s
         found, wanted = rank[name]
         assert not isinstance(found, str), found
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_fp16_without_zero_steps_by_whole_gradients(ranks: list[dict[str, Any]]) -> None:
+    """DeepSpeed's own engine would divide them by a loss scale that it has not multiplied with."""
+    for rank in ranks:
+        found, by_zero = rank["fp16"]
+        assert found == pytest.approx(by_zero, rel=1e-5), rank["fp16"]
+        assert by_zero[0] - by_zero[1] > 0.01 and by_zero[2] > 0.5
 
 
 @pytest.mark.parametrize("name", FORMS)

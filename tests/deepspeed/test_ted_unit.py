@@ -10,6 +10,8 @@ import deepspeed
 import pytest
 import torch.distributed as dist
 
+from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.hosts.deepspeed.states_config import check
 from axonn_plugins.hosts.deepspeed.ted.unit import refuse_whole
 from tests.deepspeed.ted_training import STEPS, Case, serial_run, start, train
 from tests.deepspeed.training import attempt
@@ -110,3 +112,14 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_the_unit_splits_them() 
         refuse_whole("Muon", 2)
     refuse_whole("Muon", 1)
     refuse_whole("AdamW", 2)
+
+
+def test_fp16_without_zero_is_refused_as_stock_steps_by_gradients_that_are_too_small(monkeypatch: Any) -> None:
+    block, mpu = parse({"ted": {}}), object()
+    monkeypatch.setattr(deepspeed, "__version__", "0.18.3")
+    with pytest.raises(ConfigError, match="fp16.enabled = true at zero_optimization.stage = 0: DeepSpeed 0.18.3 divides"):
+        check(block, {"fp16": {"enabled": True}}, mpu)
+    check(block, {"fp16": {"enabled": True, "loss_scale": 1}}, mpu)
+    check(block, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, mpu)
+    monkeypatch.setattr(deepspeed, "__version__", "0.18.2")
+    check(block, {"fp16": {"enabled": True}}, mpu)

@@ -12,15 +12,21 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
+from axonn_plugins.hosts.deepspeed.sections import enabled
 from axonn_plugins.hosts.deepspeed.states_config import take_over
 
 
 class GoldfishEngine(MaskedLabels):
-    """The engine of `deepspeed.initialize` with the goldfish loss alone; in float64, which DeepSpeed does not sum, one of ours."""
+    """The engine of `deepspeed.initialize` with the goldfish loss alone.
+
+    One of ours where DeepSpeed's numbers would be wrong: in float64, which it does not sum, and in fp16 at ZeRO-0, whose loss it
+    does not scale.
+    """
 
     def __new__(cls, args: Any, model: nn.Module, *rest: Any, config_class: Any = None, **keywords: Any) -> Any:  # noqa: D102
         doubles = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        if not doubles or config_class.axonn_stage == 3 or keywords.get("mpu") is not None:
+        unscaled = config_class.axonn_stage == 0 and enabled(config_class.axonn_raw, "fp16")
+        if not (doubles or unscaled) or config_class.axonn_stage == 3 or keywords.get("mpu") is not None:
             return super().__new__(cls)
         take_over(config_class, "goldfish")
         deepspeed.DeepSpeedEngine = AxonnEngine

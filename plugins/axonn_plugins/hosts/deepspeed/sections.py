@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -130,6 +131,16 @@ def own_names(raw: Mapping[str, Any]) -> tuple[str, str]:
     """DeepSpeed's names of the weights' type."""
     names = {"fp16": ("fp16", "float16"), "bf16": ("bf16", "bfloat16")}
     return next((name for half, name in names.items() if enabled(raw, half)), ("fp32", "float32"))
+
+
+def divides_alone(version: str) -> bool:
+    """True if this DeepSpeed, in fp16 without ZeRO, divides gradients by a loss scale that it has not multiplied the loss with.
+
+    Since 0.18.3 its ``engine.backward`` scales the loss for ZeRO's optimizers alone, while FP16_Optimizer and
+    FP16_UnfusedOptimizer divide as before. Adam hides it, as moments that are all too small give the same steps, until its ``eps``,
+    clipping or gradients of another size come in.
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) >= (0, 18, 3)
 
 
 def of_optimizer(kind: str) -> list[Refusal]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import deepspeed
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.common.elementwise import OF_PRUNED
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
+    divides_alone,
     enabled,
     needs_whole_matrices,
     of_background,
@@ -102,6 +104,7 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
     """
     first = owner(block, raw, mpu)
     if first is None:
+        refuse(_of_unscaled(raw, mpu))
         return
     given = [key for key in OWNERS if getattr(block, key) is not None] + list(block.others)
     for name in given or [first]:
@@ -125,6 +128,20 @@ def _check(key: str, does: str, block: Axonn, raw: Mapping[str, Any], mpu: Any) 
             "given an mpu of the script's own; leave one of them out"
         )
     refuse([*_of_state(key, does, raw), *of_background(raw), *_of_precision(key, raw), *_of_others(key, raw)])
+
+
+def _of_unscaled(raw: Mapping[str, Any], mpu: Any) -> list[Refusal]:
+    """Steps of a script's own mpu, which DeepSpeed takes: in fp16 without ZeRO by gradients that are too small."""
+    scale = section(raw, "fp16").get("loss_scale", 0)
+    without_zero = enabled(raw, "fp16") and section(raw, "zero_optimization").get("stage", 0) == 0
+    of_script = mpu is not None and not isinstance(mpu, PipelineParallelGrid)
+    return [
+        (
+            of_script and without_zero and scale != 1 and divides_alone(deepspeed.__version__),
+            f"fp16.enabled = true at zero_optimization.stage = 0: DeepSpeed {deepspeed.__version__} divides gradients there by a loss scale that it "
+            "has not multiplied the loss with; use stage 1, or fp16.loss_scale = 1",
+        )
+    ]
 
 
 def _of_state(key: str, does: str, raw: Mapping[str, Any]) -> list[Refusal]:

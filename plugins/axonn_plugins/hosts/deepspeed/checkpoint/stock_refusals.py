@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
+from axonn_plugins.hosts.deepspeed.sections import divides_alone
 from axonn_tp.checkpoint import CheckpointError
 
 STATES = "mp_rank_00_model_states.pt"
 WEIGHTS_ALONE = "pass load_optimizer_states=False for the weights alone"
-_UNSCALED_SINCE = 0, 18, 3
 
 
 def why_unreadable(folder: Path) -> str | None:
@@ -36,10 +35,6 @@ def why_unreadable(folder: Path) -> str | None:
 def check_scale(folder: Path, version: str, optimizer: dict[str, Any]) -> None:
     """Refuse states of gradients that were divided by a loss scale without having been multiplied with it.
 
-    Since 0.18.3 DeepSpeed's ``engine.backward`` scales the loss for ZeRO's optimizers alone, while FP16_Optimizer and
-    FP16_UnfusedOptimizer divide gradients by the scale as before. Adam hides it, as moments that are all too small give the same
-    steps, until its ``eps`` or gradients of another size come in.
-
     Args:
         folder: the checkpoint.
         version: of the DeepSpeed that saved it.
@@ -48,8 +43,7 @@ def check_scale(folder: Path, version: str, optimizer: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the states are such.
     """
-    saved_by = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    if (scale := optimizer.get("cur_scale", 1)) != 1 and saved_by >= _UNSCALED_SINCE:
+    if (scale := optimizer.get("cur_scale", 1)) != 1 and divides_alone(version):
         raise CheckpointError(
             f"the optimizer in {folder} has states of gradients that were too small, in the end {scale:g} times: DeepSpeed {version} in "
             f"fp16 without ZeRO divides by a loss scale that it has not multiplied with; save at ZeRO-1 from the start, or {WEIGHTS_ALONE}"
