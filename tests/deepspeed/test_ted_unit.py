@@ -117,7 +117,9 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_the_unit_splits_them() 
 def test_fp16_without_zero_is_refused_as_stock_steps_by_gradients_that_are_too_small(monkeypatch: Any) -> None:
     block, mpu = parse({"ted": {}}), object()
     monkeypatch.setattr(deepspeed, "__version__", "0.18.3")
-    with pytest.raises(ConfigError, match="fp16.enabled = true at zero_optimization.stage = 0: DeepSpeed 0.18.3 divides"):
+    with pytest.raises(
+        ConfigError, match="fp16.enabled = true at zero_optimization.stage = 0: DeepSpeed 0.18.3 divides"
+    ):
         check(block, {"fp16": {"enabled": True}}, mpu)
     check(block, {"fp16": {"enabled": True, "loss_scale": 1}}, mpu)
     check(block, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, mpu)
