@@ -208,9 +208,9 @@ def test_an_engine_with_the_block_then_one_without() -> None:
             assert found["classes"] == ["AxonnEngine", "DeepSpeedEngine"]
             assert found["mpu"] is None and found["ranks"] == [1, 2]
             for run in ("ours", "stock", "again"):
-                assert found[run]["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+                assert found[run]["losses"] == pytest.approx(expected["losses"], rel=1e-6)
                 if run != "stock":  # which knows no norm at stage 0
-                    assert found[run]["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+                    assert found[run]["norms"] == pytest.approx(expected["norms"], rel=1e-6)
 
 
 ARMING = """

@@ -16,7 +16,7 @@ from tests.distributed import run_ranks
 from tests.matrix import chosen, names
 
 GRIDS = {"gx2gz2": (2, 1, 2), "gy2gz2": (1, 2, 2), "gx2gdata2": (2, 1, 1), "gz2gdata2": (1, 1, 2), "gx2gy2": (2, 2, 1)}
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 4e-3, "fp64": 1e-10}
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 5e-4, "fp64": 1e-10}
 GPT_PLAN = {
     "tokens": "embedding",
     "positions": "embedding",
@@ -200,4 +200,4 @@ def test_equals_a_plain_loop(name: str, ranks: list[dict[str, Any]]) -> None:
         assert difference(got["losses"], expected["losses"]) < TOLERANCE[case.dtype]
         assert difference(got["norms"], expected["norms"]) < 4 * TOLERANCE[case.dtype]
         if case.after is not None:
-            torch.testing.assert_close(torch.tensor(got["after"]), torch.tensor(expected["after"]), rtol=0, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(got["after"]), torch.tensor(expected["after"]), rtol=0, atol=5e-6)

@@ -88,7 +88,7 @@ def test_losses_are_those_of_stock_at_every_stage_and_engines_may_alternate() ->
             assert [run["world"] for run in (before, ours, between, again)] == ["gloo", "pccl"] * 2, stage
             assert [run["data"] for run in (before, ours, between, again)] == ["gloo", "pccl"] * 2, stage
             assert before["losses"] == between["losses"] and ours["losses"] == again["losses"]
-            assert ours["losses"] == pytest.approx(before["losses"], rel=1e-2 if stage == 1 else 1e-5)
+            assert ours["losses"] == pytest.approx(before["losses"], rel=1e-2 if stage == 1 else 2e-6)
 
 
 def _logged() -> dict[str, Any]:

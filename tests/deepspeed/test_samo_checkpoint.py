@@ -128,7 +128,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two_sharded_or_not(every: bool, t
             steps, masks, pruned = saved[0][name]
             for ours, our_masks, our_pruned in rank[name]:
                 for (losses, _, scale, skipped), wanted in zip(ours, steps, strict=True):
-                    assert losses == pytest.approx(wanted[0], rel=1e-2 if "16" in name else 1e-5), name
+                    assert losses == pytest.approx(wanted[0], rel=1e-4 if "16" in name else 1e-6), name
                     assert (scale, skipped) == (wanted[2], wanted[3]), name
                 assert our_pruned is pruned is True, name
                 same = [torch.equal(mask, masks[key]) for key, mask in our_masks.items()]

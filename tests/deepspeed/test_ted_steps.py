@@ -220,7 +220,7 @@ def cases(of: list[Any]) -> list[Any]:
 def test_trains_what_one_process_trains(found: list[dict[Any, Any]], way: str) -> None:
     assert not isinstance(found[0][way], str), found[0][way]
     losses, left, exchanges = found[0][way]
-    assert losses == pytest.approx(serial(way), rel=1e-5)
+    assert losses == pytest.approx(serial(way), rel=1e-6)
     assert left == 0
     # There and back, forward and backward; of two layers, or twice of one.
     assert exchanges == 8

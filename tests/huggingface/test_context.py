@@ -46,7 +46,7 @@ def test_as_one_process() -> None:
         for rank in found:
             assert isinstance(rank[name], dict), rank[name]
             for got, wanted in zip(rank[name]["history"], expected[name]["history"], strict=True):
-                assert got == pytest.approx(wanted, rel=2e-3, abs=1e-4), name
-            assert rank[name]["metrics"] == pytest.approx(expected[name]["metrics"], rel=2e-3, abs=1e-4)
+                assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), name
+            assert rank[name]["metrics"] == pytest.approx(expected[name]["metrics"], rel=1e-5, abs=1e-6)
             got, wanted = (sum(sum(run[name]["logits"], []), []) for run in (rank, expected))
-            assert got == pytest.approx(wanted, rel=1e-2, abs=2e-3)
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-4)

@@ -104,7 +104,7 @@ def test_a_rank_reads_its_shards_and_trains_as_one_process(tmp_path: Path) -> No
             assert found["lazy"] == len(made.state_dict()) - ("a new head" in name), name
             losses = [entry["loss"] for entry in found["history"] if "loss" in entry]
             assert len(losses) == 3
-            assert losses == pytest.approx([e["loss"] for e in expected["history"] if "loss" in e], rel=2e-4), name
+            assert losses == pytest.approx([e["loss"] for e in expected["history"] if "loss" in e], rel=1e-5), name
             whole = sum(parameter.nbytes for parameter in made.parameters())
             if name in ("gx", "gz") or "mixture" in name:  # of what is in the file
                 dense = 0.9 if name == "mixture, experts" else 0.65

@@ -254,7 +254,7 @@ def test_as_in_one_process(names: list[str], with_one_reader: set[str]) -> None:
                 assert not isinstance(found, str) and not isinstance(wanted[name][0], str), (name, found, wanted[name])
                 assert len(found) == len(wanted[name][0])
                 for entry, other in zip(found, wanted[name][0], strict=True):
-                    assert entry == pytest.approx(other, rel=2e-4, abs=1e-6), name
+                    assert entry == pytest.approx(other, rel=1e-5, abs=1e-6), name
 
 
 def missing(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:

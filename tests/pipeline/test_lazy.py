@@ -119,6 +119,6 @@ def test_a_rank_reads_its_shards_of_its_stage(tmp_path: Path) -> None:
     wanted = serial(tmp_path)
     for rank in run_ranks(all_of_it, 4, tmp_path):
         for name, found in rank.items():
-            assert found["losses"] == pytest.approx(wanted, rel=2e-5), name
+            assert found["losses"] == pytest.approx(wanted, rel=2e-6), name
             assert found["lazy"] == len(list(model.parameters())) and found["left"] == 0
             assert found["read"] <= found["shards"] < 0.45 * whole, (name, found)

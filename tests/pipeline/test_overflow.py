@@ -94,8 +94,8 @@ def test_overflow_and_recovery(names: Sequence[str]) -> None:
             if CASES[name].optimizer == "SGD":  # AdamW moves by the sign of what is next to nothing
                 assert found["far"] < 0.05 * found["moved"] + 2**-11, f"{name} on rank {rank}: {found}"
             kept = [loss for loss, skip in zip(found["losses"], skipped, strict=True) if not skip]
-            assert kept == pytest.approx(found["serial"], rel=0.02)
+            assert kept == pytest.approx(found["serial"], rel=5e-3)
             if "stock" in found:
                 stock = found["stock"]
                 assert found["stock's bits"] and stock["skipped"] == skipped and stock["scales"] == halved, name
-                assert found["losses"] == pytest.approx(stock["losses"], rel=0.01)
+                assert found["losses"] == pytest.approx(stock["losses"], rel=3e-3)
