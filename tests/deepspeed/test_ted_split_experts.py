@@ -125,7 +125,7 @@ def own_configurations(ep_size: int, tensor: int, said: bool, residual: bool) ->
     expert = nn.Sequential(nn.Linear(16, 64 // tensor), nn.ReLU(), nn.Linear(64 // tensor, 16))
     model = MoE(16, expert, 4, ep_size, use_residual=residual, enable_expert_tensor_parallelism=said)
     own = [parameter.clone() for parameter in model.deepspeed_moe.experts.parameters()]
-    config = {"train_batch_size": 8, "fp16": {"enabled": True}, "axonn": {"ted": {}}}
+    config = {"train_batch_size": 8, "fp16": {"enabled": True, "loss_scale": 1}, "axonn": {"ted": {}}}
     optimizer = torch.optim.AdamW(model.parameters())
     engine = deepspeed.initialize(config=config, model=model, optimizer=optimizer, dist_init_required=False, mpu=unit)[
         0
