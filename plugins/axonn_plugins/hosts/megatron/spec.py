@@ -23,7 +23,17 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, transformer_block, transformer_layer
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.megatron import context, grouped, latent, mamba, moe, mtp, muon, process_groups
+from axonn_plugins.hosts.megatron import (
+    context,
+    grouped,
+    latent,
+    mamba,
+    moe,
+    mtp,
+    muon,
+    process_groups,
+    scalers,
+)
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.engine_layers import (
     EngineColumnParallelLinear,
@@ -77,7 +87,7 @@ def install(settings: Settings) -> None:
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
-    for part in (moe, latent, mtp, muon):
+    for part in (moe, latent, mtp, muon, scalers):
         part.install(_originals)
     for part in (context, grouped):
         part.install(_originals, _providers())
