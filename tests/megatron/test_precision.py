@@ -189,6 +189,30 @@ def test_an_overflow_lowers_the_scale_of_all_optimizers() -> None:
     assert norms[1] is None and [*norms[:1], *norms[2:]] == pytest.approx([*wanted[:1], *wanted[2:]], rel=1e-2)
 
 
+def _float32_of_a_checkpoint(case: Case) -> float:
+    """How far float32 weights are from those of a state dict that they were to be taken from."""
+    training.on_cpu()
+    with training.parallel(case):
+        model = training.build(case)
+        optimizer = training._optimizer(case, model)
+        saved = {name: torch.rand(one.shape) for name, one in unwrap_model(model).named_parameters()}
+        optimizer.reload_model_params(state_dict={"model": saved})
+        apart = [0.0]
+        for name, parameter in unwrap_model(model).named_parameters():
+            for one in optimizer.chained_optimizers:
+                if parameter in one.model_param_gbuf_map:
+                    part = one._get_model_param_range_map(parameter)["param"]
+                    found = one._get_main_param_and_optimizer_states(parameter)["param"]
+                    apart.append(float((found - saved[name].view(-1)[part.start : part.end]).abs().max()))
+        return max(apart) if len(apart) > 1 else torch.inf
+
+
+def test_float32_weights_are_those_of_a_checkpoint_in_all_optimizers() -> None:
+    """As --load-main-params-from-ckpt has them; Megatron gives them to the first optimizer, and the others rounded ones of the model."""
+    case = Case(dtype=BF16, ddp={**WIDE, **SHARDED}, settings=Settings(1, 1, 2))
+    assert run_ranks(_float32_of_a_checkpoint, 2, case) == [0, 0]
+
+
 def test_fp16_overflows_over_z_where_it_does_over_data() -> None:
     """Of the loss's scale: the mean of what four ranks have is far below the largest number of fp16, the sum is not."""
     # Without biases, whose gradients are larger and not split over z.

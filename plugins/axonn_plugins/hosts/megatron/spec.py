@@ -24,6 +24,7 @@ from megatron.core.transformer import attention, transformer_block, transformer_
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.megatron import (
+    chain,
     context,
     grouped,
     latent,
@@ -32,7 +33,6 @@ from axonn_plugins.hosts.megatron import (
     mtp,
     muon,
     process_groups,
-    scalers,
 )
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.engine_layers import (
@@ -87,7 +87,7 @@ def install(settings: Settings) -> None:
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
-    for part in (moe, latent, mtp, muon, scalers):
+    for part in (moe, latent, mtp, muon, chain):
         part.install(_originals)
     for part in (context, grouped):
         part.install(_originals, _providers())
