@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -106,6 +107,30 @@ def ours(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
             few = _few(settings)
             wanted[f"{name} of {few['batch']} on {settings}, {mixed}"] = case.on(settings, experts=mixed, **few)
     return run_ranks(training.train_all, 4, wanted)
+
+
+def _sent_to_replicas(cases: list[Case]) -> list[dict[str, str]]:
+    """What replicas hold of a model that every rank has drawn from a seed of its own, once it is sent as --data-parallel-random-init has it."""
+    training.on_cpu()
+    seed, found = torch.manual_seed, []
+    for case in cases:
+        with training.parallel(case), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "manual_seed", lambda number: seed(number + dist.get_rank()))
+            model = training.build(case)
+            model.broadcast_params()
+            here = process_groups.mesh().experts.rank("expert")
+            held = training._replicas(model).items()
+            found.append({f"{name} {here if 'local_experts' in name else ''}": sum for name, sum in held})
+    return found
+
+
+def test_replicas_that_lie_between_megatrons_groups_begin_alike() -> None:
+    """Where experts take larger blocks of ranks than weights split over z do, and where they take smaller ones."""
+    case = Case(config={**ROUTED, **GATED})
+    cases = [case.on(Settings(1, 1, gz), experts=(experts, None)) for gz, experts in ((2, 4), (4, 2))]
+    for ranks in zip(*run_ranks(_sent_to_replicas, 4, cases), strict=True):
+        held = {item for rank in ranks for item in rank.items()}
+        assert len(held) == len(dict(held)), sorted(held)
 
 
 def _apart(found: list[float], expected: list[float]) -> float:

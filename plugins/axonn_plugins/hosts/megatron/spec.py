@@ -45,7 +45,12 @@ from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParalle
 from axonn_plugins.hosts.megatron.loss import language_model_loss
 from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
-from axonn_plugins.hosts.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
+from axonn_plugins.hosts.megatron.parameters import (
+    sum_over_heads,
+    with_all_replicas,
+    with_partial_sums,
+    with_promised_sums,
+)
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
 from axonn_plugins.hosts.megatron.refusals import check_config, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
@@ -87,6 +92,7 @@ def install(settings: Settings) -> None:
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
+    _originals.wrap(DistributedDataParallel, "broadcast_params", with_all_replicas)
     for part in (moe, latent, mtp, muon, chain):
         part.install(_originals)
     for part in (context, grouped):
