@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_layer
 
 from axonn_plugins.config import Ted
@@ -109,28 +110,36 @@ def ours(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(training.train_all, 4, wanted)
 
 
-def _sent_to_replicas(cases: list[Case]) -> list[dict[str, str]]:
-    """What replicas hold of a model that every rank has drawn from a seed of its own, once it is sent as --data-parallel-random-init has it."""
+def _sent_to_replicas(cases: list[Case]) -> list[dict[tuple[str, str], str]]:
+    """What a rank holds at each place of a model drawn with a seed for each data-parallel rank, once it is sent (--data-parallel-random-init)."""
     training.on_cpu()
     seed, found = torch.manual_seed, []
     for case in cases:
         with training.parallel(case), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "manual_seed", lambda number: seed(number + dist.get_rank()))
+            more = parallel_state.get_data_parallel_rank()
+            patch.setattr(torch, "manual_seed", lambda number, more=more: seed(number + more))
+            model_parallel_cuda_manual_seed(123 + 10 * more, force_reset_rng=True)
             model = training.build(case)
             model.broadcast_params()
-            here = process_groups.mesh().experts.rank("expert")
-            held = training._replicas(model).items()
-            found.append({f"{name} {here if 'local_experts' in name else ''}": sum for name, sum in held})
+            experts = process_groups.mesh().experts
+            place = [experts.rank("expert"), experts.rank("tensor") if experts.topology.expert_tensor > 1 else 0]
+            held = (key.split(" ", 2)[1:] + [checksum] for key, checksum in training._replicas(model).items())
+            found.append({(n, f"{place if 'local_experts' in n else at}"): checksum for n, at, checksum in held})
     return found
 
 
-def test_replicas_that_lie_between_megatrons_groups_begin_alike() -> None:
-    """Where experts take larger blocks of ranks than weights split over z do, and where they take smaller ones."""
-    case = Case(config={**ROUTED, **GATED})
+@pytest.mark.parametrize("drawn_on_the_device", [True, False])
+def test_replicas_begin_alike_and_shares_apart(drawn_on_the_device: bool) -> None:
+    """Also where experts take larger blocks of ranks than weights split over z do, or smaller ones, which no group of Megatron's is for."""
+    case = Case(config={**ROUTED, **GATED, "use_cpu_initialization": not drawn_on_the_device})
     cases = [case.on(Settings(1, 1, gz), experts=(experts, None)) for gz, experts in ((2, 4), (4, 2))]
+    if drawn_on_the_device:
+        cases += [case.on(Settings(2, 1, 2), experts=(2, None)), case.on(Settings(2, 2), experts=(4, 1))]
     for ranks in zip(*run_ranks(_sent_to_replicas, 4, cases), strict=True):
         held = {item for rank in ranks for item in rank.items()}
         assert len(held) == len(dict(held)), sorted(held)
+        drawn = [(name, checksum) for (name, _), checksum in held if "norm" not in name]
+        assert len(drawn) == len(set(drawn)), sorted(held)
 
 
 def _apart(found: list[float], expected: list[float]) -> float:
