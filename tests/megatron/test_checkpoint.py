@@ -303,17 +303,22 @@ def test_files_of_another_grid_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_groups, "settings", lambda: Settings(2, 2))
-    args = Namespace(use_dist_ckpt=False, load="saved", pipeline_model_parallel_size=1)
+    args = Namespace(use_dist_ckpt=False, load="saved", pipeline_model_parallel_size=1, finetune=True)
     checked = []
     take = checkpoint_training._of_these_ranks(checked.append, Namespace(get_args=lambda: args))
     found = Namespace(**{"pipeline_model_parallel_size": 1, **saved})
+    # With --finetune Megatron compares no arguments.
+    read = ({"args": found}, "", False, Namespace(name="LEGACY"))
+    load = checkpoint_training._or_say_why_not(lambda load_dir, args: read)
     if words is None:
         take(found)
         assert checked == [found]
+        assert load("saved", args) == read
         return
-    with pytest.raises(SystemExit):
-        take(found)
-    assert words in capsys.readouterr().err
+    for refused in (lambda: take(found), lambda: load("saved", args)):
+        with pytest.raises(SystemExit):
+            refused()
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
