@@ -43,6 +43,9 @@ CASES = {
     "sharded bf16": Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True, **SHARDED}),
     # The few parameters that z does not split end before the last data-parallel ranks' shares of the optimizer begin.
     "empty shards": replace(LLAMA, ddp=SHARDED),
+    # Embeddings and output layer have a learning rate of their own, and Megatron's keys of groups do not tell.
+    "decoupled": replace(LLAMA, optimizer=(decoupled := {"decoupled_lr": 0.1})),
+    "decoupled sharded": replace(LLAMA, ddp=SHARDED, optimizer=decoupled),
     "pipeline": TIED.on(None, pipeline=2, micro_batches=2),
     # The last stage has a copy of the word embeddings.
     "predicting pipeline": Case(
@@ -63,6 +66,8 @@ ROUTES: dict[str, tuple[Any, list[Any]]] = {
 TAKEN = {
     "llama": ["2121", "1212", "stock"],
     "empty shards": ["112", "shared"],
+    "decoupled": ["112", "1212"],
+    "decoupled sharded": ["112"],
     "pipeline": ["112", "stock"],
     "predicting pipeline": ["112"],
 }
@@ -74,6 +79,8 @@ SOME = {
     "sharded 2121": [2],
     "sharded bf16 2121": [3],
     "empty shards shared": [0],
+    "decoupled 1212": [0],
+    "decoupled sharded 112": [0],
     "pipeline stock": [0],
     "predicting pipeline 112": [1],
 }
@@ -92,6 +99,7 @@ def start(case: Case) -> tuple[Any, Any]:
             "weight_decay": 0.1,
             "params_dtype": case.dtype,
             "bf16": half,
+            **case.optimizer,
         },
         use_distributed_optimizer=(split := bool(case.ddp.get("use_distributed_optimizer"))),
     )
@@ -105,6 +113,8 @@ def steps(case: Case, model: Any, optimizer: Any, first: int, last: int) -> list
     """Losses and norms of some steps."""
     told = []
     for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = group["max_lr"]  # as Megatron's scheduler of a constant rate
         model.zero_grad_buffer()
         optimizer.zero_grad()
         told.append(training._step(case, model, step))
@@ -293,17 +303,22 @@ def test_files_of_another_grid_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_groups, "settings", lambda: Settings(2, 2))
-    args = Namespace(use_dist_ckpt=False, load="saved", pipeline_model_parallel_size=1)
+    args = Namespace(use_dist_ckpt=False, load="saved", pipeline_model_parallel_size=1, finetune=True)
     checked = []
     take = checkpoint_training._of_these_ranks(checked.append, Namespace(get_args=lambda: args))
     found = Namespace(**{"pipeline_model_parallel_size": 1, **saved})
+    # With --finetune Megatron compares no arguments.
+    read = ({"args": found}, "", False, Namespace(name="LEGACY"))
+    load = checkpoint_training._or_say_why_not(lambda load_dir, args: read)
     if words is None:
         take(found)
         assert checked == [found]
+        assert load("saved", args) == read
         return
-    with pytest.raises(SystemExit):
-        take(found)
-    assert words in capsys.readouterr().err
+    for refused in (lambda: take(found), lambda: load("saved", args)):
+        with pytest.raises(SystemExit):
+            refused()
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

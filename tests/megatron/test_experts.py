@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_layer
 
 from axonn_plugins.config import Ted
@@ -106,6 +108,38 @@ def ours(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
             few = _few(settings)
             wanted[f"{name} of {few['batch']} on {settings}, {mixed}"] = case.on(settings, experts=mixed, **few)
     return run_ranks(training.train_all, 4, wanted)
+
+
+def _sent_to_replicas(cases: list[Case]) -> list[dict[tuple[str, str], str]]:
+    """What a rank holds at each place of a model drawn with a seed for each data-parallel rank, once it is sent (--data-parallel-random-init)."""
+    training.on_cpu()
+    seed, found = torch.manual_seed, []
+    for case in cases:
+        with training.parallel(case), pytest.MonkeyPatch.context() as patch:
+            more = parallel_state.get_data_parallel_rank()
+            patch.setattr(torch, "manual_seed", lambda number, more=more: seed(number + more))
+            model_parallel_cuda_manual_seed(123 + 10 * more, force_reset_rng=True)
+            model = training.build(case)
+            model.broadcast_params()
+            experts = process_groups.mesh().experts
+            place = [experts.rank("expert"), experts.rank("tensor") if experts.topology.expert_tensor > 1 else 0]
+            held = (key.split(" ", 2)[1:] + [checksum] for key, checksum in training._replicas(model).items())
+            found.append({(n, f"{place if 'local_experts' in n else at}"): checksum for n, at, checksum in held})
+    return found
+
+
+@pytest.mark.parametrize("drawn_on_the_device", [True, False])
+def test_replicas_begin_alike_and_shares_apart(drawn_on_the_device: bool) -> None:
+    """Also where experts take larger blocks of ranks than weights split over z do, or smaller ones, which no group of Megatron's is for."""
+    case = Case(config={**ROUTED, **GATED, "use_cpu_initialization": not drawn_on_the_device})
+    cases = [case.on(Settings(1, 1, gz), experts=(experts, None)) for gz, experts in ((2, 4), (4, 2))]
+    if drawn_on_the_device:
+        cases += [case.on(Settings(2, 1, 2), experts=(2, None)), case.on(Settings(2, 2), experts=(4, 1))]
+    for ranks in zip(*run_ranks(_sent_to_replicas, 4, cases), strict=True):
+        held = {item for rank in ranks for item in rank.items()}
+        assert len(held) == len(dict(held)), sorted(held)
+        drawn = [(name, checksum) for (name, _), checksum in held if "norm" not in name]
+        assert len(drawn) == len(set(drawn)), sorted(held)
 
 
 def _apart(found: list[float], expected: list[float]) -> float:

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from megatron.core.utils import unwrap_model
 
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.settings import Settings
@@ -22,7 +23,7 @@ from axonn_tp.comm.collectives import whole_parameter
 from tests.distributed import run_ranks
 from tests.matrix import asked, thorough
 from tests.megatron import training
-from tests.megatron.training import Case
+from tests.megatron.training import FEW, Case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WIDE = {"grad_reduce_in_fp32": True}
@@ -156,6 +157,60 @@ def test_sums_over_z_are_as_precise_as_over_data(name: str, grid: str, found: di
 def test_what_ranks_computed_is_summed_in_float32(name: str, grid: str, found: dict[str, Any]) -> None:
     """Without x and y the ranks compute the same 16-bit gradients, so that nothing but their sum can differ."""
     assert _error(found[f"{name}: {grid}"], found[f"{name}: data, ours"]) < 1e-6
+
+
+def _with_an_overflow(case: Case) -> tuple[list[float | None], list[set[float]]]:
+    """Gradient norms of four steps, of which the second meets an infinite gradient of a norm, and the scales of the loss after each."""
+    training.on_cpu()
+    norms: list[float | None] = []
+    scales = []
+    with training.parallel(case):
+        model = training.build(case)
+        optimizer = training._optimizer(case, model)
+        config = model.module.config
+        config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+        for step in range(4):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            training._step(case, model, step)
+            if step == 1:
+                unwrap_model(model).decoder.final_layernorm.weight.main_grad.fill_(torch.inf)
+            norms.append(optimizer.step()[1])
+            scales.append({float(one.get_loss_scale()) for one in optimizer.chained_optimizers})
+    return norms, scales
+
+
+def test_an_overflow_lowers_the_scale_of_all_optimizers() -> None:
+    """With z there are two; each would go on with a scale of its own, and divide by another one than the loss was multiplied with."""
+    case = Case(dtype=FP16, optimizer={"hysteresis": 1}, batch=FEW)
+    wanted, _ = run_ranks(_with_an_overflow, 1, case)[0]
+    norms, scales = run_ranks(_with_an_overflow, 2, case.on(Settings(1, 1, 2)))[0]
+    assert scales == [{256}, {128}, {128}, {128}]
+    assert norms[1] is None and [*norms[:1], *norms[2:]] == pytest.approx([*wanted[:1], *wanted[2:]], rel=1e-2)
+
+
+def _float32_of_a_checkpoint(case: Case) -> float:
+    """How far float32 weights are from those of a state dict that they were to be taken from."""
+    training.on_cpu()
+    with training.parallel(case):
+        model = training.build(case)
+        optimizer = training._optimizer(case, model)
+        saved = {name: torch.rand(one.shape) for name, one in unwrap_model(model).named_parameters()}
+        optimizer.reload_model_params(state_dict={"model": saved})
+        apart = [0.0]
+        for name, parameter in unwrap_model(model).named_parameters():
+            for one in optimizer.chained_optimizers:
+                if parameter in one.model_param_gbuf_map:
+                    part = one._get_model_param_range_map(parameter)["param"]
+                    found = one._get_main_param_and_optimizer_states(parameter)["param"]
+                    apart.append(float((found - saved[name].view(-1)[part.start : part.end]).abs().max()))
+        return max(apart) if len(apart) > 1 else torch.inf
+
+
+def test_float32_weights_are_those_of_a_checkpoint_in_all_optimizers() -> None:
+    """As --load-main-params-from-ckpt has them; Megatron gives them to the first optimizer, and the others rounded ones of the model."""
+    case = Case(dtype=BF16, ddp={**WIDE, **SHARDED}, settings=Settings(1, 1, 2))
+    assert run_ranks(_float32_of_a_checkpoint, 2, case) == [0, 0]
 
 
 def test_fp16_overflows_over_z_where_it_does_over_data() -> None:

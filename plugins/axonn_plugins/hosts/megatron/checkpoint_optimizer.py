@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    param_group_identifier_keys,
+)
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron.arguments import fail
@@ -30,6 +35,8 @@ def install(originals: Originals) -> None:
     """Wrap Megatron's optimizers."""
     originals.wrap(ChainedOptimizer, "sharded_state_dict", _saved_as_one)
     originals.wrap(ChainedOptimizer, "load_state_dict", _loaded_from_one)
+    for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer):
+        originals.wrap(kind, "load_state_dict", _told_apart)
     originals.wrap(distrib_optimizer.DistributedOptimizer, "sharded_state_dict", _on_any_ranks)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         # With torch's Adam, Megatron cannot load what it saves: a state has a step of its own, which was not counted with.
@@ -97,20 +104,55 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 
 
+def _schedule(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Which learning rate a group has, of a flag or a script's own: Megatron's keys do not tell, though groups differ in nothing else."""
+    return tuple(group.get(key) for key in ("default_config", "max_lr", "min_lr", "start_wd", "end_wd"))
+
+
 def union(inner: Sequence[dict[str, Any]]) -> Groups:
     """Parameter groups of several optimizers, without parameters, as one optimizer has them on one rank."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for part in inner:
         for group in part["param_groups"]:
             kept = {key: value for key, value in group.items() if key != "params"}
-            found.setdefault(_identity(group), {**kept, "is_expert_parallel": False})
+            key = _identity(group) + _schedule(group)
+            found.setdefault(key, {**kept, "is_expert_parallel": False})
     return list(found.values())
 
 
 def _loaded(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
     """A group of ours with what was saved of its like."""
-    saved = next(group for group in groups if _identity(group) == _identity(own))
+    saved = _like(own, groups)
     return {**saved, "is_expert_parallel": own["is_expert_parallel"], "params": own["params"]}
+
+
+def _like(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """What was saved of a group; of several one with its schedule, which flags may have changed, or one that has another than the default, too."""
+    alike = [group for group in groups if _identity(group) == _identity(own)]
+    schedule = _schedule(own)
+    return max(alike, key=lambda group: (_schedule(group) == schedule, _schedule(group)[0] == schedule[0]))
+
+
+def _told_apart(original: Any) -> Any:
+    """Number groups that Megatron takes for one another while it loads: it would give all of them the schedule of the last."""
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        groups = getattr(self.optimizer, "param_groups", [])
+        if len({_identity(group) for group in groups}) == len(groups):
+            return original(self, state_dict)
+        inner = state_dict.get("optimizer", state_dict)
+        places = [{key: group[key] for key in ("params",) if key in group} for group in inner["param_groups"]]
+        saved = [{**_like(group, inner["param_groups"]), **place} for group, place in zip(groups, places, strict=True)]
+        before = [group["is_decoupled_lr"] for group in groups]
+        for number, (group, kept) in enumerate(zip(groups, saved, strict=True)):
+            group["is_decoupled_lr"] = kept["is_decoupled_lr"] = number
+        inner["param_groups"] = saved
+        original(self, state_dict)
+        for group, told in zip(self.optimizer.param_groups, before, strict=True):
+            group["is_decoupled_lr"] = told
+
+    return load_state_dict
 
 
 def _interleaved(states: Sequence[dict[Any, Any]]) -> dict[Any, Any]:

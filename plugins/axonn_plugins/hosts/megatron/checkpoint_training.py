@@ -43,17 +43,22 @@ def _of_these_ranks(original: Any, module: ModuleType) -> Any:
     @wraps(original)
     def check_checkpoint_args(checkpoint_args: Any, *rest: Any, **named: Any) -> None:
         args = module.get_args()
-        here, saved = _grid_here(args), _grid_of(checkpoint_args)
-        if not args.use_dist_ckpt and saved != here:
-            fail(
-                ConfigError(
-                    f"--load {args.load}: files of format torch are of {saved}, not {here}; load them on that grid, and save them with "
-                    "--ckpt-format torch_dist to go on with another"
-                )
-            )
+        if not args.use_dist_ckpt:
+            _check_grid(args.load, args, checkpoint_args)
         original(checkpoint_args, *rest, **named)
 
     return check_checkpoint_args
+
+
+def _check_grid(load_dir: str, args: Any, checkpoint_args: Any) -> None:
+    here, saved = _grid_here(args), _grid_of(checkpoint_args)
+    if saved != here:
+        fail(
+            ConfigError(
+                f"--load {load_dir}: files of format torch are of {saved}, not {here}; load them on that grid, and save them with "
+                "--ckpt-format torch_dist to go on with another"
+            )
+        )
 
 
 def _or_say_why_not(original: Any) -> Any:
@@ -62,7 +67,7 @@ def _or_say_why_not(original: Any) -> Any:
     @wraps(original)
     def load(load_dir: str, args: Any, *rest: Any, **named: Any) -> Any:
         try:
-            return original(load_dir, args, *rest, **named)
+            found = original(load_dir, args, *rest, **named)
         except SystemExit as stopped:
             if stopped.code or args.exit_on_missing_checkpoint:
                 raise
@@ -72,6 +77,11 @@ def _or_say_why_not(original: Any) -> Any:
                     f"rank of {_grid_here(args)}; load them on that grid, and save them with --ckpt-format torch_dist to go on with another"
                 )
             )
+        state, _, _, kind = found
+        # Where weights alone are taken, Megatron does not compare arguments.
+        if args.finetune and getattr(kind, "name", "") == "LEGACY" and "args" in state:
+            _check_grid(load_dir, args, state["args"])
+        return found
 
     return load
 

@@ -155,6 +155,20 @@ def _divide_before_sums(model: Any) -> None:
                     parameter.axonn_divisor = gz
 
 
+def with_all_replicas(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's ``DistributedDataParallel.broadcast_params`` (--data-parallel-random-init), also to replicas between its groups."""
+
+    @wraps(original)
+    @torch.no_grad()
+    def broadcast_params(self: Any) -> None:
+        original(self)
+        for parameter in self.module.parameters():
+            if getattr(parameter, "axonn_sum_over", "") == "between":
+                dist.broadcast(parameter, group=process_groups.mesh().group("between"), group_src=0)
+
+    return broadcast_params
+
+
 def with_partial_sums(original: Callable[..., None]) -> Callable[..., None]:
     """Megatron's ``DistributedDataParallel.finish_grad_sync``; then what ranks of x or y computed in parts is summed, and what each computed sent."""
 

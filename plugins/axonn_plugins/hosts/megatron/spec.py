@@ -23,7 +23,17 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, transformer_block, transformer_layer
 from torch import Tensor, nn
 
-from axonn_plugins.hosts.megatron import context, grouped, latent, mamba, moe, mtp, muon, process_groups
+from axonn_plugins.hosts.megatron import (
+    chain,
+    context,
+    grouped,
+    latent,
+    mamba,
+    moe,
+    mtp,
+    muon,
+    process_groups,
+)
 from axonn_plugins.hosts.megatron.embedding import PositionEmbedding, VocabParallelEmbedding
 from axonn_plugins.hosts.megatron.engine_layers import (
     EngineColumnParallelLinear,
@@ -35,7 +45,12 @@ from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParalle
 from axonn_plugins.hosts.megatron.loss import language_model_loss
 from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
-from axonn_plugins.hosts.megatron.parameters import sum_over_heads, with_partial_sums, with_promised_sums
+from axonn_plugins.hosts.megatron.parameters import (
+    sum_over_heads,
+    with_all_replicas,
+    with_partial_sums,
+    with_promised_sums,
+)
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
 from axonn_plugins.hosts.megatron.refusals import check_config, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
@@ -77,7 +92,8 @@ def install(settings: Settings) -> None:
     _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
-    for part in (moe, latent, mtp, muon):
+    _originals.wrap(DistributedDataParallel, "broadcast_params", with_all_replicas)
+    for part in (moe, latent, mtp, muon, chain):
         part.install(_originals)
     for part in (context, grouped):
         part.install(_originals, _providers())

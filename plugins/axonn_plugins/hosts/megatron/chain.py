@@ -1,0 +1,47 @@
+"""What Megatron has each optimizer of a chain do by itself, or gives the first alone: z makes two optimizers of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from axonn_plugins.hosts.megatron.originals import Originals
+
+
+def install(originals: Originals) -> None:
+    """Have the optimizers of a chain do as one would."""
+    originals.wrap(ChainedOptimizer, "prepare_grads", _of_one_scale)
+    originals.wrap(ChainedOptimizer, "_split_state_dict", _each_of_all_chunks)
+
+
+def _of_one_scale(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Each has a scale of the loss, which goes down where it found a gradient that is not finite; let all go down together.
+
+    Else the others would divide by another one than the loss is multiplied with from then on.
+    """
+
+    @wraps(original)
+    def prepare_grads(self: Any) -> bool:
+        scalers = [getattr(one, "grad_scaler", None) for one in self.chained_optimizers]
+        before = [(scaler, scaler.state_dict()) for scaler in scalers if scaler is not None]
+        found = original(self)
+        if found:
+            for scaler, state in before:
+                scaler.load_state_dict(state)
+                scaler.update(True)
+        return found
+
+    return prepare_grads
+
+
+def _each_of_all_chunks(original: Callable[..., list]) -> Callable[..., list]:
+    """Each has parameters of all chunks of the model, of which a checkpoint has float32 values (--load-main-params-from-ckpt)."""
+
+    @wraps(original)
+    def split(self: Any, state_dict: Any) -> list:
+        return [state_dict if hasattr(one, "model_chunks") else None for one in self.chained_optimizers]
+
+    return split
