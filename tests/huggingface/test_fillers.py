@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.distributed import run_ranks
 pytest.importorskip("transformers")
 from axonn_plugins.hosts.transformers import means, trainer_sums  # noqa: E402
 from axonn_plugins.hosts.transformers.accelerate_patch import ask  # noqa: E402
+from axonn_plugins.hosts.transformers.clipping import saying  # noqa: E402
 from axonn_plugins.hosts.transformers.last_batch import Last, Nothing, counting, divides  # noqa: E402
 from axonn_plugins.hosts.transformers.uneven import gathered  # noqa: E402
 
@@ -58,6 +60,33 @@ def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> 
     found = step(trainer, None, Last(rows=2, own=0, share=0.0).part_of(batch))
     found.backward()
     assert found.item() == 0 and logits.grad is not None and not logits.grad.any() and trainer.compute_loss is mean
+
+
+def test_losses_are_numbers_where_all_else_is_gathered_as_objects() -> None:
+    """Objects of a batch are a list, and lists of batches of different sizes are cut to the shortest where they are joined."""
+
+    def gather_for_metrics(value: str, use_gather_object: bool = False) -> tuple[str, bool]:
+        return value, use_gather_object
+
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(gather=None, gather_for_metrics=gather_for_metrics))
+    trainer.gather_function = partial(gather_for_metrics, use_gather_object=True)
+    gather = trainer_sums._gathering(trainer)
+    trainer._axonn_loss = True
+    assert [gather("loss"), gather("logits")] == [("loss", False), ("logits", True)]
+
+
+def test_a_norm_that_deepspeed_does_not_clip_by_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"axonn": {}}))
+    accelerator = SimpleNamespace(deepspeed_engine_wrapped=SimpleNamespace(engine=engine), state=state)
+    clip = saying(lambda self, parameters, max_norm: 7.0)
+    for norm in (0.0, float("inf"), 0.25, 0.25):
+        assert clip(accelerator, [], norm) == 7.0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "gradients are not clipped" in said and '"gradient_clipping": 0.25' in said
 
 
 def of_readers(tensor: Tensor) -> Tensor:

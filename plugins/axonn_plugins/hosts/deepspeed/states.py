@@ -35,6 +35,20 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Reduces no gradient."""
 
 
+_evaluates = False
+
+
+@contextmanager
+def without_states() -> Iterator[None]:
+    """Inside, an engine that is given no optimizer is one that only evaluates, in 16 bits as well."""
+    global _evaluates
+    before, _evaluates = _evaluates, True
+    try:
+        yield
+    finally:
+        _evaluates = before
+
+
 class EngineHost:
     """An engine as systems know it: `axonn_plugins.hosts.host.Host`.
 
@@ -84,7 +98,7 @@ class OwnStates(CheckedCheckpoints):
         Raises:
             ConfigError: it does, and there is no optimizer.
         """
-        if config_class.axonn_owner is None:
+        if config_class.axonn_owner is None or (_evaluates and optimizer is None and not config_class.optimizer_name):
             return
         self._own_key = f"axonn.{config_class.axonn_owner}"
         self._own_block, self._own_stage = config_class.axonn, config_class.axonn_stage
@@ -151,6 +165,9 @@ class OwnStates(CheckedCheckpoints):
         for name, configure in _ENDS.items():
             if hasattr(self, configure):
                 setattr(self, name, getattr(self, configure)())
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        return None if optimizer is None and _evaluates else super()._configure_bf16_optimizer(optimizer)
 
     def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
         """Settings of the optimizer that stand in DeepSpeed's sections."""
