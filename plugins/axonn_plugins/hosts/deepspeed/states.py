@@ -32,7 +32,7 @@ _ENDS = {"compression_scheduler": "_configure_compression_scheduler", "quantizer
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Reduces no gradient."""
+    """Reduces no gradient, and is no optimizer."""
 
 
 _evaluates = False
@@ -98,7 +98,10 @@ class OwnStates(CheckedCheckpoints):
         Raises:
             ConfigError: it does, and there is no optimizer.
         """
-        if config_class.axonn_owner is None or (_evaluates and optimizer is None and not config_class.optimizer_name):
+        if config_class.axonn_owner is None:
+            return
+        if _evaluates and optimizer is None and not config_class.optimizer_name:
+            self._configure_bf16_optimizer = _nothing  # which would keep float32 weights and gradients
             return
         self._own_key = f"axonn.{config_class.axonn_owner}"
         self._own_block, self._own_stage = config_class.axonn, config_class.axonn_stage
@@ -165,9 +168,6 @@ class OwnStates(CheckedCheckpoints):
         for name, configure in _ENDS.items():
             if hasattr(self, configure):
                 setattr(self, name, getattr(self, configure)())
-
-    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        return None if optimizer is None and _evaluates else super()._configure_bf16_optimizer(optimizer)
 
     def _configured(self, trained: set[nn.Parameter], offload: OffloadOptimizer | None) -> dict[str, Any]:
         """Settings of the optimizer that stand in DeepSpeed's sections."""
