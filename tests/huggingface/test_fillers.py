@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, Sampler
 
 from tests.distributed import run_ranks
 
@@ -19,6 +21,7 @@ from axonn_plugins.hosts.transformers.accelerate_patch import ask  # noqa: E402
 from axonn_plugins.hosts.transformers.clipping import saying  # noqa: E402
 from axonn_plugins.hosts.transformers.last_batch import Last, Nothing, counting, divides  # noqa: E402
 from axonn_plugins.hosts.transformers.uneven import gathered  # noqa: E402
+from axonn_plugins.hosts.transformers.unfilled import Unfilled  # noqa: E402
 
 
 def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +98,24 @@ def of_readers(tensor: Tensor) -> Tensor:
     return torch.cat(parts) if tensor.dim() else torch.stack(parts)
 
 
+class Drawn(Sampler):
+    """An order by torch's generator, as a script's own sampler has it."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self)).tolist())
+
+
+def drawn() -> list[int]:
+    """Samples that a reader reads whose generator has come apart from the others'."""
+    reader = dist.get_rank()
+    torch.manual_seed(reader)
+    batches = [*Unfilled(BatchSampler(Drawn(), 2, drop_last=False), 3, reader)]
+    return [sample for batch in batches for sample in batch][: None if reader == 0 else 4]
+
+
 def of_different_rows() -> dict[str, Any]:
     """Three readers, with 4, 2 and no rows of a batch of 12: the share of the second is that of a full batch."""
     reader = dist.get_rank()
@@ -107,10 +128,18 @@ def of_different_rows() -> dict[str, Any]:
         none = gathered(torch.zeros(0, 2), of_readers)
     assert divides() and not known
     means = [mean.mean(), mean.detach().float()[:2].mean(), mean[1:].mean()]
-    return {"rows": rows.tolist(), "means": [float(one) for one in means], "sum": float(mean.sum()), "none": none.shape}
+    return {
+        "drawn": drawn(),
+        "rows": rows.tolist(),
+        "means": [float(one) for one in means],
+        "sum": float(mean.sum()),
+        "none": none.shape,
+    }
 
 
 def test_what_readers_of_different_rows_gather() -> None:
-    for found in run_ranks(of_different_rows, 3):
+    ranks = run_ranks(of_different_rows, 3)
+    assert sorted(sample for found in ranks for sample in found["drawn"]) == [*range(14)]
+    for found in ranks:
         assert found["rows"] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 1] and found["none"] == (0, 2)
         assert found["means"] == pytest.approx([7 / 6, 7 / 6, 0.5]) and found["sum"] == 2
