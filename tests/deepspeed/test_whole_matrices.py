@@ -48,6 +48,20 @@ class Net(nn.Module):
         return self.head(x + self.down(torch.tanh(self.up(x)))).square().mean()
 
 
+class Bounded(torch.optim.Optimizer):
+    """A script's own, whose name says nothing: each step is as large as a tensor's gradients are together."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / p.grad.square().mean().sqrt(), alpha=-group["lr"])
+
+
 def serial_model(dtype: torch.dtype = torch.float64) -> Net:
     torch.manual_seed(3)
     return Net().to(dtype)
@@ -167,6 +181,11 @@ def others(folder: str, every: bool) -> Iterator[tuple[str, float]]:
         train(engine, slice(MIDDLE, None))
         yield name, apart(engine, wanted)
         engine.destroy()
+    wanted = serial(model := serial_model(), by_torch(model, Bounded, 0.5))
+    engine = engine_of(block_of(GRIDS[2]), 0, 0.5, Bounded, serial_model())
+    train(engine)
+    yield "a client's whose name says nothing", apart(engine, wanted)
+    engine.destroy()
     matrices_alone(model := serial_model())
     make = lambda given: torch.optim.Muon(given, lr=0.02, adjust_lr_fn="match_rms_adamw")  # noqa: E731
     wanted = serial(model, by_torch(model, make, 0.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, Sampler
 
 from tests.distributed import run_ranks
 
 pytest.importorskip("transformers")
 from axonn_plugins.hosts.transformers import means, trainer_sums  # noqa: E402
 from axonn_plugins.hosts.transformers.accelerate_patch import ask  # noqa: E402
+from axonn_plugins.hosts.transformers.clipping import saying  # noqa: E402
 from axonn_plugins.hosts.transformers.last_batch import Last, Nothing, counting, divides  # noqa: E402
 from axonn_plugins.hosts.transformers.uneven import gathered  # noqa: E402
+from axonn_plugins.hosts.transformers.unfilled import Unfilled  # noqa: E402
 
 
 def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +65,55 @@ def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.item() == 0 and logits.grad is not None and not logits.grad.any() and trainer.compute_loss is mean
 
 
+def test_losses_are_numbers_where_all_else_is_gathered_as_objects() -> None:
+    """Objects of a batch are a list, and lists of batches of different sizes are cut to the shortest where they are joined."""
+
+    def gather_for_metrics(value: str, use_gather_object: bool = False) -> tuple[str, bool]:
+        return value, use_gather_object
+
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(gather=None, gather_for_metrics=gather_for_metrics))
+    trainer.gather_function = partial(gather_for_metrics, use_gather_object=True)
+    gather = trainer_sums._gathering(trainer)
+    trainer._axonn_loss = True
+    assert [gather("loss"), gather("logits")] == [("loss", False), ("logits", True)]
+
+
+def test_a_norm_that_deepspeed_does_not_clip_by_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"axonn": {}}))
+    accelerator = SimpleNamespace(deepspeed_engine_wrapped=SimpleNamespace(engine=engine), state=state)
+    clip = saying(lambda self, parameters, max_norm: 7.0)
+    for norm in (0.0, float("inf"), 0.25, 0.25):
+        assert clip(accelerator, [], norm) == 7.0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "gradients are not clipped" in said and '"gradient_clipping": 0.25' in said
+
+
 def of_readers(tensor: Tensor) -> Tensor:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts) if tensor.dim() else torch.stack(parts)
+
+
+class Drawn(Sampler):
+    """An order by torch's generator, as a script's own sampler has it."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self)).tolist())
+
+
+def drawn() -> list[int]:
+    """Samples that a reader reads whose generator has come apart from the others'."""
+    reader = dist.get_rank()
+    torch.manual_seed(reader)
+    batches = [*Unfilled(BatchSampler(Drawn(), 2, drop_last=False), 3, reader)]
+    return [sample for batch in batches for sample in batch][: None if reader == 0 else 4]
 
 
 def of_different_rows() -> dict[str, Any]:
@@ -78,10 +128,18 @@ def of_different_rows() -> dict[str, Any]:
         none = gathered(torch.zeros(0, 2), of_readers)
     assert divides() and not known
     means = [mean.mean(), mean.detach().float()[:2].mean(), mean[1:].mean()]
-    return {"rows": rows.tolist(), "means": [float(one) for one in means], "sum": float(mean.sum()), "none": none.shape}
+    return {
+        "drawn": drawn(),
+        "rows": rows.tolist(),
+        "means": [float(one) for one in means],
+        "sum": float(mean.sum()),
+        "none": none.shape,
+    }
 
 
 def test_what_readers_of_different_rows_gather() -> None:
-    for found in run_ranks(of_different_rows, 3):
+    ranks = run_ranks(of_different_rows, 3)
+    assert sorted(sample for found in ranks for sample in found["drawn"]) == [*range(14)]
+    for found in ranks:
         assert found["rows"] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 1] and found["none"] == (0, 2)
         assert found["means"] == pytest.approx([7 / 6, 7 / 6, 0.5]) and found["sum"] == 2

@@ -20,7 +20,7 @@ axonn_plugins.activate()
 pytest.importorskip("accelerate")
 import transformers  # noqa: E402
 
-from tests.huggingface.test_means import classes, classifier, t5  # noqa: E402
+from tests.huggingface.test_means import SIZES, classes, classifier, t5  # noqa: E402
 from tests.huggingface.trainer_runs import PAD, WORDS, Case, gpt2, history, padded, trainer  # noqa: E402
 
 ENTROPY = nn.functional.cross_entropy
@@ -187,6 +187,20 @@ def longest(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: value[:, :length] for key, value in padded(samples).items()}
 
 
+def reader_of_answers() -> nn.Module:
+    torch.manual_seed(0)
+    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, **off, num_attention_heads=4))
+
+
+def answers(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Where answers begin and end, of which some are cut off: the model leaves these out of its two means."""
+    batch = padded(samples)
+    del batch["labels"]
+    first, last = batch["input_ids"][:, 0] % 14, batch["input_ids"][:, 1] % 10
+    return batch | {"start_positions": first, "end_positions": last}
+
+
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 ALL = {"remove_unused_columns": False}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
@@ -202,6 +216,7 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "coincidence": (Case(Coincident, arguments=EPOCH | ALL, config=NO_AUTO), None, None),
     "collator": (Case(gpt2, batch_encoding, EPOCH), None, None),
     "classifier": (Case(classifier, classes, ROUNDS, batch=8), None, None),
+    "answers": (Case(reader_of_answers, answers, ROUNDS | ALL, batch=8), None, None),
     "weighted": (Case(classifier, classes, ROUNDS, batch=8), Weighted, None),
     "balanced": (Case(mixture, longest, ROUNDS | {"include_num_input_tokens_seen": "all"}, batch=8), None, None),
     "balanced by rows": (Case(mixture, arguments=EPOCH), OwnOfModel, None),

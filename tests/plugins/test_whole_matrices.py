@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.flat import FlatOptimizer
+from axonn_plugins.optim.probe import depends_on_others
 from axonn_plugins.optim.whole import plan
 from axonn_plugins.optim.whole.exchange import Exchange
 from axonn_plugins.optim.whole.newton_schulz import Iteration
@@ -287,3 +288,48 @@ def test_who_does_what() -> None:
     assert flops(large, 8) < flops(large) / 6 and sum_bytes(large, 8) == 5 * 2 * 7 / 8 * 1024**2 * 4
     assert deal([Work(1024, 2**17, 5, 2, family=8), *alike[:8]]).owners[0] is not None
     assert deal([Work(64, 96, 5, 8, divisible=True, family=8)]).owners == (0,)
+
+
+class Bounded(torch.optim.Optimizer):
+    """Adam whose step is bounded by how a tensor's gradients compare with what they were, as StableAdamW has it."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                square = state.setdefault("square", p.grad.square())
+                square.lerp_(p.grad.square(), 0.01)
+                most = (p.grad.square() / square).mean().sqrt().clamp(min=1)
+                p.sub_(p.grad / square.sqrt() / most, alpha=group["lr"])
+
+
+class Signs(torch.optim.Optimizer):
+    """A script's own that works element by element."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def _note(calls: list[Any], *given: Any) -> None:
+    calls.append(given)
+
+
+def test_an_optimizer_is_tried_where_its_name_says_nothing() -> None:
+    for kind, depends in ((Bounded, True), (torch.optim.Adafactor, True), (Signs, False), (torch.optim.AdamW, False)):
+        parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
+        optimizer, calls = kind(parameters, lr=0.02), list[Any]()
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)  # puts a function in the place of `step`
+        optimizer.register_step_post_hook(partial(_note, calls))
+        assert depends_on_others(optimizer) is depends, kind
+        assert not calls and not optimizer.state and optimizer.param_groups[0]["params"] == parameters
+        assert all(bool((parameter == 1).all()) for parameter in parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,16 @@ from torch.utils._pytree import tree_leaves
 from axonn_plugins.optim.lending import along, other_groups
 
 _ELEMENTS = 4096
+_BY_ELEMENT = {
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+}
+_KERNELS = ("deepspeed", "apex", "transformer_engine", "bitsandbytes")
 _ALIGNED = 64  # so that vector instructions take the same elements together as without tiles
+
+
+class NotElementwiseError(ValueError):
+    """An optimizer does to one weight what depends on others."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +112,14 @@ def examine(
         What a step needs.
 
     Raises:
-        ValueError: what the optimizer does to an element depends on others.
+        NotElementwiseError: what the optimizer does to an element depends on others.
     """
     options = dict(options)
     if isinstance(options.get("lr"), float):
         options["lr"] = 1e-3  # a warm-up begins with 0, which hides what the optimizer does
     numbers = torch.arange(_ELEMENTS, device=weights.device)
     start, gradient = ((numbers * factor).cos().to(weights.dtype) for factor in (0.1, 0.7))
+    gradient *= 0.25 + 4 * numbers / _ELEMENTS  # so that a part's mean square is another than that of all
     kept = {key: value for key, value in state.items() if not along(value, weights)}
     moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
     results: list[Tensor] = []
@@ -124,15 +135,44 @@ def examine(
     tried(start[part].clone(), gradient[part])
     if weights.dim() > 1:  # some treat vectors otherwise than matrices, or than convolutions
         tried(start.clone().view(_full(weights.dim())), gradient.view(_full(weights.dim())))
-    alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=0)
-    if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=0) for whole in results[2:])):
-        raise ValueError(
+    alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=1e-7)
+    if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=1e-7) for whole in results[2:])):
+        raise NotElementwiseError(
             f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
             'in tiles; use an optimizer such as Adam, AdamW or SGD, or, where ted alone cuts its step, "tile_size": null there'
         )
     one = results[0].nbytes
     first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
     return StepMemory(first, later, keys)
+
+
+def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
+    """True if what an optimizer does to an element of a parameter depends on others of it, as far as a trial can tell.
+
+    Args:
+        optimizer: left as it was; its parameters are not touched.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in _BY_ELEMENT:
+        return False
+    if type(optimizer).__module__.partition(".")[0] in _KERNELS:
+        return False
+    trial = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
+    vars(trial).update(vars(optimizer))
+    vars(trial).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
+    trial.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(trial, hooks, OrderedDict())
+    try:
+        for group in optimizer.param_groups:
+            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
+            for device, dtype, dims in kinds:
+                with torch.random.fork_rng([]):
+                    examine(trial, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
+    except NotElementwiseError:
+        return True
+    except Exception:  # what of an optimizer cannot step a stand-in is its own affair
+        return False
+    return False
 
 
 def _full(dims: int) -> list[int]:
@@ -154,8 +194,9 @@ def _two_steps(
     most = []
     with other_groups(optimizer, [{**options, "params": [weights]}]):
         try:
-            for _ in range(2):
-                weights.grad = gradient.clone()
+            # What bounds a step by moments finds nothing to bound where gradients stay what they were.
+            for given in (gradient, 5 * gradient * gradient.abs()):
+                weights.grad = given.clone()
                 known = [
                     weights,
                     weights.grad,

@@ -25,13 +25,20 @@ def needs_whole_matrices(name: str) -> bool:
     return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
 
 
+def looks_at_whole_matrices(optimizer: Any) -> bool:
+    """The same of an optimizer, which is tried where its name says nothing."""
+    from axonn_plugins.optim.probe import depends_on_others
+
+    return needs_whole_matrices(type(optimizer).__name__) or depends_on_others(optimizer)
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Refuse optimizers that are not element-wise, where a host's own optimizer steps shards.
 
     Raises:
         ConfigError: names it.
     """
-    if optimizer is not None and needs_whole_matrices(type(optimizer).__name__):
+    if optimizer is not None and looks_at_whole_matrices(optimizer):
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} needs whole weight matrices, which are split; use an element-wise one such as AdamW"
         )

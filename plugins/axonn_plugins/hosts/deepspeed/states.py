@@ -32,7 +32,21 @@ _ENDS = {"compression_scheduler": "_configure_compression_scheduler", "quantizer
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Reduces no gradient."""
+    """Reduces no gradient, and is no optimizer."""
+
+
+_evaluates = False
+
+
+@contextmanager
+def without_states() -> Iterator[None]:
+    """Inside, an engine that is given no optimizer is one that only evaluates, in 16 bits as well."""
+    global _evaluates
+    before, _evaluates = _evaluates, True
+    try:
+        yield
+    finally:
+        _evaluates = before
 
 
 class EngineHost:
@@ -85,6 +99,9 @@ class OwnStates(CheckedCheckpoints):
             ConfigError: it does, and there is no optimizer.
         """
         if config_class.axonn_owner is None:
+            return
+        if _evaluates and optimizer is None and not config_class.optimizer_name:
+            self._configure_bf16_optimizer = _nothing  # which would keep float32 weights and gradients
             return
         self._own_key = f"axonn.{config_class.axonn_owner}"
         self._own_block, self._own_stage = config_class.axonn, config_class.axonn_stage

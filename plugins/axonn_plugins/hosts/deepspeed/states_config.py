@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
-from axonn_plugins.hosts.common.elementwise import OF_PRUNED
+from axonn_plugins.hosts.common.elementwise import OF_PRUNED, looks_at_whole_matrices
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
     divides_alone,
@@ -85,9 +85,9 @@ def take_over(parsed: Any, key: str) -> None:
 
 
 def take_over_whole(parsed: Any, optimizer: Any) -> None:
-    """The same where the script's optimizer looks at whole matrices, which the block splits."""
+    """The same where the script's optimizer looks at whole matrices, which the block splits: by its name, or by a trial."""
     splits = [key for key in ("tensor_parallel", "ted") if getattr(parsed.axonn, key) is not None]
-    if splits and parsed.axonn_owner is None and needs_whole_matrices(type(optimizer).__name__):
+    if optimizer is not None and splits and parsed.axonn_owner is None and looks_at_whole_matrices(optimizer):
         take_over(parsed, splits[0])
 
 

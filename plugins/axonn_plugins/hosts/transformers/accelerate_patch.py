@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from axonn_plugins import build_locks
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
+from axonn_plugins.hosts.transformers.clipping import saying
 from axonn_plugins.hosts.transformers.readers import Readers, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, read_by, settle
 from axonn_plugins.hosts.transformers.tied import keeping_ties
@@ -47,6 +48,7 @@ def patch(module: ModuleType) -> None:
             setattr(holder, name, counted)
     accelerator.check_trigger = _check_trigger(accelerator.check_trigger)
     accelerator.split_between_processes = _split_between_processes
+    accelerator.clip_grad_norm_ = saying(accelerator.clip_grad_norm_)
     accelerator.get_state_dict = keeping_ties(accelerator.get_state_dict)
     accelerator._prepare_deepspeed = _preparing(accelerator._prepare_deepspeed)
     accelerator.prepare_data_loader = _with_sizes(accelerator.prepare_data_loader)

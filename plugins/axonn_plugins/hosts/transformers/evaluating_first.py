@@ -12,6 +12,9 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.transformers.readers import has_block
 
@@ -71,25 +74,30 @@ def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, *given: Any, **keywords: Any) -> Any:
         if not has_block(self.accelerator) or self.deepspeed is not None:
             return original(self, *given, **keywords)
-        with _without_training(self.accelerator.state.deepspeed_plugin):
+        with _without_training(self.accelerator.state.deepspeed_plugin, self.model):
             return original(self, *given, **keywords)
 
     return evaluation_loop
 
 
-def without_training(whole: Mapping[str, Any]) -> dict[str, Any]:
+def without_training(whole: Mapping[str, Any], left_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """A configuration with the block for an engine that has no optimizer."""
-    reduced = {key: whole[key] for key in _KEPT if key in whole}
+    reduced = {key: whole[key] for key in _KEPT if key in whole and key not in left_out}
     reduced["axonn"] = {key: value for key, value in whole["axonn"].items() if key in _SPLITS}
     return reduced | {"zero_optimization": {"stage": 0}}
 
 
 @contextmanager
-def _without_training(plugin: Any) -> Iterator[None]:
-    whole = plugin.deepspeed_config
-    plugin.deepspeed_config = plugin.hf_ds_config.config = without_training(whole)
+def _without_training(plugin: Any, model: nn.Module) -> Iterator[None]:
+    """Weights in float32 stay that, for training begins with them."""
+    from axonn_plugins.hosts.deepspeed.states import without_states
+
+    in_float32 = all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
+    whole, types = plugin.deepspeed_config, ("bf16", "fp16") if in_float32 else ()
+    plugin.deepspeed_config = plugin.hf_ds_config.config = without_training(whole, types)
     try:
-        yield
+        with without_states():
+            yield
     finally:
         plugin.deepspeed_config = plugin.hf_ds_config.config = whole
 

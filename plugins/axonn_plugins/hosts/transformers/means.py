@@ -25,7 +25,7 @@ from axonn_plugins.hosts.transformers.accelerate_patch import asked
 from axonn_plugins.hosts.transformers.balance import balanced, balances, times
 from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
-from axonn_plugins.hosts.transformers.tokens import of_all_readers
+from axonn_plugins.hosts.transformers.tokens import of_all_readers, of_all_targets
 from axonn_tp.plan.evaluating import evaluating
 
 _COPIES = {"to", "clone", "detach", "float", "half", "bfloat16", "double"}
@@ -41,12 +41,14 @@ class Kind:
         divides: by ``num_items_in_batch``.
         shifts: the first label of a row is no target.
         weights: by which a class counts in a mean; None where all count alike.
+        by_targets: it is made of cross-entropies over targets that no labels tell, as the positions of answers, of which some may not count.
     """
 
     adds: bool
     divides: bool
     shifts: bool
     weights: Tensor | None = None
+    by_targets: bool = False
 
 
 _weights: dict[int, float] = {}  # of AdaLoRA's configurations in use, as they were given
@@ -112,7 +114,8 @@ def in_one_process(
     expected = _part(self) if by_trl else readers if summed else share()
     if key in kinds and not summed and balances(self.model):
         expected = _factor(self, kinds[key], labels, readers)
-    with nullcontext() if key in kinds else watching, constants, of_all_readers(self), balanced(self, expected):
+    watch = watching if key not in kinds else of_all_targets(self) if kinds[key].by_targets else nullcontext()
+    with watch, constants, of_all_readers(self), balanced(self, expected):
         before = asked()
         found = original(model, inputs, return_outputs=return_outputs, **more)
         counted = asked() != before
@@ -124,8 +127,9 @@ def in_one_process(
         return _times(found, _part(self) * (_left_out(self, counted, readers) if left_out else 1))
     if key not in kinds:
         kinds[key] = kind = _agreed(self, watching, labels, lambda some: original(model, some, **more), rows)
-        if times() != losses and not (summed and kind.adds):  # which took it for another kind
-            with balanced(self, _factor(self, kind, labels, readers)):
+        if kind.by_targets or times() != losses and not (summed and kind.adds):  # which took it for another kind
+            targets = of_all_targets(self) if kind.by_targets else nullcontext()
+            with targets, balanced(self, _factor(self, kind, labels, readers)):
                 found = original(model, inputs, return_outputs=return_outputs, **more)
     factor = _factor(self, kinds[key], labels, readers)
     return _times(found, factor / readers if counted else factor)
@@ -207,8 +211,9 @@ def _agreed(
         counts = [int(_items(labels, shifts)) for shifts in (False, True)]
         seen = [count == watching.targets for count in counts] if counts[0] != counts[1] else seen
     weighs = watching.weights is not None and labels is not None and not labels.is_floating_point()
-    votes = [watching.divides, labels is not None, labels is None, *seen, weighs]
-    divides, labelled, unlabelled, plain, shifted, weighed = count_votes(self, votes)
+    entropies = watching.targets >= 0 and labels is None
+    votes = [watching.divides, labels is not None, labels is None, *seen, weighs, entropies]
+    divides, labelled, unlabelled, plain, shifted, weighed, by_targets = count_votes(self, votes)
     if labelled and unlabelled:
         raise ConfigError(
             f"labels are in the batches of {labelled} of {labelled + unlabelled} ranks, and losses of readers are weighed by their labels; give "
@@ -221,7 +226,8 @@ def _agreed(
         adds = summed > others
     shifts = shifted > plain if shifted + plain else self._loss_shifts_labels
     weights = watching.weights if weighed == dist.get_world_size() else None
-    return Kind(adds, divides > 0, shifts, None if weights is None else weights.detach().clone())
+    of_targets = not adds and by_targets == dist.get_world_size()
+    return Kind(adds, divides > 0, shifts, None if weights is None else weights.detach().clone(), of_targets)
 
 
 def count_votes(self: Any, votes: list[bool]) -> list[int]:

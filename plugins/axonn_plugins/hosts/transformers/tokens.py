@@ -34,6 +34,11 @@ def of_all_readers(self: Any) -> AbstractContextManager:
     return _OfAll(self.accelerator)
 
 
+def of_all_targets(self: Any) -> AbstractContextManager:
+    """Inside, the mean that a cross-entropy takes over the targets of a reader, in a model as well, is divided by those of all."""
+    return nullcontext() if _active else _OfTargets(self.accelerator)
+
+
 def refuse_orders(self: Any) -> None:
     """Refuse a loss of DPO's that sorts the pairs of a batch.
 
@@ -50,6 +55,8 @@ def refuse_orders(self: Any) -> None:
 
 
 class _OfAll(TorchFunctionMode):
+    _in_models = False
+
     def __init__(self, accelerator: Any) -> None:
         super().__init__()
         self._accelerator = accelerator
@@ -101,7 +108,7 @@ class _OfAll(TorchFunctionMode):
     def _cross_entropy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
         usual = given.get("reduction", "mean") == "mean" and given.get("weight") is None
-        if not usual or given["target"].is_floating_point() or _in_a_model():
+        if not usual or given["target"].is_floating_point() or not self._in_models and _in_a_model():
             return None
         counted = given["target"].ne(given.get("ignore_index", -100)).sum()
         return self._divided(func(*args, **kwargs | {"reduction": "sum"}), counted)
@@ -118,6 +125,11 @@ class _OfAll(TorchFunctionMode):
         whole = counts.as_subclass(Tensor).sum().to(summed.dtype)
         rows = share()
         return summed * (len(counts) / rows / whole) if rows else (summed / count).nan_to_num()
+
+
+class _OfTargets(_OfAll):
+    _in_models = True
+    _replacing = {"cross_entropy": _OfAll._cross_entropy}
 
 
 def _one_of(args: tuple, known: list[Tensor]) -> bool:

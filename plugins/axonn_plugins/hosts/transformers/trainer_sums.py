@@ -161,13 +161,16 @@ def _gathering(self: Any) -> Callable[..., Any]:
     """The Trainer's way to gather, without rows that fill the last batch; where it counts that batch's loss as any other, so does this."""
     of_samples = self.gather_function
     alike = of_samples == self.accelerator.gather  # as Seq2SeqTrainer has it
+    as_objects = getattr(of_samples, "keywords", {}).get("use_gather_object")  # of what else is gathered so
     if alike:
         of_samples = self.accelerator.gather_for_metrics
     self._axonn_loss = False
 
     def gather(value: Any) -> Any:
         loss, self._axonn_loss = self._axonn_loss, False
-        return self.accelerator.gather(value) if loss and (alike or endless()) else of_samples(value)
+        if loss and (alike or endless()):
+            return self.accelerator.gather(value)
+        return self.accelerator.gather_for_metrics(value) if loss and as_objects else of_samples(value)
 
     return gather
 

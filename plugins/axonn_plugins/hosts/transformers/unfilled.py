@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
-from accelerate.state import GradientState
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.transformers.accelerate_patch import has_state
 
 
 class Unfilled(BatchSamplerShard):
@@ -35,9 +36,21 @@ class Unfilled(BatchSamplerShard):
 
     def __iter__(self) -> Iterator[Any]:
         """This reader's batches, as Accelerate shards them."""
+        _draw_alike(self.batch_sampler)
         ends = len(self) - 1 if self.last()[1] else None
         for number, batch in enumerate(super().__iter__()):
             yield batch[: max(self.own(), 1)] if number == ends else batch
+
+
+def _draw_alike(batches: Any) -> None:
+    """Let a sampler that draws by torch's generator, as grouping by length does, draw the same on all readers, whose dropout has drawn for other rows."""
+    sampler = getattr(batches, "sampler", batches)
+    if isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None:
+        return
+    device = AcceleratorState().device if has_state() else torch.device("cpu")
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state.cpu())
 
 
 class Together(Unfilled):
@@ -49,6 +62,7 @@ class Together(Unfilled):
         if not read:
             yield from BatchSamplerShard.__iter__(self)
             return
+        _draw_alike(self.batch_sampler)
         of_all: list[Any] = []
         for batch in self.batch_sampler:
             of_all += batch
