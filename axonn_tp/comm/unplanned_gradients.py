@@ -130,7 +130,7 @@ class _Kept:
 
 
 def _nothing() -> None:
-    """What a module finds that was written to a file, and read without a mesh."""
+    """Nothing, for a module that was written to a file, and is read without a mesh."""
 
 
 def _loaded(module: nn.Module, keys: Any) -> None:
