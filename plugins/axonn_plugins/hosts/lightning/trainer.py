@@ -89,7 +89,8 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         if fitting and not early:
             self.setup_optimizers(trainer)
             self.split(module, map(_own, self.optimizers))
-        _average_split(trainer, module)
+        if fitting:
+            _average_split(trainer, module)
         count_readers(module, self.mesh)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
