@@ -249,7 +249,8 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path, all_grids: bo
         same(found[3], wanted, resumed=True)
         assert [pytest.approx(losses, rel=2e-5) for losses in found[6]["again"]] == [twice, twice]
         for number, resumed in enumerate(found[7:9]):
-            same(resumed["averaging"], smooth, resumed=bool(number), within=1e-7)
+            # One process keeps the average, with which the model changes places in validation, in float32.
+            same(resumed["averaging"], smooth, resumed=bool(number), within=2e-6)
         for full, serial in zip(found[4:6], averaged, strict=True):
             assert full["steps"] == serial["steps"] == 10
             assert full["losses"] == pytest.approx(serial["losses"], abs=1e-9)
