@@ -30,58 +30,76 @@ def read_in_shards(name: str) -> str:
     )
 
 
-class _Watch:
-    """Compares what comes to a shard with what was given, by backward pass: these may run inside one another.
+class Watch:
+    """Notes what gathers and layers give a leaf, by backward pass: these may run inside one another.
 
     Args:
-        shard: a leaf.
-        name: of the weight.
+        leaf: a shard, or another parameter.
     """
 
-    def __init__(self, shard: Tensor, name: str) -> None:
-        self._shard, self._name = ref(shard), name
+    def __init__(self, leaf: Tensor) -> None:
+        self._leaf = ref(leaf)
         self._given: dict[int, list[Tensor]] = defaultdict(list)
         self._passed_over: set[int] = set()
-        self._hook: RemovableHandle = shard.register_hook(self._came)
+        self._hook: RemovableHandle = leaf.register_hook(self._came)
         # Before hooks of the user's, which may change the gradient. The engine reads the order in which they were put in.
-        hooks: dict[int, Any] = shard._backward_hooks  # type: ignore[assignment]
+        hooks: dict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
         hooks.update([(key, hooks.pop(key)) for key in list(hooks) if key != self._hook.id])
-        _watches[shard] = self
+        _watches[leaf] = self
 
     def end(self) -> None:
         """Look no longer."""
         self._hook.remove()
-        shard = self._shard()
-        if shard is not None:
-            del _watches[shard]
+        leaf = self._leaf()
+        if leaf is not None:
+            del _watches[leaf]
 
     def give(self, grad: Tensor) -> None:
-        """Note a gradient that a gather gives."""
+        """Note a gradient that a read of the leaf gives."""
         self._given[torch._C._current_graph_task_id()].append(grad)
 
     def pass_over(self) -> None:
-        """A layer computes with something that was made of the shard, whose gradient is then another."""
+        """A layer computes with something that was made of the leaf, whose gradient is then another."""
         self._passed_over.add(torch._C._current_graph_task_id())
+
+    def _taken(self) -> list[Tensor] | None:
+        """The gradients that were given in this pass; None where it is passed over."""
+        task = torch._C._current_graph_task_id()
+        given = self._given.pop(task, [])
+        return None if task in self._passed_over else given
+
+    def _came(self, grad: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
+
+def is_sum(given: list[Tensor], grad: Tensor) -> bool:
+    """True if a gradient is the sum of those that were given."""
+    # Autograd adds in place only where nobody else, as here, holds the first.
+    if len(given) == 1 and given[0] is grad:
+        return True
+    cast = [one.to(grad.dtype).reshape(grad.shape) for one in given]
+    # Autograd may add three and more in another order.
+    rounding = 0.0 if len(cast) < 3 else 8 * torch.finfo(grad.dtype).eps * max(float(one.abs().max()) for one in cast)
+    return bool(cast) and torch.allclose(reduce(torch.add, cast), grad, rtol=0, atol=rounding)
+
+
+class _OfShard(Watch):
+    """Refuses what comes to a shard over z past its gathers."""
+
+    def __init__(self, shard: Tensor, name: str) -> None:
+        self._name = name
+        super().__init__(shard)
 
     @torch.no_grad()
     def _came(self, grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        given = self._given.pop(task, [])
-        if task in self._passed_over:
-            return
-        # Autograd adds in place only where nobody else, as here, holds the first.
-        if len(given) == 1 and given[0] is grad:
+        given = self._taken()
+        if given is None or (len(given) == 1 and given[0] is grad):
             return
         if grad.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing may be asked of the device
         if given and not grad.isfinite().all():
             return  # an overflow: a later pass tells
-        cast = [one.to(grad.dtype).reshape(grad.shape) for one in given]
-        # Autograd may add three and more in another order.
-        rounding = (
-            0.0 if len(cast) < 3 else 8 * torch.finfo(grad.dtype).eps * max(float(one.abs().max()) for one in cast)
-        )
-        if not cast or not torch.allclose(reduce(torch.add, cast), grad, rtol=0, atol=rounding):
+        if not is_sum(given, grad):
             raise ValueError(read_in_shards(self._name))
 
 
@@ -93,7 +111,7 @@ class ShardGradients:
 
     def __init__(self) -> None:
         self._passes = 0
-        self._watches: list[_Watch] = []
+        self._watches: list[Watch] = []
 
     def begin(self, layers: Iterable[_Layer]) -> None:
         """A pass begins that will be differentiated."""
@@ -105,8 +123,13 @@ class ShardGradients:
             return
         for layer in layers:
             shard = layer._shard()
-            if shard.requires_grad and shard.is_leaf and shard not in _watches:
-                self._watches.append(_Watch(shard, f"{getattr(layer, 'axonn_name', type(layer).__name__)}.weight"))
+            if shard.requires_grad and shard.is_leaf and not watched(shard):
+                self._watches.append(_OfShard(shard, f"{getattr(layer, 'axonn_name', type(layer).__name__)}.weight"))
+
+
+def watched(leaf: Tensor) -> bool:
+    """True if there is a watch on a leaf."""
+    return leaf in _watches
 
 
 def given(node: Any, grad: Tensor) -> Tensor:
@@ -129,13 +152,13 @@ def given(node: Any, grad: Tensor) -> Tensor:
     return grad
 
 
-def _watch_of(node: Any) -> _Watch | None:
+def _watch_of(node: Any) -> Watch | None:
     leaf = getattr(node, "variable", None)
     return None if leaf is None else _watches.get(leaf)
 
 
 class OwnRead(torch.autograd.Function):
-    """A shard as it is, read by its layer in another way than by its block."""
+    """A shard as it is, read by its layer in another way than by its block; or a parameter that is used on a share of an activation."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor) -> Tensor:

@@ -7,8 +7,12 @@ already. Nothing about the parameter tells which, but its first gradient does: t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from axonn_tp.comm.collectives import all_gather, all_reduce
 from axonn_tp.grid.mesh import Mesh
@@ -32,28 +36,32 @@ def sketch(gradient: Tensor) -> Tensor:
     return found
 
 
-def differing_axes(plane: Tensor, gx: int) -> tuple[str, ...]:
+def differing_axes(plane: Tensor, gx: int, allowed: Mapping[str, float] | None = None) -> tuple[str, ...]:
     """Along which of x and y the gradients of an x-y plane differ by more than rounding.
 
     Args:
         plane: a sketch of each rank's gradient, in the order of its ranks.
         gx: ranks along x.
+        allowed: by axis, the part of the largest that is taken for rounding; 1e-2 where it is not told.
     """
-    by = plane.view(-1, gx, plane.shape[1])
-    allowed = 1e-2 * plane.norm(dim=1).max()
+    by, allowed = plane.view(-1, gx, plane.shape[1]), allowed or {}
+    largest = plane.norm(dim=1).max()
     far = {"x": (by - by[:, :1]).norm(dim=2), "y": (by - by[:1]).norm(dim=2)}
-    return tuple(axis for axis, distances in far.items() if bool((distances > allowed).any()))
+    return tuple(axis for axis, distances in far.items() if bool((distances > allowed.get(axis, 1e-2) * largest).any()))
 
 
 class _Sum:
-    """A hook on one parameter's gradient."""
+    """A hook on one parameter's gradient.
+
+    Attributes:
+        axes: along which ranks have other gradients; None until one tells.
+        used: along which the parameter was seen to meet other shares.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.axes: tuple[str, ...] | None = None
-
-    def __deepcopy__(self, memo: dict) -> _Sum:
-        return _Sum(self.mesh)
+        self.used: set[str] = set()
 
     def __call__(self, grad: Tensor) -> Tensor:
         if self.axes is None:
@@ -67,13 +75,84 @@ class _Sum:
         plane = all_gather(sketch(grad)[None], self.mesh, "model")
         if not plane.isfinite().all() or not plane.any():
             return None  # an overflow, or nothing yet: the next gradient tells
-        return differing_axes(plane, self.mesh.grid.gx)
+        # Gradients of few numbers may be near each other by chance; in 16 bits they may be the same.
+        near = 8 * torch.finfo(grad.dtype).eps if grad.dtype in (torch.float32, torch.float64) else -1.0
+        sizes = {axis: self.mesh.size(axis) for axis in ("x", "y")}
+        allowed = {axis: near for axis in self.used if sizes[axis] > 1}
+        return tuple(axis for axis in differing_axes(plane, sizes["x"], allowed) if sizes[axis] > 1)
+
+
+_sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
+
+
+def _sum(parameter: Tensor | None, mesh: Mesh) -> None:
+    """Watch a parameter; one that is frozen may be trained later."""
+    if parameter is None or parameter in _sums or hasattr(parameter, "axonn_layout") or not _trainable(parameter):
+        return
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    _sums[parameter] = found = _Sum(mesh)
+    parameter.register_hook(found)
+    parameter.requires_grad_(trained)
+
+
+def _trainable(parameter: Tensor) -> bool:
+    return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
+
+
+class _Kept:
+    """Lies in a module whose own parameters are watched, so that those of its copies are, too.
+
+    Args:
+        module: it.
+        mesh: the mesh.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch the module's parameters, those that have taken another's place too."""
+        self._parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for parameter in self._parameters:
+            _sum(parameter, self._mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        made = _Kept(nn.Module(), self._mesh)
+        made._parameters = [memo[id(parameter)] for parameter in self._parameters if id(parameter) in memo]
+        for parameter in made._parameters:
+            _sum(parameter, self._mesh)
+        return made
+
+    def __reduce__(self) -> tuple[Any, tuple]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """Nothing, for a module that was written to a file, and is read without a mesh."""
+
+
+def _loaded(module: nn.Module, keys: Any) -> None:
+    kept = module.__dict__.get("axonn_sums")
+    if kept is not None:
+        kept.watch(module)
 
 
 def sum_unnamed(model: nn.Module, mesh: Mesh) -> None:
     """Have the gradients of all parameters that lie whole on every rank of x and y summed where they are of shares."""
     if mesh.size("model") == 1:
         return
-    for parameter in model.parameters():
-        if parameter.requires_grad and not hasattr(parameter, "axonn_layout"):
-            parameter.register_hook(_Sum(mesh))
+    for module in model.modules():
+        if "axonn_sums" in module.__dict__:
+            _loaded(module, None)
+        elif any(p is not None and not hasattr(p, "axonn_layout") for p in module._parameters.values()):
+            module.axonn_sums = _Kept(module, mesh)  # type: ignore[assignment]
+            module.register_load_state_dict_post_hook(_loaded)
+
+
+def used_on_shares(parameter: Tensor, axes: Iterable[str]) -> None:
+    """Note that a parameter met shares that differ along axes."""
+    found = _sums.get(parameter)
+    if found is not None and found.axes is None:
+        found.used.update(axes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
 
+from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.grid.mesh import AXES, Mesh
 from axonn_tp.layers.dropout import drawing, forked
 from axonn_tp.layers.tokens import Tokens, followed, joined
@@ -77,7 +78,7 @@ class Activation(Tensor):
             if split is None or function in _APART:
                 return function(*args, **kwargs)
             if uses_on_shares:
-                args, kwargs = _noted_uses(function, args, kwargs)
+                args, kwargs = _noted_uses(function, args, kwargs, split.over)
             if drawing(function, args, kwargs):
                 with forked(split.place, given.device):
                     made = function(*args, **kwargs)
@@ -193,25 +194,46 @@ def _each(change: Any, arg: Any) -> Any:
     return change(arg) if type(arg) is Activation else arg
 
 
-uses_on_shares: list[list[Any]] = []
-"""For each pass that `axonn_tp.layers.shared_uses` looks at, one inside another, nodes by which differentiable plain tensors come to activations."""
+@dataclass
+class UsesOnShares:
+    """Differentiable plain tensors that come to activations in a pass.
+
+    Attributes:
+        nodes: by which they come.
+        parameters: among them, by id, each with the axes along which the shares differ.
+    """
+
+    nodes: list[Any] = field(default_factory=list)
+    parameters: dict[int, tuple[Tensor, set[str]]] = field(default_factory=dict)
 
 
-def _noted_uses(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+uses_on_shares: list[UsesOnShares] = []
+"""For each pass that `axonn_tp.layers.shared_uses` looks at, one inside another."""
+
+
+def _noted_uses(
+    function: Any, args: tuple, kwargs: dict[str, Any], over: tuple[str, ...]
+) -> tuple[tuple, dict[str, Any]]:
     name = getattr(function, "__name__", "")
     changed = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     kept = 1 if changed else 0  # what is changed in place stays itself
-    return (*args[:kept], *map(_noted_use, args[kept:])), {key: _noted_use(arg) for key, arg in kwargs.items()}
+    noted = tuple(_noted_use(arg, over) for arg in args[kept:])
+    return (*args[:kept], *noted), {key: _noted_use(arg, over) for key, arg in kwargs.items()}
 
 
-def _noted_use(arg: Any) -> Any:
+def _noted_use(arg: Any, over: tuple[str, ...]) -> Any:
     if type(arg) in (tuple, list):
-        return type(arg)(map(_noted_use, arg))
-    if type(arg) not in (Tensor, Parameter) or not arg.requires_grad:
+        return type(arg)(_noted_use(one, over) for one in arg)
+    if type(arg) not in (Tensor, Parameter) or not (arg.requires_grad or type(arg) is Parameter):
         return arg
-    made = arg.view_as(arg)
+    uses = uses_on_shares[-1]
+    if type(arg) is Parameter:
+        uses.parameters.setdefault(id(arg), (arg, set()))[1].update(over)
+    if not arg.requires_grad:
+        return arg
+    made: Tensor = OwnRead.apply(arg) if type(arg) is Parameter else arg.view_as(arg)
     if made.requires_grad:
-        uses_on_shares[-1].append(made.grad_fn)
+        uses.nodes.append(made.grad_fn)
     return made
 
 

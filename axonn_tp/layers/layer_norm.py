@@ -91,6 +91,10 @@ class LayerNorm(Split, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise whole rows of which this rank holds 1/gy."""
+        with self._on_shares():
+            return self._normalised(input)
+
+    def _normalised(self, input: Tensor) -> Tensor:
         if self.mesh.size("y") == 1:
             return super().forward(input)
         if input.shape[-1] * self.mesh.size("y") != self.normalized_shape[0]:

@@ -100,7 +100,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         if self.split.takes == "whole" and split_of(input) is not None:
             input = whole_activation(input, self.mesh, self.in_features)
         tokens = self._tokens(input)
-        with unwatched():
+        with unwatched(), self._on_shares():
             output = self.multiply(input, self.bias, tokens)
         if self.split.gives != "tokens" or self.mesh.size(self.split.contracted) == 1:
             kept = tokens if tokens is not None and input.dim() == 2 < tokens.dims else None

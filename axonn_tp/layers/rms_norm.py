@@ -142,6 +142,10 @@ class RMSNorm(Split):
         Raises:
             ValueError: the input is not this rank's share of the features.
         """
+        with self._on_shares():
+            return self._normalised(input)
+
+    def _normalised(self, input: Tensor) -> Tensor:
         gy = self.mesh.size("y")
         if gy == 1:
             return super().forward(input)

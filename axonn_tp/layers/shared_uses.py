@@ -12,21 +12,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from axonn_tp.layers.activation import uses_on_shares
+from axonn_tp.comm.share_gradients import refuse_other_uses
+from axonn_tp.comm.unplanned_gradients import used_on_shares
+from axonn_tp.layers.activation import UsesOnShares, uses_on_shares
 
 
 class SharedUses:
     """Looks at one training pass of a model that was split: the first."""
 
     def __init__(self) -> None:
-        self._nodes: list[Any] | None = None
+        self._uses: UsesOnShares | None = None
         self._done = False
 
     def begin(self) -> None:
         """A forward begins that will be differentiated."""
         if not self._done:
-            self._done, self._nodes = True, []
-            uses_on_shares.append(self._nodes)
+            self._done, self._uses = True, UsesOnShares()
+            uses_on_shares.append(self._uses)
 
     def end(self, model: nn.Module, outputs: Any) -> None:
         """A forward of the model ends.
@@ -34,16 +36,26 @@ class SharedUses:
         Raises:
             ValueError: the outputs are made of a parameter in both ways; the same on all ranks of x and y.
         """
-        nodes, self._nodes = self._nodes, None
-        if nodes is None:
+        uses, self._uses = self._uses, None
+        if uses is None:
             return
-        uses_on_shares[:] = [one for one in uses_on_shares if one is not nodes]
-        name = used_on_both(model, outputs, nodes) if nodes else None
+        uses_on_shares[:] = [one for one in uses_on_shares if one is not uses]
+        for parameter, axes in uses.parameters.values():
+            used_on_shares(parameter, axes)
+        name = used_on_both(model, outputs, uses.nodes) if uses.nodes else None
         if name is not None:
-            raise ValueError(
-                f"{name} is used on features that a pair of the plan splits, where its gradient is a share's, and outside of the pair, where it is whole, and "
-                "no sum over ranks is right for both; leave that pair's layers out of the plan, which makes them self_contained, or use another parameter there"
-            )
+            raise ValueError(_twice(name))
+        for name, named in model.named_parameters():
+            if id(named) in uses.parameters and not hasattr(named, "axonn_layout"):
+                refuse_other_uses(named, _twice(name))
+
+
+def _twice(name: str) -> str:
+    return (
+        f"{name} is used on features that a pair of the plan splits, where its gradient is a share's, and outside of the pair, where it is whole, and "
+        "no sum over ranks is right for both; leave that pair's layers out of the plan, which makes them self_contained, or use another parameter there "
+        "(a penalty on weights is the optimizer's weight decay)"
+    )
 
 
 def used_on_both(model: nn.Module, outputs: Any, uses: Iterable[Any]) -> str | None:

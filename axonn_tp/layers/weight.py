@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from axonn_tp.comm.collectives import whole_parameter
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.shard_gradients import OwnRead
+from axonn_tp.comm.share_gradients import reads_on_share
 from axonn_tp.compiled.casting import computing_dtype
 from axonn_tp.grid.distribute import distribute
 from axonn_tp.grid.layout import Layout
@@ -35,8 +38,25 @@ class Split(nn.Module):
             if parameter is not None:
                 distribute(parameter, layouts[name], mesh.grid, mesh.coordinates, mesh.device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Split:
+        """A copy, which trains as this does."""
+        made: Split = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        made.remark()
+        return made
+
+    def _on_shares(self) -> AbstractContextManager[None]:
+        """Inside, the layer computes with parameters that it uses on this rank's tokens alone."""
+        partial = {
+            name: ranks
+            for name, layout in self.layouts.items()
+            if layout.partial and (ranks := self.mesh.size(layout.partial[0])) > 1
+        }
+        return reads_on_share(self, partial) if partial else nullcontext()
+
     def remark(self) -> None:
-        """Put the layouts back on the parameters of a copied layer: copying drops them."""
+        """Put the layouts back on the parameters: torch's copies, and parameters that take another's place, have none."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 parameter.axonn_layout = self.layouts[name]  # type: ignore[attr-defined]
@@ -79,8 +99,14 @@ class SplitWeight(Split):
     def _shard(self) -> nn.Parameter:
         shard = self._parameters.get("weight")
         if shard is None:
-            raise AttributeError("weight")
+            raise AttributeError(self._made())
         return shard
+
+    def _made(self) -> str:
+        return (
+            f"the weight of layer {getattr(self, 'axonn_name', type(self).__name__)} is split, and cannot be made of other parameters, as weight_norm, "
+            "spectral_norm, torch.nn.utils.parametrize and prune do; use these before the model is split, which leaves such a layer whole"
+        )
 
     def compute_dtype(self, shard: Tensor) -> torch.dtype:
         """The type that the layer computes in: autocast's where it is on, as torch casts."""
@@ -131,3 +157,7 @@ class SplitWeight(Split):
             own = OwnRead.apply(shard) if self.mesh.size("z") > 1 else shard
             return whole_parameter(own, self.layouts["weight"], self.mesh)
         return self._shard()
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise AttributeError(self._made())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from axonn_tp import Mesh, Options, layout_of, parallelize, sync_gradients
 from tests.axonn_tp.test_auto import Everywhere
@@ -107,8 +108,94 @@ def _whole_last_layer() -> None:
                 assert (mine.grad - wanted).abs().max() < 1e-12, (sizes, layout, length)
 
 
+class _Block(nn.Module):
+    """A pair with a slope between its layers, and a norm in the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.up, self.act, self.down, self.last = (
+            nn.Embedding(11, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 12),
+            nn.PReLU(),
+            nn.Linear(12, 8),
+            nn.Linear(8, 5),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.table(tokens)
+        return self.last(stream + self.down(self.act(self.up(self.norm(stream)))))
+
+
+_PAIR = {"up": "normal", "down": "transposed"}
+_STREAM = {"table": "embedding", "norm": "norm", **_PAIR, "last": "head"}
+
+
+def _differences(model: nn.Module, serial: nn.Module, mesh: Mesh) -> dict[str, float]:
+    sync_gradients(model.parameters(), mesh)
+    found = {}
+    for (name, mine), other in zip(model.named_parameters(), serial.parameters(), strict=True):
+        wanted = layout_of(mine).shard(other.grad, mesh.grid, mesh.coordinates)
+        if not mine.grad.sub(wanted).abs().max() < 1e-10:
+            found[name] = (mine.grad.norm() / wanted.norm()).item()
+    return found
+
+
+def _copied_and_changed() -> None:
+    """A copy, a layer that was frozen, parameters that take others' places, and shares whose first gradients are near each other."""
+    tokens = torch.arange(10).view(2, 5)
+    for sizes, plan in itertools.product(({"gx": 2}, {"gy": 2}, {"gz": 2}), (_PAIR, _STREAM)):
+        mesh = Mesh.create(**sizes)
+        for case in ("copy", "frozen", "assigned", "near"):
+            torch.manual_seed(3)
+            serial = _Block().double()
+            if case == "near":
+                with torch.no_grad():
+                    for half in (serial.up.weight, serial.up.bias, serial.down.weight.t()):
+                        half[6:] = half[:6] * 1.001
+            weights = {name: tensor.clone() for name, tensor in serial.state_dict().items()}
+            model = copy.deepcopy(serial).requires_grad_(case != "frozen")
+            parallelize(model, mesh, plan)
+            model = copy.deepcopy(model.requires_grad_(True)) if case == "copy" else model.requires_grad_(True)
+            if case == "assigned":
+                model.load_state_dict(weights, assign=True)
+            mean_of = mesh.shard_batch(tokens)
+            model(mean_of).square().mean().backward()
+            serial(tokens).square().mean().backward()
+            assert not _differences(model, serial, mesh), (sizes, plan, case)
+
+
+def _penalties() -> None:
+    """What a loss reads of norms and biases outside of their layers counts once, wherever tokens are scattered."""
+    tokens = torch.arange(10).view(2, 5)
+    penalty = lambda model: sum(p.abs().sum() for p in (*model.norm.parameters(), model.down.bias))  # noqa: E731
+    for sizes in ({"gx": 2}, {"gy": 2}):
+        mesh = Mesh.create(**sizes)
+        torch.manual_seed(4)
+        serial = _Block().double()
+        model = parallelize(copy.deepcopy(serial), mesh, _STREAM)
+        for each in (model, serial):
+            (each(tokens).square().mean() + penalty(each)).backward()
+            penalty(each).backward()
+            each(tokens).square().mean().backward()
+        assert not _differences(model, serial, mesh), sizes
+        for kept in ({"up": "normal", "down": "transposed"}, _STREAM):
+            model = parallelize(_Block().double(), mesh, kept)
+            with pytest.raises(ValueError, match="act.weight is used on features that a pair of the plan splits"):
+                (model(tokens).square().mean() + model.act.weight.square().sum()).backward()
+    for layer, change in (
+        ("up", lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
+        ("down", nn.utils.parametrizations.weight_norm),
+    ):
+        with pytest.raises(AttributeError, match=f"weight of layer {layer} is split"):
+            change(getattr(model, layer))
+            model(tokens)
+
+
 def _all_refusals() -> list[str]:
     _shared_uses()
+    _copied_and_changed()
+    _penalties()
     _whole_last_layer()
     return _refusals()
 

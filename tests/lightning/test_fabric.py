@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from torchmetrics import SumMetric
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy, files
 from axonn_tp import Grid, Mesh, Options
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, same_on_all
 from tests.lightning.adversarial import alternating
 from tests.lightning.models import Language, groups, loader, loss_of
 from tests.matrix import thorough
@@ -193,8 +194,33 @@ def precisions() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+def states_by_hand() -> None:
+    """State dicts of a Fabric model and of its optimizer, which hold one process' tensors, are taken back by each rank."""
+    ids = torch.arange(12).reshape(2, 6)
+    for grid in ({"gx": 2}, {"gz": 2}):
+        fabric = fabric_of(AxonnStrategy(**grid))
+        torch.manual_seed(3)
+        model = Language()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        found: list[float] = []
+        for step in range(4):
+            if step == 1:
+                held = same_on_all(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+            if step == 3:
+                model.load_state_dict(held[0])
+                optimizer.load_state_dict(held[1])
+            for _ in range(2):
+                loss = model(ids, ids)
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        assert found[3] == pytest.approx(found[1], rel=1e-12) != found[2]
+
+
 def on_two() -> list[str]:
     precisions()
+    states_by_hand()
     unfrozen()
     return refusals()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
+    EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -25,6 +29,8 @@ from torch.utils.data import DataLoader
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy
+from axonn_plugins.hosts.lightning.trainer import _refuse_callbacks
+from axonn_tp import Grid
 from tests.distributed import run_ranks, same_on_all
 from tests.lightning.models import BATCH, Language, groups, loader
 from tests.matrix import thorough
@@ -180,6 +186,12 @@ def again(strategy: Any) -> list[float]:
     return module.losses
 
 
+def averaging(strategy: Any, folder: Path, resume: Any = None) -> dict[str, Any]:
+    """Two epochs, or the second, whose validation is of averaged weights, which a checkpoint has in the model's place."""
+    best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
+    return fit(strategy, folder, resume, callbacks=[EMAWeightAveraging(decay=0.5), best])
+
+
 def same(found: dict[str, Any], wanted: dict[str, Any], resumed: bool = False, within: float = 1e-9) -> None:
     half = len(wanted["losses"]) // 2 if resumed else 0
     assert found["steps"] == wanted["steps"]
@@ -200,6 +212,11 @@ def every(folder: Path, all_grids: bool) -> list[dict[str, Any]]:
         found.append(fit(AxonnStrategy(gx=2), folder / "from-one", folder / "one" / "epoch=0.ckpt"))
         found += [shuffled(AxonnStrategy(gz=2), average) for average in AVERAGES]
         found.append({"again": [again(lambda grid=grid: AxonnStrategy(**grid)) for grid in GRIDS[2]]})
+        sharded = functools.partial(AxonnStrategy, state_dict_type="sharded")
+        found.append({"averaging": averaging(sharded(gx=2), folder / "ema")})
+        found.append({"averaging": averaging(sharded(gz=2), folder / "again", folder / "ema" / "epoch=0.ckpt")})
+        with pytest.raises(ConfigError, match="^BatchSizeFinder .* tries batches in one process, and there are 2"):
+            _refuse_callbacks(SimpleNamespace(callbacks=[BatchSizeFinder()], strategy=SimpleNamespace(grid=Grid(gx=2))))
         with pytest.raises(ConfigError, match="^ModelPruning prunes each rank's part of a weight by itself"):
             fit(AxonnStrategy(gx=2), folder / "pruned", callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
         assert refused() == ["AxonnStrategy: gx*gy*gz = 3*1*1 = 3 does not divide the 2 ranks of this run"] * 2
@@ -222,6 +239,7 @@ def refused() -> list[str]:
 def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path, all_grids: bool) -> None:
     wanted, manual = fit("auto", tmp_path / "one"), fit("auto", tmp_path / "manual", manual=True)
     averaged, twice = [shuffled("auto", average) for average in AVERAGES], again(lambda: "auto")
+    smooth = averaging("auto", tmp_path / "smooth")
     two = run_ranks(every, 2, tmp_path, all_grids)
     four = run_ranks(every, 4, tmp_path, all_grids)
     for found in two:
@@ -230,6 +248,9 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path, all_grids: bo
         same(found[2], manual)
         same(found[3], wanted, resumed=True)
         assert [pytest.approx(losses, rel=2e-5) for losses in found[6]["again"]] == [twice, twice]
+        for number, resumed in enumerate(found[7:9]):
+            # One process keeps the average, with which the model changes places in validation, in float32.
+            same(resumed["averaging"], smooth, resumed=bool(number), within=2e-6)
         for full, serial in zip(found[4:6], averaged, strict=True):
             assert full["steps"] == serial["steps"] == 10
             assert full["losses"] == pytest.approx(serial["losses"], abs=1e-9)

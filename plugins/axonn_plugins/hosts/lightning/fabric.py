@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.wrappers import _FabricOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +35,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         super()._join()
         allow_penalties(FabricStrategy)
         note_late_groups()
+        _take_whole_states()
         self._backward_sync_control = _SyncControl()
         self._gradients: dict[nn.Module, Gradients] = {}
 
@@ -152,6 +155,22 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         rest = super().load_checkpoint(path, given, strict, weights_only)
         state.update({key: value for key, value in given.items() if not isinstance(value, _Split)})
         return rest
+
+
+def _take_whole_states() -> None:
+    """Have Fabric's optimizers take from a state dict of theirs, which is one process', this rank's part; harmless when called again."""
+    original = _FabricOptimizer.load_state_dict
+    if getattr(original, "axonn", False):
+        return
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        if isinstance(self._strategy, FabricStrategy):
+            state_dict = own_state(self.optimizer, state_dict, self._strategy.mesh)
+        original(self, state_dict)
+
+    load_state_dict.axonn = True  # type: ignore[attr-defined]
+    _FabricOptimizer.load_state_dict = load_state_dict
 
 
 class _Split(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -76,7 +76,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         """Split the model, with its optimizers where it is to be fitted."""
         self.accelerator.setup(trainer)
-        _refuse_pruning(trainer)
+        _refuse_callbacks(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
         self.model = self.precision_plugin.convert_module(module)
@@ -89,7 +89,8 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         if fitting and not early:
             self.setup_optimizers(trainer)
             self.split(module, map(_own, self.optimizers))
-        _average_split(trainer, module)
+        if fitting:
+            _average_split(trainer, module)
         count_readers(module, self.mesh)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
@@ -185,7 +186,14 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizer = self._only_optimizer() if fitting else None
-        return {**load(checkpoint_path, self.lightning_module, self.mesh, optimizer), "axonn_loaded": True}
+        found = load(checkpoint_path, self.lightning_module, self.mesh, optimizer)
+        if found.get("state_dict"):
+            # Of a callback that averages weights: it saves the average in the model's place, and what it found there, which is in the folder.
+            held = self.lightning_module.state_dict()
+            held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
+            found |= {"current_model_state": held} if found.get("current_model_state") == {} else {}
+            self.lightning_module.load_state_dict(found["state_dict"])
+        return {**found, "axonn_loaded": True}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part."""
@@ -208,8 +216,13 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         return _own(self.optimizers[0]) if self.optimizers else None
 
 
-def _refuse_pruning(trainer: Any) -> None:
+def _refuse_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
+        if isinstance(callback, BatchSizeFinder) and trainer.strategy.grid.world > 1:
+            raise ConfigError(
+                f"{type(callback).__name__} (Tuner.scale_batch_size) tries batches in one process, and there are {trainer.strategy.grid.world}; "
+                "leave it out, and set the batch size"
+            )
         if isinstance(callback, ModelPruning):
             raise ConfigError(
                 f"{type(callback).__name__} prunes each rank's part of a weight by itself, which is not what one process prunes; train under DeepSpeed "

@@ -50,7 +50,7 @@ class OwnShards(SplitWeight):
         self.gathers = ModelGathers(mesh, chosen)
         self._lent: tuple[Tensor, ...] = ()
 
-    @property
+    @property  # type: ignore[misc]
     def weight(self) -> nn.Parameter | None:  # type: ignore[override]
         """This rank's shard; None where it is another layer's."""
         return self._parameters.get("weight")
