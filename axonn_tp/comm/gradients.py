@@ -22,7 +22,9 @@ Over = tuple[Axes, str]
 
 
 @torch.no_grad()
-def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True) -> None:
+def sync_gradients(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True, divisor: int | None = None
+) -> None:
     """Sum gradients over the ranks that read other tokens; as their layouts say.
 
     Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
@@ -33,9 +35,11 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         parameters: trained parameters, the same in the same order on every rank.
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
+        divisor: in the place of that.
     """
     parameters = list(parameters)
-    sum_gradients(parameters, partial(summed_over, mesh=mesh), mesh.grid.batch if average else 1)
+    divisor = divisor or (mesh.grid.batch if average else 1)
+    sum_gradients(parameters, partial(summed_over, mesh=mesh), divisor)
     send_first(((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None), mesh)
 
 

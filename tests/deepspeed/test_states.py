@@ -28,7 +28,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, **params: Any) -> Any:
+def engine_of(
+    block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, keys: dict[str, Any] | None = None, **params: Any
+) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
@@ -39,6 +41,7 @@ def engine_of(block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, *
         "zero_allow_untested_optimizer": True,
         **({"bf16": {"enabled": True}} if bf16 else {}),
         **({} if block is None else {"axonn": block}),
+        **(keys or {}),
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -75,6 +78,35 @@ def coalesced(block: dict[str, Any], stage: int) -> bool:
         found.append(weights(engine))
         engine.destroy()
     return not sent and bool((found[0] - found[1]).abs().max() < 1e-6)
+
+
+def summed(block: dict[str, Any], stage: int, readers: int) -> bool:
+    """With gradient_allreduce_op = sum a step is that of as many times the mean as there are readers, also without adaptive moments."""
+    found = []
+    for operation, factor in (("sum", 1), ("mean", readers)):
+        keys = {"gradient_allreduce_op": operation, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine = engine_of(block, bf16=False, stage=stage, keys=keys)
+        generator = torch.Generator().manual_seed(7 + (dist.get_rank() if readers > 1 else 0))
+        for _ in range(2):
+            rows = torch.randn(2, 4, 8, generator=generator)
+            engine.backward(engine(rows).square().mean() * factor)
+            engine.step()
+        found.append(weights(engine))
+        engine.destroy()
+    return bool((found[0] - found[1]).abs().max() < 1e-7)
+
+
+def without_norm(block: dict[str, Any]) -> bool:
+    """A norm that nobody wants is not computed, and steps are the same."""
+    found = []
+    for wanted in (True, False):
+        zero = {"stage": 2, "compute_grad_norm": wanted, "overlap_comm": True, "reduce_bucket_size": 1000}
+        keys = {"zero_optimization": zero, "managed_gradient_accumulation": wanted, "gradient_clipping": 0.0}
+        engine = engine_of(block, bf16=False, keys=keys)
+        step(engine)
+        found.append((weights(engine), engine.get_global_grad_norm()))
+        engine.destroy()
+    return torch.equal(found[0][0], found[1][0]) and found[0][1] is not None and found[1][1] is None
 
 
 def share_written(engine: Any) -> bool:
@@ -125,7 +157,15 @@ def everything(folder: str) -> dict[str, Any]:
             found[f"{name}: share written"] = share_written(engine)
         for stage in (1, 2):
             found[f"{name}: coalesced at stage {stage}"] = coalesced(block, stage)
+        if name != "split":
+            found[f"{name}: summed"] = summed(block, 1, readers=2)
+        found[f"{name}: without norm"] = without_norm(block)
         found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())
+    plan = {"0": "normal", "2": "transposed"}
+    for gz, readers in ((2, 2), ({"batch": 1, "sequence": 2}, 1)):
+        for stage in (0, 1, 2):
+            block = {"tensor_parallel": {"gz": gz, "plan": plan}}
+            found[f"gz = {gz}: summed at stage {stage}"] = summed(block, stage, readers)
     return found | weights_alone(folder)
 
 

@@ -86,7 +86,9 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
 
 def _without_states(raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration that DeepSpeed is to obey where the optimizer's states are ours."""
-    zero = {key: value for key, value in section(raw, "zero_optimization").items() if key != "offload_optimizer"}
+    # DeepSpeed refuses the last two at stage 0, or without its own accumulation there.
+    ours = ("offload_optimizer", "compute_grad_norm", "overlap_comm")
+    zero = {key: value for key, value in section(raw, "zero_optimization").items() if key not in ours}
     types = {key: value for key, value in section(raw, "data_types").items() if key != "grad_accum_dtype"}
     return {**raw, "zero_optimization": {**zero, "stage": 0}, "data_types": types}
 

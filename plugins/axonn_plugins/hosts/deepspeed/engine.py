@@ -36,6 +36,7 @@ from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
+from axonn_plugins.hosts.deepspeed.states import divisor
 from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
 from axonn_plugins.hosts.deepspeed.ted.left_out import let_go
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
@@ -231,7 +232,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """Sum gradients by their layouts, where the optimizer does not."""
-        sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
+        sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""
