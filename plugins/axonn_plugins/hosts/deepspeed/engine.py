@@ -32,6 +32,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
     refuse_quantized,
 )
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
+from axonn_plugins.hosts.deepspeed.data_efficiency import Curriculum
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
@@ -123,7 +124,7 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(GridCheckpoints, MaskedLabels):
+class AxonnEngine(GridCheckpoints, MaskedLabels, Curriculum):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     def __init__(
