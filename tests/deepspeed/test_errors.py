@@ -221,6 +221,18 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "norm alone": ("tp['plan'] = {'norm': 'norm'}", ("norm", "embedding")),
     "mpu": ("keywords['mpu'] = type('Mpu', (), {'get_data_parallel_world_size': lambda s: 2})()", ("mpu",)),
+    "mesh_param": (
+        "keywords['mesh_param'] = (2, 1)",
+        ("mesh_param", "(2, 1)", "axonn.tensor_parallel", "leave it out"),
+    ),
+    "mesh_param beside states of ours": (
+        "keywords['mesh_param'] = (1, 2); more = {'axonn': {'offload_optimizer': {}}}",
+        ("(1, 2)", "2 ranks share sequences", "axonn.offload_optimizer", "axonn.tensor_parallel.gz"),
+    ),
+    "zero.Init": (
+        "deepspeed.init_distributed('gloo')\nwith deepspeed.zero.Init(): net = Net()",
+        ("parameter fc1.weight", "deepspeed.zero.Init", "ZeRO-3"),
+    ),
     "pipeline": (
         "from deepspeed.pipe import PipelineModule; deepspeed.init_distributed('gloo'); "
         "net = PipelineModule([nn.Linear(4, 4)] * 2, num_stages=2); deepspeed.comm.barrier()",

@@ -29,7 +29,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def engine_of(
-    block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, keys: dict[str, Any] | None = None, **params: Any
+    block: dict[str, Any] | None,
+    bf16: bool = True,
+    stage: int = 1,
+    keys: dict[str, Any] | None = None,
+    training_data: list[torch.Tensor] | None = None,
+    **params: Any,
 ) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(3)
@@ -43,7 +48,8 @@ def engine_of(
         **({} if block is None else {"axonn": block}),
         **(keys or {}),
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    given = {"model_parameters": model.parameters(), "training_data": training_data}
+    return deepspeed.initialize(model=model, config=config, **given)[0]
 
 
 def step(engine: Any, poison: bool = False) -> None:
@@ -109,6 +115,32 @@ def without_norm(block: dict[str, Any]) -> bool:
     return torch.equal(found[0][0], found[1][0]) and found[0][1] is not None and found[1][1] is None
 
 
+def taught(block: dict[str, Any], folder: str) -> bool:
+    """A curriculum gives replicas the same samples and readers others, and goes on where a checkpoint was taken."""
+    metric = {"difficulty_type": "value", "clustering_type": "single_cluster", "schedule_type": "fixed_linear"}
+    metric |= {"min_difficulty": 8, "max_difficulty": 64}
+    metric["schedule_config"] = {"total_curriculum_step": 10, "difficulty_step": 8}
+    learning = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"length": metric}}
+    sampling = {"enabled": True, "num_epochs": 3, "num_workers": 0, "curriculum_learning": learning}
+    keys = {"data_efficiency": {"enabled": True, "data_sampling": sampling}, "gradient_accumulation_steps": 2}
+    rows = list(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)))
+    engine = engine_of(block, bf16=False, keys=keys, training_data=rows)
+    seen = [batch for batch, _ in zip(engine.training_dataloader, range(3), strict=False)]
+    engine.save_checkpoint(folder)
+    saved = engine.training_dataloader.data_sampler.state_dict()
+    engine.destroy()
+    engine = engine_of(block, bf16=False, keys=keys, training_data=rows)
+    engine.load_checkpoint(folder)
+    found = engine.training_dataloader.data_sampler.state_dict()
+    engine.destroy()
+    others = [torch.empty_like(batch) for batch in seen]
+    for batch, other in zip(seen, others, strict=True):
+        dist.broadcast(other.copy_(batch), src=0)
+    same = all(torch.equal(batch, other) for batch, other in zip(seen, others, strict=True))
+    goes_on = all(found[key] == saved[key] for key in saved if key not in ("np_rng_state", "data_cluster_paths"))
+    return goes_on and saved["consumed_samples"] > 0 and same == ("tensor_parallel" in block or dist.get_rank() == 0)
+
+
 def share_written(engine: Any) -> bool:
     """A rank's part of a checkpoint is what it holds: half of the states of two ranks, which nothing gathers."""
     calls: list[int] = []
@@ -160,6 +192,8 @@ def everything(folder: str) -> dict[str, Any]:
         if name != "split":
             found[f"{name}: summed"] = summed(block, 1, readers=2)
         found[f"{name}: without norm"] = without_norm(block)
+        if name != "pruned":
+            found[f"{name}: curriculum"] = taught(block, f"{folder}/{name}")
         found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())
     plan = {"0": "normal", "2": "transposed"}
     for gz, readers in ((2, 2), ({"batch": 1, "sequence": 2}, 1)):

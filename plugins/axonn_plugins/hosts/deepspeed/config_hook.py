@@ -84,6 +84,31 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     return mpu, raw if own is None else _without_states(raw)
 
 
+def refuse_mesh(block: config.Axonn | None, mesh_device: Any = None, **_: Any) -> None:
+    """Refuse groups that DeepSpeed makes by the ``mesh_param`` of `deepspeed.initialize`, or by its keys data_parallel_size and sequence_parallel_size.
+
+    Args:
+        block: with a key of a system; None: there is none.
+        mesh_device: of these groups.
+
+    Raises:
+        ConfigError: the block's are others, or know nothing of ranks that share sequences.
+    """
+    given = [key for key in _SYSTEMS if getattr(block, key, None) is not None]
+    if mesh_device is None or not given:
+        return
+    data, sequence = mesh_device.mesh.shape
+    own = next((key for key in ("tensor_parallel", "ted") if key in given), None)
+    if own is None and sequence == 1:
+        return
+    said = f"deepspeed.initialize was given mesh_param (or data_parallel_size and sequence_parallel_size) = ({data}, {sequence})"
+    if own is not None:
+        raise config.ConfigError(f"{said}, and axonn.{own} makes groups of its own; leave it out")
+    raise config.ConfigError(
+        f"{said}, where {sequence} ranks share sequences, of whose sums axonn.{given[0]} does not know; use axonn.tensor_parallel.gz"
+    )
+
+
 def _without_states(raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration that DeepSpeed is to obey where the optimizer's states are ours."""
     # DeepSpeed refuses the last two at stage 0, or without its own accumulation there.

@@ -10,24 +10,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from axonn_tp import Mesh
 
 
-class Curriculum(DeepSpeedEngine):
-    """The part of an engine on the grid that makes loaders."""
+def send_to_all(engine: DeepSpeedEngine, mesh: Mesh) -> None:
+    """Have the samples of a curriculum, which rank 0 draws, reach replicas as well.
 
-    mesh: Mesh
-
-    def deepspeed_io(self, *rest: Any, **keywords: Any) -> Any:
-        """DeepSpeed's loader; a curriculum's samples, which rank 0 draws, reach replicas as well."""
-        loader = super().deepspeed_io(*rest, **keywords)
-        if isinstance(loader.data_sampler, DeepSpeedDataSampler):
-            _reach_all(loader.data_sampler, self.mesh)
-        return loader
-
-
-def _reach_all(sampler: DeepSpeedDataSampler, mesh: Mesh) -> None:
-    """Have rank 0 send to all: DeepSpeed has it send to the ranks that read other samples than it, by a group of which replicas are not."""
-    readers, mine = mesh.size("readers"), mesh.rank("readers")
-    if mesh.size("replicas") == 1:
+    DeepSpeed has rank 0 send them to ranks that read other samples than it, by a group that replicas are not of.
+    """
+    sampler: Any = _sampler(engine)
+    if sampler is None or mesh.size("replicas") == 1:
         return
+    readers, mine = mesh.size("readers"), mesh.rank("readers")
 
     def part(batch_len: int | None = None) -> tuple[int, int]:
         samples = batch_len or sampler.micro_batch_times_data_parallel_size
@@ -38,10 +29,12 @@ def _reach_all(sampler: DeepSpeedDataSampler, mesh: Mesh) -> None:
 
 def parts_with_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     """The parts of an engine that know how far they are, by the names that DeepSpeed's own checkpoints have for their states."""
-    found = {}
+    sampler = _sampler(engine)
+    found = {} if sampler is None else {"data_sampler": sampler}
+    return found | ({"random_ltd": engine.random_ltd_scheduler} if engine.random_ltd_enabled() else {})
+
+
+def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
+    """The curriculum's; None where there is none."""
     sampler = getattr(engine.training_dataloader, "data_sampler", None)
-    if isinstance(sampler, DeepSpeedDataSampler):
-        found["data_sampler"] = sampler
-    if engine.random_ltd_enabled():
-        found["random_ltd"] = engine.random_ltd_scheduler
-    return found
+    return sampler if isinstance(sampler, DeepSpeedDataSampler) else None

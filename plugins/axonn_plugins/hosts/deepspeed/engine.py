@@ -32,7 +32,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
     refuse_quantized,
 )
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
-from axonn_plugins.hosts.deepspeed.data_efficiency import Curriculum
+from axonn_plugins.hosts.deepspeed.data_efficiency import send_to_all
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
@@ -124,7 +124,7 @@ class Split:
     report: Any = None
 
 
-class AxonnEngine(GridCheckpoints, MaskedLabels, Curriculum):
+class AxonnEngine(GridCheckpoints, MaskedLabels):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
     def __init__(
@@ -174,6 +174,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels, Curriculum):
         if self._splits:
             keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        send_to_all(self, self.mesh)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
         if self._owns and split.report is not None and split.report.at_times:
             # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
