@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.deepspeed.plan_check import one_sentence as plan_sentence
+from axonn_plugins.hosts.deepspeed.spellings import as_understood
 from axonn_tp import Grid
 from axonn_tp.grid.mesh import AXES
 from axonn_tp.layers.activation import ActivationSplit, _noted
@@ -328,3 +330,19 @@ def test_a_good_script_runs(tmp_path: Path) -> None:
     codes, errors, _ = fork_script(tmp_path, SCRIPT.replace("CHANGE", "").replace("AFTER", ""), ranks=2)
     assert codes == [0, 0], errors
     assert torch.distributed.is_initialized() is False
+
+
+def test_other_spellings_are_understood() -> None:
+    raw = {"bfloat16": {"enabled": "True"}, "fp16": {"enabled": 0, "loss_scale": 1}, "zero_optimization": {"stage": 1}}
+    raw |= {"torch_autocast": {"enabled": 1.0, "dtype": "torch.float16"}, "data_types": {"grad_accum_dtype": "float"}}
+    given = copy.deepcopy(raw)
+    made = as_understood(raw)
+    assert raw == given and "bfloat16" not in made
+    assert made["bf16"]["enabled"] is True and made["fp16"] == {"enabled": False, "loss_scale": 1}
+    assert made["torch_autocast"] == {"enabled": True, "dtype": "float16"} and made["fp16"]["enabled"] is False
+    assert made["data_types"]["grad_accum_dtype"] == "float32" and made["zero_optimization"] is raw["zero_optimization"]
+    assert as_understood({"bf16": {"enabled": "auto"}})["bf16"]["enabled"] == "auto"
+    with pytest.raises(ConfigError, match="torch_autocast.dtype = float16"):
+        deepspeed.DeepSpeedConfig(
+            RAW | {"torch_autocast": {"enabled": 1, "dtype": "torch.float16"}, "axonn": {"offload_optimizer": {}}}
+        )

@@ -24,6 +24,7 @@ from axonn_plugins import build_locks, config, names
 from axonn_plugins.config import compose
 from axonn_plugins.hosts.deepspeed import engines, states_config
 from axonn_plugins.hosts.deepspeed.sections import of_old_forms, refuse, section
+from axonn_plugins.hosts.deepspeed.spellings import as_understood
 
 # Not in older versions of DeepSpeed.
 _DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
@@ -55,6 +56,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     """
     one_sentence_for_mistakes()
     build_locks.warn()
+    raw = as_understood(raw)
     block = config.parse(raw["axonn"])
     for key, packages in _PACKAGES.items():
         if getattr(block, key) is not None:
