@@ -44,6 +44,21 @@ def sync_gradients(
 
 
 @torch.no_grad()
+def keep_sums(parameters: Iterable[nn.Parameter], mesh: Mesh, divisor: int) -> None:
+    """Have gradients that `sync_gradients` has summed come out as they are when it sums them again, with what backward adds until then.
+
+    Args:
+        parameters: those that it was given.
+        mesh: the mesh.
+        divisor: by which it divides.
+    """
+    for parameter in parameters:
+        axes, axis = summed_over(parameter, mesh)
+        if parameter.grad is not None and axes.size(axis) != divisor:
+            parameter.grad.mul_(divisor / axes.size(axis))
+
+
+@torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], over: Callable[[nn.Parameter], Over], divisor: int) -> None:
     """Sum gradients over an axis each, in buckets, and divide them all by a number.
 

@@ -108,6 +108,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
     "elasticity": ({"elasticity": {"enabled": True}}, ("elasticity", "remove")),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "bfloat16")),
+    "sums in 16 bits": ({"communication_data_type": "bf16"}, ("communication_data_type = bf16", "remove it")),
     "hybrid": ({"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
     "no batch": ({"train_micro_batch_size_per_gpu": None}, ("train_batch_size", "missing")),
     "batch 7": (

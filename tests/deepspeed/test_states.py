@@ -103,6 +103,23 @@ def summed(block: dict[str, Any], stage: int, readers: int) -> bool:
     return bool((found[0] - found[1]).abs().max() < 1e-7)
 
 
+def twice(block: dict[str, Any], stage: int) -> bool:
+    """Two backward passes before a step train as one of the losses' sum, whatever ranks a parameter's gradient is summed over."""
+    found = []
+    for apart in (True, False):
+        engine = engine_of(block, bf16=False, stage=stage, keys={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+        generator = torch.Generator().manual_seed(7 + dist.get_rank())
+        for _ in range(2):
+            outputs = engine(torch.randn(2, 8, generator=generator))
+            losses = outputs.square().mean(), outputs.abs().mean()
+            for number, loss in enumerate(losses if apart else (sum(losses),)):
+                engine.backward(loss, retain_graph=apart and number == 0)
+            engine.step()
+        found.append(weights(engine))
+        engine.destroy()
+    return bool((found[0] - found[1]).abs().max() < 1e-6)
+
+
 def without_norm(block: dict[str, Any]) -> bool:
     """A norm that nobody wants is not computed, and steps are the same."""
     found = []
@@ -225,6 +242,8 @@ def everything(folder: str) -> dict[str, Any]:
         for stage in (0, 1, 2):
             block = {"tensor_parallel": {"gz": gz, "plan": plan}}
             found[f"gz = {gz}: summed at stage {stage}"] = summed(block, stage, readers)
+            if readers == 2:
+                found[f"two passes at stage {stage}"] = twice(block, stage)
     return found | weights_alone(folder)
 
 

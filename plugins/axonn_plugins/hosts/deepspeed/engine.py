@@ -53,6 +53,7 @@ from axonn_tp import (
     auto_plan,
     clip_grad_norm_,
     grad_norm,
+    keep_sums,
     parallelize,
     place,
     sync_gradients,
@@ -126,6 +127,9 @@ class Split:
 
 class AxonnEngine(GridCheckpoints, MaskedLabels):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
+
+    _summed = False
+    """True if gradients are all ranks' since the last step, by no optimizer of ours."""
 
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
@@ -235,6 +239,19 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """Sum gradients by their layouts, where the optimizer does not."""
         sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
+        self._summed = True
+
+    def backward(self, *inputs: Any, **keywords: Any) -> Any:
+        """DeepSpeed's, also a second time before a step: what is summed already counts as it is."""
+        if self._summed:
+            keep_sums(self.module.parameters(), self.mesh, divisor(self.gradient_average, self.mesh.grid))
+            self._summed = False
+        return super().backward(*inputs, **keywords)
+
+    def zero_grad(self) -> None:
+        """Forget gradients that no step has consumed."""
+        super().zero_grad()
+        self._summed = False
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""
