@@ -22,7 +22,9 @@ Over = tuple[Axes, str]
 
 
 @torch.no_grad()
-def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True) -> None:
+def sync_gradients(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True, divisor: int | None = None
+) -> None:
     """Sum gradients over the ranks that read other tokens; as their layouts say.
 
     Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
@@ -33,10 +35,27 @@ def sync_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool
         parameters: trained parameters, the same in the same order on every rank.
         mesh: the mesh.
         average: divide by gz·gdata, so that the mean of the ranks' mean losses is what was differentiated.
+        divisor: in the place of that.
     """
     parameters = list(parameters)
-    sum_gradients(parameters, partial(summed_over, mesh=mesh), mesh.grid.batch if average else 1)
+    divisor = divisor or (mesh.grid.batch if average else 1)
+    sum_gradients(parameters, partial(summed_over, mesh=mesh), divisor)
     send_first(((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None), mesh)
+
+
+@torch.no_grad()
+def keep_sums(parameters: Iterable[nn.Parameter], mesh: Mesh, divisor: int) -> None:
+    """Have gradients that `sync_gradients` has summed come out as they are when it sums them again, with what backward adds until then.
+
+    Args:
+        parameters: those that it was given.
+        mesh: the mesh.
+        divisor: by which it divides.
+    """
+    for parameter in parameters:
+        axes, axis = summed_over(parameter, mesh)
+        if parameter.grad is not None and axes.size(axis) != divisor:
+            parameter.grad.mul_(divisor / axes.size(axis))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.deepspeed.plan_check import one_sentence as plan_sentence
+from axonn_plugins.hosts.deepspeed.spellings import as_understood
 from axonn_tp import Grid
 from axonn_tp.grid.mesh import AXES
 from axonn_tp.layers.activation import ActivationSplit, _noted
@@ -106,6 +108,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
     "elasticity": ({"elasticity": {"enabled": True}}, ("elasticity", "remove")),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "bfloat16")),
+    "sums in 16 bits": ({"communication_data_type": "bf16"}, ("communication_data_type = bf16", "remove it")),
     "hybrid": ({"hybrid_engine": {"enabled": True}}, ("hybrid_engine", "remove")),
     "no batch": ({"train_micro_batch_size_per_gpu": None}, ("train_batch_size", "missing")),
     "batch 7": (
@@ -221,6 +224,18 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "norm alone": ("tp['plan'] = {'norm': 'norm'}", ("norm", "embedding")),
     "mpu": ("keywords['mpu'] = type('Mpu', (), {'get_data_parallel_world_size': lambda s: 2})()", ("mpu",)),
+    "mesh_param": (
+        "keywords['mesh_param'] = (2, 1)",
+        ("mesh_param", "(2, 1)", "axonn.tensor_parallel", "leave it out"),
+    ),
+    "mesh_param beside states of ours": (
+        "keywords['mesh_param'] = (1, 2); more = {'axonn': {'offload_optimizer': {}}}",
+        ("(1, 2)", "2 ranks share sequences", "axonn.offload_optimizer", "axonn.tensor_parallel.gz"),
+    ),
+    "zero.Init": (
+        "deepspeed.init_distributed('gloo')\nwith deepspeed.zero.Init(): net = Net()",
+        ("parameter fc1.weight", "deepspeed.zero.Init", "ZeRO-3"),
+    ),
     "pipeline": (
         "from deepspeed.pipe import PipelineModule; deepspeed.init_distributed('gloo'); "
         "net = PipelineModule([nn.Linear(4, 4)] * 2, num_stages=2); deepspeed.comm.barrier()",
@@ -316,3 +331,19 @@ def test_a_good_script_runs(tmp_path: Path) -> None:
     codes, errors, _ = fork_script(tmp_path, SCRIPT.replace("CHANGE", "").replace("AFTER", ""), ranks=2)
     assert codes == [0, 0], errors
     assert torch.distributed.is_initialized() is False
+
+
+def test_other_spellings_are_understood() -> None:
+    raw = {"bfloat16": {"enabled": "True"}, "fp16": {"enabled": 0, "loss_scale": 1}, "zero_optimization": {"stage": 1}}
+    raw |= {"torch_autocast": {"enabled": 1.0, "dtype": "torch.float16"}, "data_types": {"grad_accum_dtype": "float"}}
+    given = copy.deepcopy(raw)
+    made = as_understood(raw)
+    assert raw == given and "bfloat16" not in made
+    assert made["bf16"]["enabled"] is True and made["fp16"] == {"enabled": False, "loss_scale": 1}
+    assert made["torch_autocast"] == {"enabled": True, "dtype": "float16"} and made["fp16"]["enabled"] is False
+    assert made["data_types"]["grad_accum_dtype"] == "float32" and made["zero_optimization"] is raw["zero_optimization"]
+    assert as_understood({"bf16": {"enabled": "auto"}})["bf16"]["enabled"] == "auto"
+    with pytest.raises(ConfigError, match="torch_autocast.dtype = float16"):
+        deepspeed.DeepSpeedConfig(
+            RAW | {"torch_autocast": {"enabled": 1, "dtype": "torch.float16"}, "axonn": {"offload_optimizer": {}}}
+        )

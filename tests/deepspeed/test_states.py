@@ -12,6 +12,7 @@ import deepspeed  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -28,7 +29,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, **params: Any) -> Any:
+def engine_of(
+    block: dict[str, Any] | None,
+    bf16: bool = True,
+    stage: int = 1,
+    keys: dict[str, Any] | None = None,
+    training_data: list[torch.Tensor] | None = None,
+    **params: Any,
+) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
@@ -39,8 +47,10 @@ def engine_of(block: dict[str, Any] | None, bf16: bool = True, stage: int = 1, *
         "zero_allow_untested_optimizer": True,
         **({"bf16": {"enabled": True}} if bf16 else {}),
         **({} if block is None else {"axonn": block}),
+        **(keys or {}),
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    given = {"model_parameters": model.parameters(), "training_data": training_data}
+    return deepspeed.initialize(model=model, config=config, **given)[0]
 
 
 def step(engine: Any, poison: bool = False) -> None:
@@ -75,6 +85,101 @@ def coalesced(block: dict[str, Any], stage: int) -> bool:
         found.append(weights(engine))
         engine.destroy()
     return not sent and bool((found[0] - found[1]).abs().max() < 1e-6)
+
+
+def summed(block: dict[str, Any], stage: int, readers: int) -> bool:
+    """With gradient_allreduce_op = sum a step is that of as many times the mean as there are readers, also without adaptive moments."""
+    found = []
+    for operation, factor in (("sum", 1), ("mean", readers)):
+        keys = {"gradient_allreduce_op": operation, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine = engine_of(block, bf16=False, stage=stage, keys=keys)
+        generator = torch.Generator().manual_seed(7 + (dist.get_rank() if readers > 1 else 0))
+        for _ in range(2):
+            rows = torch.randn(2, 4, 8, generator=generator)
+            engine.backward(engine(rows).square().mean() * factor)
+            engine.step()
+        found.append(weights(engine))
+        engine.destroy()
+    return bool((found[0] - found[1]).abs().max() < 1e-7)
+
+
+def twice(block: dict[str, Any], stage: int) -> bool:
+    """Two backward passes before a step train as one of the losses' sum, whatever ranks a parameter's gradient is summed over."""
+    found = []
+    for apart in (True, False):
+        engine = engine_of(block, bf16=False, stage=stage, keys={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+        generator = torch.Generator().manual_seed(7 + dist.get_rank())
+        for _ in range(2):
+            outputs = engine(torch.randn(2, 8, generator=generator))
+            losses = outputs.square().mean(), outputs.abs().mean()
+            for number, loss in enumerate(losses if apart else (sum(losses),)):
+                engine.backward(loss, retain_graph=apart and number == 0)
+            engine.step()
+        found.append(weights(engine))
+        engine.destroy()
+    return bool((found[0] - found[1]).abs().max() < 1e-6)
+
+
+def without_norm(block: dict[str, Any]) -> bool:
+    """A norm that nobody wants is not computed, and steps are the same."""
+    found = []
+    for wanted in (True, False):
+        zero = {"stage": 2, "compute_grad_norm": wanted, "overlap_comm": True, "reduce_bucket_size": 1000}
+        keys = {"zero_optimization": zero, "managed_gradient_accumulation": wanted, "gradient_clipping": 0.0}
+        engine = engine_of(block, bf16=False, keys=keys)
+        step(engine)
+        found.append((weights(engine), engine.get_global_grad_norm()))
+        engine.destroy()
+    return torch.equal(found[0][0], found[1][0]) and found[0][1] is not None and found[1][1] is None
+
+
+def taught(block: dict[str, Any], folder: str) -> bool:
+    """A curriculum gives replicas the same samples and readers others, and goes on where a checkpoint was taken."""
+    metric = {"difficulty_type": "value", "clustering_type": "single_cluster", "schedule_type": "fixed_linear"}
+    metric |= {"min_difficulty": 8, "max_difficulty": 64}
+    metric["schedule_config"] = {"total_curriculum_step": 10, "difficulty_step": 8}
+    learning = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"length": metric}}
+    sampling = {"enabled": True, "num_epochs": 3, "num_workers": 0, "curriculum_learning": learning}
+    keys = {"data_efficiency": {"enabled": True, "data_sampling": sampling}, "gradient_accumulation_steps": 2}
+    rows = list(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)))
+    engine = engine_of(block, bf16=False, keys=keys, training_data=rows)
+    seen = [batch for batch, _ in zip(engine.training_dataloader, range(3), strict=False)]
+    engine.save_checkpoint(folder)
+    saved = engine.training_dataloader.data_sampler.state_dict()
+    engine.destroy()
+    engine = engine_of(block, bf16=False, keys=keys, training_data=rows)
+    engine.load_checkpoint(folder)
+    found = engine.training_dataloader.data_sampler.state_dict()
+    engine.destroy()
+    others = [torch.empty_like(batch) for batch in seen]
+    for batch, other in zip(seen, others, strict=True):
+        dist.broadcast(other.copy_(batch), src=0)
+    same = all(torch.equal(batch, other) for batch, other in zip(seen, others, strict=True))
+    # Rank 0 alone knows where it is in the clusters.
+    kept = ["batch", "consumed_samples", "curriculum_step", "current_difficulties"]
+    kept += ["data_cluster_current_position"] if dist.get_rank() == 0 else []
+    goes_on = all(found[key] == saved[key] for key in kept)
+    return goes_on and saved["consumed_samples"] > 0 and same == ("tensor_parallel" in block or dist.get_rank() == 0)
+
+
+def spelled() -> dict[str, bool]:
+    """Half precision by DeepSpeed's other spellings is trained as by its usual one, and clipped by the whole norm."""
+    found: dict[str, list[torch.Tensor]] = {}
+    ways = [{"bf16": {"enabled": value}} for value in (True, 1, "true")] + [{"bfloat16": {"enabled": True}}]
+    ways += [{"fp16": {"enabled": value, "loss_scale": 64}} for value in (True, 1)]
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    for way in ways:
+        sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.1}
+        engine = engine_of(BLOCKS["split"], bf16=False, stage=0, keys=sgd | way)
+        for _ in range(2):
+            step(engine)
+        found.setdefault("fp16" if "fp16" in way else "bf16", []).append(weights(engine))
+        engine.destroy()
+    return {
+        f"{half} as {number}": torch.equal(one, given[0])
+        for half, given in found.items()
+        for number, one in enumerate(given)
+    }
 
 
 def share_written(engine: Any) -> bool:
@@ -125,7 +230,20 @@ def everything(folder: str) -> dict[str, Any]:
             found[f"{name}: share written"] = share_written(engine)
         for stage in (1, 2):
             found[f"{name}: coalesced at stage {stage}"] = coalesced(block, stage)
+        if name != "split":
+            found[f"{name}: summed"] = summed(block, 1, readers=2)
+        found[f"{name}: without norm"] = without_norm(block)
+        if name != "pruned":
+            found[f"{name}: curriculum"] = taught(block, f"{folder}/{name}")
         found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())
+    found |= spelled()
+    plan = {"0": "normal", "2": "transposed"}
+    for gz, readers in ((2, 2), ({"batch": 1, "sequence": 2}, 1)):
+        for stage in (0, 1, 2):
+            block = {"tensor_parallel": {"gz": gz, "plan": plan}}
+            found[f"gz = {gz}: summed at stage {stage}"] = summed(block, stage, readers)
+            if readers == 2:
+                found[f"two passes at stage {stage}"] = twice(block, stage)
     return found | weights_alone(folder)
 
 

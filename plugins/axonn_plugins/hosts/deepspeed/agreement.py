@@ -92,7 +92,7 @@ def facts_of(model: nn.Module, raw: Mapping[str, Any], optimizer: Any, keywords:
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuse parameters without a shape.
+    """Refuse parameters without a shape, or without all of their elements.
 
     Raises:
         ValueError: names the first.
@@ -100,6 +100,10 @@ def check_shapes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"parameter {name} has no shape yet; run the model once before deepspeed.initialize")
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"parameter {name} is cut up by deepspeed.zero.Init, which is for ZeRO-3; make the model outside of it"
+            )
 
 
 def refuse_quantized(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from axonn_plugins import build_locks, config, names
 from axonn_plugins.config import compose
 from axonn_plugins.hosts.deepspeed import engines, states_config
 from axonn_plugins.hosts.deepspeed.sections import of_old_forms, refuse, section
+from axonn_plugins.hosts.deepspeed.spellings import as_understood
 
 # Not in older versions of DeepSpeed.
 _DUAL_PIPE = getattr(deepspeed, "DualPipeVEngine", None)
@@ -55,6 +56,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     """
     one_sentence_for_mistakes()
     build_locks.warn()
+    raw = as_understood(raw)
     block = config.parse(raw["axonn"])
     for key, packages in _PACKAGES.items():
         if getattr(block, key) is not None:
@@ -84,9 +86,36 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     return mpu, raw if own is None else _without_states(raw)
 
 
+def refuse_mesh(block: config.Axonn | None, mesh_device: Any = None, **_: Any) -> None:
+    """Refuse groups that DeepSpeed makes by the ``mesh_param`` of `deepspeed.initialize`, or by its keys data_parallel_size and sequence_parallel_size.
+
+    Args:
+        block: with a key of a system; None: there is none.
+        mesh_device: of these groups.
+
+    Raises:
+        ConfigError: the block's are others, or know nothing of ranks that share sequences.
+    """
+    given = [key for key in _SYSTEMS if getattr(block, key, None) is not None]
+    if mesh_device is None or not given:
+        return
+    data, sequence = mesh_device.mesh.shape
+    own = next((key for key in ("tensor_parallel", "ted") if key in given), None)
+    if own is None and sequence == 1:
+        return
+    said = f"deepspeed.initialize was given mesh_param (or data_parallel_size and sequence_parallel_size) = ({data}, {sequence})"
+    if own is not None:
+        raise config.ConfigError(f"{said}, and axonn.{own} makes groups of its own; leave it out")
+    raise config.ConfigError(
+        f"{said}, where {sequence} ranks share sequences, of whose sums axonn.{given[0]} does not know; use axonn.tensor_parallel.gz"
+    )
+
+
 def _without_states(raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration that DeepSpeed is to obey where the optimizer's states are ours."""
-    zero = {key: value for key, value in section(raw, "zero_optimization").items() if key != "offload_optimizer"}
+    # DeepSpeed refuses the last two at stage 0, or without its own accumulation there.
+    ours = ("offload_optimizer", "compute_grad_norm", "overlap_comm")
+    zero = {key: value for key, value in section(raw, "zero_optimization").items() if key not in ours}
     types = {key: value for key, value in section(raw, "data_types").items() if key != "grad_accum_dtype"}
     return {**raw, "zero_optimization": {**zero, "stage": 0}, "data_types": types}
 

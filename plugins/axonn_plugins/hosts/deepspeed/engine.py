@@ -32,10 +32,12 @@ from axonn_plugins.hosts.deepspeed.agreement import (
     refuse_quantized,
 )
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
+from axonn_plugins.hosts.deepspeed.data_efficiency import send_to_all
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
+from axonn_plugins.hosts.deepspeed.states import divisor
 from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
 from axonn_plugins.hosts.deepspeed.ted.left_out import let_go
 from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
@@ -51,6 +53,7 @@ from axonn_tp import (
     auto_plan,
     clip_grad_norm_,
     grad_norm,
+    keep_sums,
     parallelize,
     place,
     sync_gradients,
@@ -125,6 +128,9 @@ class Split:
 class AxonnEngine(GridCheckpoints, MaskedLabels):
     """`DeepSpeedEngine` for a model in 3D PMM; what `deepspeed.initialize` returns under the ``"axonn"`` block."""
 
+    _summed = False
+    """True if gradients are all ranks' since the last step, by no optimizer of ours."""
+
     def __init__(
         self, args: Any, model: nn.Module, optimizer: Any = None, *rest: Any, config_class: Any = None, **keywords: Any
     ) -> None:
@@ -172,6 +178,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._splits:
             keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        send_to_all(self, self.mesh)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
         if self._owns and split.report is not None and split.report.at_times:
             # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
@@ -231,7 +238,20 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """Sum gradients by their layouts, where the optimizer does not."""
-        sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
+        sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
+        self._summed = True
+
+    def backward(self, *inputs: Any, **keywords: Any) -> Any:
+        """DeepSpeed's, also a second time before a step: what is summed already counts as it is."""
+        if self._summed:
+            keep_sums(self.module.parameters(), self.mesh, divisor(self.gradient_average, self.mesh.grid))
+            self._summed = False
+        return super().backward(*inputs, **keywords)
+
+    def zero_grad(self) -> None:
+        """Forget gradients that no step has consumed."""
+        super().zero_grad()
+        self._summed = False
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""

@@ -37,6 +37,7 @@ def patch(module: ModuleType) -> None:
         from axonn_plugins.hosts.deepspeed import config_hook
 
         unit, obeyed = config_hook.configure(self, parsed, mpu)
+        config_hook.refuse_mesh(getattr(self, "axonn", None), *args, **kwargs)
         original(self, obeyed, unit, *args, **kwargs)
 
     __init__.axonn = True  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
 from axonn_plugins.hosts.deepspeed.optim.wrapped import basic_optimizer, loss_scaler
 from axonn_plugins.hosts.deepspeed.sections import on, section
-from axonn_tp import Mesh, layout_of
+from axonn_tp import Grid, Mesh, layout_of, sum_ranks
 from axonn_tp.checkpoint.dealt import DealtNames
 
 if TYPE_CHECKING:
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 _AXES = ("x", "y", "z", "data")
 _ENDS = {"compression_scheduler": "_configure_compression_scheduler", "quantizer": "_configure_quantization"}
 """Attributes that `_configure_optimizer` sets last, and the methods that make them, in versions of DeepSpeed that have these."""
+
+
+def divisor(mean: bool, grid: Grid) -> int:
+    """By what the sums of gradients are divided.
+
+    Args:
+        mean: false where DeepSpeed's gradient_allreduce_op is sum, the gradient of the sum of the readers' losses.
+        grid: of the mesh.
+    """
+    return grid.batch if mean else grid.batch // grid.readers
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -150,7 +160,7 @@ class OwnStates(CheckedCheckpoints):
             names,
             self._own_key,
             loss_scaler(self),
-            self.gradient_clipping(),
+            self.gradient_clipping() or (0.0 if self._wants_norm else None),
             self._reduces,
             **self.composition.settings(trained, names) | self._configured(trained, self._own_block.offload_optimizer),
         )
@@ -183,7 +193,15 @@ class OwnStates(CheckedCheckpoints):
             getattr(self._config, "bfloat16_config", None), "check_grad_overflow", True
         ):
             made["skip_nonfinite"] = True
+        if not self.gradient_average:
+            by = divisor(False, self.mesh.grid)
+            made["group"] = lambda parameter: (sum_ranks(parameter, self.mesh)[0], by)
         return made | ({"host": True} if on(zero, "offload_optimizer") else {})
+
+    @property
+    def _wants_norm(self) -> bool:
+        """False where the configuration says that nobody asks for the gradient's norm."""
+        return section(self._config.axonn_raw, "zero_optimization").get("compute_grad_norm", True) is not False
 
     def _reduces(self) -> bool:
         # ZeRO-2 has room for a share of the sums only.

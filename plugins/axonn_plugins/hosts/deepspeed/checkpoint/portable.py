@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from axonn_plugins.hosts.deepspeed.data_efficiency import parts_with_state
 from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
     Pieces,
@@ -89,6 +90,7 @@ class PortableState:
             shards |= states | self._wide_masters()
         if self.engine.lr_scheduler is not None:
             notes["scheduler"] = self.engine.lr_scheduler.state_dict()
+        notes["data"] = {name: part.state_dict() for name, part in parts_with_state(self.engine).items()}
         if (scaler := _scaler(self.engine)) is not None:
             notes["loss_scaler"] = dict(vars(scaler))
         return shards, notes
@@ -104,7 +106,7 @@ class PortableState:
             reading: the checkpoint, a `Reading` or what has its notes and its `read`.
             states: with the optimizer's states and the loss scale.
             schedule: with the scheduler's state.
-            counters: with the counts of steps and samples.
+            counters: with the counts of steps and samples, and how far curricula are.
 
         Returns:
             The client state.
@@ -131,6 +133,9 @@ class PortableState:
         if counters:
             for name, value in notes["counters"].items():
                 setattr(self.engine, name, value)
+            for name, part in parts_with_state(self.engine).items():
+                if (saved := notes.get("data", {}).get(name)) is not None:
+                    part.load_state_dict(saved)
         if schedule and self.engine.lr_scheduler is not None and "scheduler" in notes:
             self.engine.lr_scheduler.load_state_dict(self._schedule(notes))
         return notes["extra"]

@@ -47,7 +47,7 @@ class PortableCheckpoints(CheckedCheckpoints):
         if custom_load_fn is not None:
             raise ConfigError(
                 "custom_load_fn is for DeepSpeed's own files, which hold shards where weights are split; leave it out, and give whole tensors to "
-                "engine.module.load_state_dict, which keeps this rank's shards of them"
+                "engine.module.load_state_dict, which keeps this rank's shards of them, then in 16 bits call engine.optimizer.refresh_fp32_params()"
             )
         if (why := self._why_unreadable(folder)) is not None:
             raise ConfigError(f"{folder} {why}")

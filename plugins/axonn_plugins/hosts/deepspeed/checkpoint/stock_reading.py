@@ -112,6 +112,7 @@ class StockReading:
         notes = {"model": {"aliases": {}, "modules": modules}, "tensors": tensors}
         notes["extra"] = {key: value for key, value in saved.items() if key not in _OWN}
         notes["counters"] = {key: saved[key] for key in ("global_steps", "global_samples", "skipped_steps")}
+        notes["data"] = {key: saved.get(key) for key in ("data_sampler", "random_ltd")}
         if saved["lr_scheduler"] is not None:
             notes["scheduler"] = saved["lr_scheduler"]
         if states and self.state.optimizer is not None:

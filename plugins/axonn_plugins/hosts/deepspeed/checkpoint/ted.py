@@ -21,6 +21,7 @@ from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import save_states
+from axonn_plugins.hosts.deepspeed.data_efficiency import parts_with_state
 from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import experts_grid
 from axonn_tp import layout_of
@@ -86,6 +87,7 @@ class TedCheckpoints(GridCheckpoints):
                 "buffer_names": self._get_buffer_names(),
                 "optimizer": None,
                 "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+                **{name: part.state_dict() for name, part in parts_with_state(self).items()},
                 "skipped_steps": self.skipped_steps,
                 "global_steps": self.global_steps,
                 "global_samples": self.global_samples,

@@ -24,7 +24,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         names: of the model's parameters.
         key: of the block, for messages.
         scaler: DeepSpeed's loss scaler; None where the loss is not scaled.
-        clip_grad: largest norm of the gradient, 0 for no clipping.
+        clip_grad: largest norm of the gradient, 0 for no clipping; None: nor is the norm asked for.
         reduces: whether the backward pass under way reduces gradients, or accumulates them only.
         settings: of `samo.Optimizer`.
 
@@ -43,7 +43,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         names: Mapping[torch.nn.Parameter, str],
         key: str,
         scaler: Any,
-        clip_grad: float,
+        clip_grad: float | None,
         reduces: Callable[[], bool],
         **settings: Any,
     ) -> None:
@@ -58,9 +58,8 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
         scale = None if scaler is None else Scale(scaler)
         with self._in_words():
             # The norm is wanted where nothing is clipped, too: the engine tells it.
-            samo.Optimizer.__init__(
-                self, factory, groups, max_norm=clip_grad or float("inf"), loss_scale=scale, **settings
-            )
+            most = None if clip_grad is None else clip_grad or float("inf")
+            samo.Optimizer.__init__(self, factory, groups, max_norm=most, loss_scale=scale, **settings)
         self._go_on_from(basic)
 
     @contextmanager

@@ -37,6 +37,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
+from axonn_plugins.hosts.deepspeed.states import divisor
 from axonn_plugins.hosts.deepspeed.states_config import take_over, take_over_whole
 from axonn_plugins.hosts.deepspeed.ted.left_out import let_go
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts, without_experts
@@ -188,7 +189,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         if self.has_moe_layers or not isinstance(self.optimizer, torch.optim.Optimizer):
             super().buffered_allreduce_fallback(*rest, **keywords)
         else:
-            sync_gradients(self.module.parameters(), self.mesh, average=self.gradient_average)
+            sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of all stages, where the optimizer does not."""

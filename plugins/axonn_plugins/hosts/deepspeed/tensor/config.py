@@ -131,9 +131,14 @@ def _of_zero(zero: Mapping[str, Any]) -> list[Refusal]:
 
 
 def _of_precision(raw: Mapping[str, Any]) -> list[Refusal]:
-    autocast = section(raw, "torch_autocast").get("dtype")
+    autocast, travels = section(raw, "torch_autocast").get("dtype"), raw.get("communication_data_type")
+    whole = not (section(raw, "zero_optimization").get("stage", 0) or enabled(raw, "bf16") or enabled(raw, "fp16"))
     return [
         *of_halves(raw),
+        (
+            whole and travels not in (None, "fp32"),
+            f"communication_data_type = {travels} does not go with axonn.tensor_parallel, which sums gradients in the weights' type; remove it",
+        ),
         (
             enabled(raw, "torch_autocast") and autocast in ("float16", "fp16", "half"),
             "torch_autocast.dtype = float16 scales the loss on each rank by itself; use bfloat16, or the fp16 section",
