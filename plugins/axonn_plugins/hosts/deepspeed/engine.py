@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from axonn_plugins import __version__
-from axonn_plugins.config import Axonn, TensorParallel
+from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.elementwise import check_by_parameter
 from axonn_plugins.hosts.common.split_states import split_states
@@ -238,20 +239,19 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """Sum gradients by their layouts, where the optimizer does not."""
+        if self._summed:
+            raise ConfigError(
+                f"engine.backward was called a second time before engine.step(), and the outputs of {type(self.module).__name__} are no tensor, tuple, "
+                "list or dictionary, in which the second pass would have been seen; return one of these, or add the losses up"
+            )
         sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
         self._summed = True
 
-    def backward(self, *inputs: Any, **keywords: Any) -> Any:
-        """DeepSpeed's, also a second time before a step: what is summed already counts as it is."""
+    def _pass_begins(self, gradient: Tensor) -> None:
+        """A second backward pass before a step leaves what is summed already as it is."""
         if self._summed:
             keep_sums(self.module.parameters(), self.mesh, divisor(self.gradient_average, self.mesh.grid))
             self._summed = False
-        return super().backward(*inputs, **keywords)
-
-    def zero_grad(self) -> None:
-        """Forget gradients that no step has consumed."""
-        super().zero_grad()
-        self._summed = False
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward, which compares its arguments between replicas; now and then the outputs are as well."""
@@ -262,6 +262,9 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             outputs = super().forward(*inputs, **keywords)
         if self.module.training and torch.is_grad_enabled():
             self._replicas.watch(outputs)
+            for output in [] if self._owns else tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(self._pass_begins)
         return outputs
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:
@@ -280,6 +283,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if not self._owns and not self.gradient_clipping():
             self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
         super()._take_model_step(lr_kwargs)
+        self._summed = False
         self._replicas.stepped(self.global_steps)
 
     def destroy(self) -> None:
