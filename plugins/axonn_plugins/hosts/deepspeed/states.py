@@ -32,7 +32,7 @@ _ENDS = {"compression_scheduler": "_configure_compression_scheduler", "quantizer
 
 
 def divisor(mean: bool, grid: Grid) -> int:
-    """By what the sums of gradients are divided.
+    """The number by which sums of gradients are divided.
 
     Args:
         mean: false where DeepSpeed's gradient_allreduce_op is sum, the gradient of the sum of the readers' losses.

@@ -1,4 +1,4 @@
-"""What Megatron has each optimizer of a chain do by itself, or gives the first alone: z makes two optimizers of one."""
+"""Optimizers of a chain, which z makes of one: Megatron has each act by itself, or gives something to the first alone."""
 
 from __future__ import annotations
 

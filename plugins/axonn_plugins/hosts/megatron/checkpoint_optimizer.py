@@ -127,7 +127,7 @@ def _loaded(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
 
 
 def _like(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """What was saved of a group; of several one with its schedule, which flags may have changed, or one that has another than the default, too."""
+    """A group as it was saved; of several one with its schedule, which flags may have changed, or one that has another than the default, too."""
     alike = [group for group in groups if _identity(group) == _identity(own)]
     schedule = _schedule(own)
     return max(alike, key=lambda group: (_schedule(group) == schedule, _schedule(group)[0] == schedule[0]))
