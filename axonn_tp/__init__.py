@@ -6,7 +6,7 @@ Sources: dissertation chapter 5; "Democratizing AI" (the Gordon Bell paper); "A 
 from axonn_tp.checkpoint import full_state_dict
 from axonn_tp.comm.collectives import Collective
 from axonn_tp.comm.grad_scaler import GradScaler
-from axonn_tp.comm.gradients import clip_grad_norm_, global_square, grad_norm, keep_sums, sum_ranks, sync_gradients
+from axonn_tp.comm.gradients import clip_grad_norm_, global_square, grad_norm, sum_ranks, sync_gradients
 from axonn_tp.comm.reducer import GradientReducer
 from axonn_tp.grid.layout import Layout, layout_of
 from axonn_tp.grid.mesh import AXES, Grid, Mesh, factorisations
@@ -49,7 +49,6 @@ __all__ = [
     "full_state_dict",
     "global_square",
     "grad_norm",
-    "keep_sums",
     "layout_of",
     "linear_collectives",
     "parallelize",

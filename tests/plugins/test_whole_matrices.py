@@ -290,23 +290,6 @@ def test_who_does_what() -> None:
     assert deal([Work(64, 96, 5, 8, divisible=True, family=8)]).owners == (0,)
 
 
-class Bounded(torch.optim.Optimizer):
-    """Adam whose step is bounded by how a tensor's gradients compare with what they were, as StableAdamW has it."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                square = state.setdefault("square", p.grad.square())
-                square.lerp_(p.grad.square(), 0.01)
-                most = (p.grad.square() / square).mean().sqrt().clamp(min=1)
-                p.sub_(p.grad / square.sqrt() / most, alpha=group["lr"])
-
-
 class Signs(torch.optim.Optimizer):
     """A script's own that works element by element."""
 
@@ -317,7 +300,22 @@ class Signs(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad.sign(), alpha=group["lr"])
+                p.sub_(self.direction(p), alpha=group["lr"])
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad.sign()
+
+
+class Bounded(Signs):
+    """Adam whose step is bounded by how a tensor's gradients compare with what they were, as StableAdamW has it."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        square = self.state[p].setdefault("square", p.grad.square())
+        square.lerp_(p.grad.square(), 0.01)
+        most = (p.grad.square() / square).mean().sqrt().clamp(min=1)
+        return p.grad / square.sqrt() / most
 
 
 def _note(calls: list[Any], *given: Any) -> None:

@@ -54,11 +54,11 @@ from axonn_tp import (
     auto_plan,
     clip_grad_norm_,
     grad_norm,
-    keep_sums,
     parallelize,
     place,
     sync_gradients,
 )
+from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
 
 
