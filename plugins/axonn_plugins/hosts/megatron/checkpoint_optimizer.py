@@ -148,9 +148,11 @@ def _told_apart(original: Any) -> Any:
         for number, (group, kept) in enumerate(zip(groups, saved, strict=True)):
             group["is_decoupled_lr"] = kept["is_decoupled_lr"] = number
         inner["param_groups"] = saved
-        original(self, state_dict)
-        for group, told in zip(self.optimizer.param_groups, before, strict=True):
-            group["is_decoupled_lr"] = told
+        try:
+            original(self, state_dict)
+        finally:
+            for group, told in zip(self.optimizer.param_groups, before, strict=True):
+                group["is_decoupled_lr"] = told
 
     return load_state_dict
 
