@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from axonn_plugins import processors
 from axonn_plugins.observe.clock import elapsed
 
 State = Literal["ok", "missing", "problem", "optional-missing"]
@@ -188,10 +189,9 @@ def _package_found() -> Iterable[Check]:
 def _devices() -> Iterable[Check]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     native = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    yield Check("CPU", "ok", f"{cores} cores, bf16 {'in hardware' if native else 'emulated'}")
+    yield Check("CPU", "ok", f"{processors.usable()} cores, bf16 {'in hardware' if native else 'emulated'}")
     if not torch.cuda.is_available():
         yield Check("CUDA", "optional-missing", "no device; training runs on the CPU", core=False)
         return

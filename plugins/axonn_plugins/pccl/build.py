@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from axonn_plugins import processors
 from axonn_plugins.observe.clock import elapsed
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -92,7 +93,7 @@ def _compile(sources: list[Path], to: Path) -> None:
         units = _units(sources, Path(scratch))
         objects = [unit.with_suffix(".o") for unit in units]
         running: list[subprocess.Popen] = []
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(processors.usable()) as pool:
             jobs = zip(units, objects, strict=True)
             done = pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])], running), jobs)
             try:
@@ -113,7 +114,7 @@ def _units(sources: list[Path], folder: Path) -> list[Path]:
     """The files to compile, written to the folder: each includes the sources of one unit."""
     with_torch, with_device, engine = _UNITS
     # Apart they are sooner done where there are cores for all units; together they take less of the processor's time.
-    with_headers = [with_torch + with_device] if (os.cpu_count() or 1) <= 2 else [with_torch, with_device]
+    with_headers = [with_torch + with_device] if processors.usable() <= 2 else [with_torch, with_device]
     named = {name for unit in _UNITS for name in unit}
     others = [source.stem for source in sources if source.stem not in named]
     units = []

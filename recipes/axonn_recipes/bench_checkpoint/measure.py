@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import axonn_tp
+from axonn_plugins import processors
 from axonn_recipes.bench.rounds import in_turns, over_ranks
 from axonn_recipes.bench_checkpoint.settings import Settings
 from axonn_recipes.models.gpt import GPT
@@ -75,7 +75,7 @@ def measure(settings: Settings, folder: Path) -> tuple[list[Side], int]:
     Returns:
         The sides, and the bytes of a checkpoint's tensors.
     """
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     dist.init_process_group("gloo")
     training = Training(settings)
     sides = [Side(name) for name in (NONE, ASYNCHRONOUS, SYNCHRONOUS, ALONE)]

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
+from axonn_plugins import processors
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
@@ -59,7 +59,7 @@ def measure(settings: Settings) -> list[Side]:
         ConfigError: the sides do not compute the same losses.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     dist.init_process_group(settings.wire)
     chosen = [Side(which, "peer", partial(sides.peer, settings, which)) for which in settings.peers]
     chosen += [Side(name(*side), "ours", partial(sides.ours, settings, *side)) for side in settings.ours]

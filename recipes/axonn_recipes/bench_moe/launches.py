@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,10 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from axonn_plugins import processors
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, slowest
@@ -84,7 +83,7 @@ def _measure(settings: Any, way: Any, build: Build, weighed: bool) -> Found:
     What it holds is followed where it is weighed; such a step takes longer, and is not timed.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     dist.init_process_group(settings.wire)
     losses, memory = [], PeakMemory()
     with memory if weighed else ExitStack():

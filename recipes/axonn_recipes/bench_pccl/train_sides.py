@@ -19,6 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import axonn_plugins  # noqa: E402
+from axonn_plugins import processors
 from axonn_plugins.config import ConfigError  # noqa: E402
 from axonn_plugins.observe.ledger import Ledger  # noqa: E402
 from axonn_plugins.pccl import Options, world  # noqa: E402
@@ -57,7 +58,7 @@ def measure(settings: Training) -> dict[str, Any]:
 def _prepare() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    processors.share_among(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     # Else DeepSpeed compiles a kernel for inference when it starts; training needs neither it nor a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     axonn_plugins.activate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import samo
+from axonn_plugins import processors
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.bench.rounds import in_turns, slowest
@@ -52,7 +52,7 @@ class Side:
 def measure(settings: Settings, cluster: Cluster) -> list[Side]:
     """Time all sides; every rank calls it, and has the result."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     dist.init_process_group(settings.wire)
     made = [_build(name, settings) for name in (DENSE, DENSE + ALONE, SAMO, SAMO + ALONE)]
     for side, step in made:

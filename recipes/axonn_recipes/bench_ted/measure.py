@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
+from axonn_plugins import processors
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.observe.progress import say
 from axonn_recipes.allocations import most_allocated
@@ -55,7 +54,7 @@ def measure(settings: Settings) -> list[Side]:
         ConfigError: the sides do not compute the same losses.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     dist.init_process_group(settings.wire)
     ranks = Ranks(settings)
     made = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axonn_plugins import processors
 from axonn_plugins.observe.progress import say
 from axonn_plugins.observe.timeline.gather import bring_together
 from axonn_plugins.observe.timeline.record import Recorder
@@ -126,7 +127,7 @@ def prepare(settings: Settings) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     here = settings.ranks if settings.emulated else int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    processors.share_among(here)
 
 
 def _peer(peer: str, settings: Settings) -> Callable[[], sides.Step]:

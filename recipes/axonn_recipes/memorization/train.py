@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import warnings
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from axonn_plugins import processors
 from axonn_plugins.hosts.plain import Run, compose
 from axonn_recipes.memorization.models import Model
 from axonn_recipes.memorization.pages import Pages, order
@@ -42,7 +42,7 @@ def train(model: Model, pages: Pages, settings: Settings, loss: str, seed: int) 
     """
     # Collectives are called by names that newer torch wants changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.shape.world))
+    processors.share_among(settings.shape.world)
     kind = device(settings.shape)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")

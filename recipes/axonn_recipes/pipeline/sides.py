@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from axonn_plugins import processors
 from axonn_plugins.autoload import activate  # noqa: E402
 from axonn_plugins.optim.memory import host_bytes, step_bytes
 from axonn_plugins.pipeline.timeline import split  # noqa: E402
@@ -80,7 +81,7 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def train(side: str, settings: Settings, corpus: Corpus) -> Outcome:
     """Train one side; every rank calls it."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 if side == "serial" else settings.ranks)))
+    processors.share_among(1 if side == "serial" else settings.ranks)
     warnings.filterwarnings("ignore", category=FutureWarning)
     return _serial(settings, corpus) if side == "serial" else _pipeline(side, settings, corpus)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samo
+from axonn_plugins import processors
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.observe.metrics import MetricsLogger
 from axonn_recipes.pruned.plan import DTYPES, Plan
@@ -94,7 +95,7 @@ def train(problem: Problem, plan: Plan, prune: bool, folder: Path) -> Outcome:
     """
     if plan.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.ranks))
+    processors.share_among(plan.ranks)
     # Newer torch has another name for DistributedDataParallel's broadcast_buffers, older torch has not.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*broadcast_buffers")
     dist.init_process_group("nccl" if plan.device == "cuda" else "gloo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import axonn_plugins
+from axonn_plugins import processors
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.deepspeed.engine import layer_plans
@@ -106,7 +106,7 @@ def _train(settings: Settings, corpus: Corpus, run: Path, options: Options, matm
 
 
 def _serial(settings: Settings, corpus: Corpus, run: Path, keep: int, *how: Any) -> Outcome:
-    torch.set_num_threads(os.cpu_count() or 1)
+    processors.share_among(1)
     return train(Serial(settings, corpus, run, keep), settings, run, *how)
 
 
@@ -120,7 +120,7 @@ def _rank(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # It also calls collectives by names that newer torch wants changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     return train(Parallel(settings, corpus, run, keep, trace), settings, run, *how)
 
 

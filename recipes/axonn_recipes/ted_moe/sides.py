@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import axonn_plugins
+from axonn_plugins import processors
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.observe.metrics import MetricsLogger
 from axonn_plugins.optim.flat import FlatOptimizer
@@ -72,7 +73,7 @@ def train(side: str, settings: Settings, corpus: Corpus | Tokens, folder: Path) 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # It also calls collectives by names that newer torch wants changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    processors.share_among(settings.ranks)
     config = settings.ds_config(side)
     rank = int(os.environ["RANK"])
     model = build(settings, rank // config.get("axonn", {}).get("ted", {}).get("tensor", 1))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import axonn_tp
+from axonn_plugins import processors
 from axonn_recipes.validation.problems import Problem
 from axonn_recipes.validation.settings import Settings
 from axonn_tp import Mesh
@@ -38,7 +39,7 @@ def curve(problem: Problem, dtype: torch.dtype, settings: Settings, role: Role) 
     """
     parallel = role == "parallel"
     if parallel:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.grid.world))
+        processors.share_among(settings.grid.world)
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.backends.cudnn.allow_tf32 = False  # or convolutions in float32 would not be
