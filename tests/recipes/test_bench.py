@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+import axonn_recipes
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.figures import Picture
 from axonn_recipes.bench import claims, numbers, output, rounds
+
+RECIPES = Path(axonn_recipes.__file__).parent
+
+
+@dataclass(frozen=True)
+class Asked:
+    kind: str
+    rounds: int = 7
 
 
 @dataclass
@@ -72,21 +83,32 @@ def test_a_run_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_run_is_told_where_it_is_beside_the_readme(tmp_path: Path) -> None:
     file = tmp_path / claims.NAME
-    file.write_text(json.dumps({"": {"a": [1, 2]}, "--fast": {"a": [2, 3], "b": [1, 1.5], "c": [1, 2], "d": [1, 2]}}))
+    file.write_text(
+        json.dumps({"": {"a": [1, 2]}, "--kind 'of two'": {"a": [2, 3], "b": [1, 1.5], "c": [1, 2], "d": [1, 2]}})
+    )
     found = {"a": 1.99, "b": 1.51, "c": 1.5}
-    assert claims.beside(file, lambda words: words == ["--fast"], found) == [
+
+    def asked(words: Sequence[str]) -> list[Asked]:
+        """A command of two runs where it names no kind."""
+        return [Asked(words[1])] if words else [Asked("first"), Asked("second")]
+
+    def beside(run: Asked) -> list[str]:
+        return claims.beside(str(tmp_path / "recipe.py"), asked, run, found)
+
+    assert beside(Asked("of two", rounds=3)) == [
         "a: 1.99, below the README's range, 2.00 to 3.00",
         "b: 1.51, above the README's range, 1.00 to 1.50",
         "c: 1.50, inside the README's range, 1.00 to 2.00",
     ]
-    assert claims.beside(file, lambda words: words == ["--slow"], found) == []
+    assert beside(Asked("second")) == ["a: 1.99, inside the README's range, 1.00 to 2.00"]
+    assert beside(Asked("third")) == []
 
 
-@pytest.mark.parametrize("name", ["bench_all", "bench_samo"])
+@pytest.mark.parametrize("name", sorted(file.parent.name for file in RECIPES.glob("*/claims.json")))
 def test_commands_of_claims_are_commands(name: str) -> None:
     settings = importlib.import_module(f"axonn_recipes.{name}.settings")
     assert settings.__file__
     made = json.loads(Path(settings.__file__).with_name(claims.NAME).read_text())
     for words, ranges in made.items():
-        settings.resolve(read(settings.Options, words.split()))
+        settings.resolve(read(settings.Options, shlex.split(words)))
         assert all(low <= high for low, high in ranges.values())

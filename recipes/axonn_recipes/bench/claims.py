@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 NAME = "claims.json"
 """A file of the ranges that a README gives: by the command's options (without those that only say how often), by quantity."""
 
 
-def beside(file: Path, same: Callable[[Sequence[str]], bool], found: Mapping[str, float]) -> list[str]:
+def beside(recipe: str, resolve: Callable[[Sequence[str]], Any], run: Any, found: Mapping[str, float]) -> list[str]:
     """Each quantity of a run beside the README's range, in words; nothing where the README has no such run.
 
     Args:
-        file: the benchmark's `NAME`.
-        same: whether a command's words ask for this run.
+        recipe: the path of the benchmark's module, beside which its `NAME` lies.
+        resolve: makes the settings of a command's words: those of one run, or a list of several.
+        run: the settings of this run, of any number of rounds.
         found: what it measured, by quantity.
     """
-    for words, ranges in json.loads(file.read_text()).items():
-        if same(words.split()):
+    for words, ranges in json.loads(Path(recipe).with_name(NAME).read_text()).items():
+        asked = resolve(shlex.split(words))
+        runs = asked if isinstance(asked, list) else [asked]
+        if run in [replace(one, rounds=run.rounds) for one in runs]:
             return [_line(what, found[what], *ranges[what]) for what in ranges if what in found]
     return []
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
-from axonn_recipes.bench.claims import NAME, beside
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_all.report import results, text
 from axonn_recipes.bench_all.settings import MEGATRON, OURS, Options, Settings, Way, described, resolve
@@ -47,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     ways = [(Side(str(way), "ours" if way.host == OURS else "peer", unbuilt), way) for way in settings.ways]
     numbers = results(settings, compare(settings, ways, build, _TOLERANCE))
     said = beside(
-        Path(__file__).with_name(NAME),
-        lambda words: replace(resolve(read(Options, words)), rounds=settings.rounds) == settings,
+        __file__,
+        lambda words: resolve(read(Options, words)),
+        settings,
         {pair["host"]: pair["median"] for pair in numbers["best"]},
     )
     publish(folder, numbers, "\n".join([text(numbers), *said]))

@@ -15,12 +15,13 @@ from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_context import sides
 from axonn_recipes.bench_context.settings import Options, Settings, described, name, resolve
 from axonn_recipes.bench_tp.measure import TOLERANCE, Side, first_steps, take_turns
-from axonn_recipes.bench_tp.report import brief, brief_text
+from axonn_recipes.bench_tp.report import against, brief, brief_text
 from axonn_recipes.runs import new_folder
 
 
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--peers ulysses is DeepSpeed's, which is not installed; install deepspeed, or leave it out")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     numbers = brief(settings, run(settings))
-    publish(folder, numbers, brief_text(numbers))
+    said = beside(__file__, lambda words: resolve(read(Options, words)), settings, against(numbers))
+    publish(folder, numbers, "\n".join([brief_text(numbers), *said]))
     return 0
 
 

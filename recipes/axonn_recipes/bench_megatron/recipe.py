@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.observe.progress import say
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import write
 from axonn_recipes.bench.rounds import check_losses, in_turns
 from axonn_recipes.bench_megatron import report
@@ -45,9 +47,16 @@ def main(arguments: Sequence[str]) -> int:
         with Cluster(point.nodes, point.latency, point.bandwidth) as cluster:
             sides, tried = compare(point, partial(cluster.launch, measure, point.ranks_per_node, point.wire))
         numbers.append(report.results(point, sides, tried))
-        print(report.point_text(numbers[-1]), end="\n\n", flush=True)
+        print(report.point_text(numbers[-1]), *_beside(point, numbers[-1]), sep="\n", end="\n\n", flush=True)
     write(folder, numbers, report.text(numbers), report.pictures(numbers))
     return 0
+
+
+def _beside(point: Settings, numbers: dict[str, Any]) -> list[str]:
+    """A point's ratios beside those that the README has of it."""
+    found = {"each at its best": numbers["ratio"], "as it comes": numbers["ratio_as_it_comes"]}
+    medians = {f"Megatron, {what}": ratio["median"] for what, ratio in found.items()}
+    return beside(__file__, lambda words: resolve(read(Options, words)), point, medians)
 
 
 def compare(point: Settings, run: Callable[[Training], list[Run]]) -> tuple[list[Side], dict[str, dict[str, float]]]:

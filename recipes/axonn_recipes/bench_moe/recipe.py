@@ -9,12 +9,13 @@ from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_moe import hf, mcore
 from axonn_recipes.bench_moe.launches import compare, unbuilt
 from axonn_recipes.bench_moe.settings import Options, described, resolve
 from axonn_recipes.bench_tp.measure import Side
-from axonn_recipes.bench_tp.report import brief, brief_text
+from axonn_recipes.bench_tp.report import against, brief, brief_text
 from axonn_recipes.runs import new_folder
 
 _TOLERANCE = 1e-4  # of the first losses, relative: what rounding of fp32 explains, and no mistake
@@ -44,5 +45,6 @@ def main(arguments: Sequence[str]) -> int:
     builder.load()
     ways = [(Side(settings.name(way), "ours" if way.ours else "peer", unbuilt), way) for way in settings.ways]
     numbers = brief(settings, compare(settings, ways, builder.build, _TOLERANCE))
-    publish(folder, numbers, brief_text(numbers))
+    said = beside(__file__, lambda words: resolve(read(Options, words)), settings, against(numbers))
+    publish(folder, numbers, "\n".join([brief_text(numbers), *said]))
     return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench_pipeline import report
 from axonn_recipes.bench_pipeline.settings import Options, Settings, described, resolve
 from axonn_recipes.runs import new_folder
@@ -32,7 +33,17 @@ def main(arguments: Sequence[str]) -> int:
     else:
         names = None if options.figure == "schedules" else measure.SWEPT[options.figure]
         numbers = report.results([(run, _on_cluster(measure.measure, run, names)) for run in runs])
-        report.publish(numbers, options.figure, folder)
+        said = [
+            f"{settings.scenario}, {line}"
+            for settings, found in zip(runs, numbers["runs"], strict=True)
+            for line in beside(
+                __file__,
+                lambda words: resolve(read(Options, words)),
+                settings,
+                {name: ratio["median"] for name, ratio in found["ratios"].items()},
+            )
+        ]
+        report.publish(numbers, options.figure, folder, said)
         report.write_timeline(_on_cluster(measure.timelines, runs[0]), folder)
     return 0
 

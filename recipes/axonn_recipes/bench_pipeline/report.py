@@ -23,10 +23,9 @@ from axonn_recipes.bench.numbers import spread
 from axonn_recipes.bench.output import judged, ms, quartiles, table, two
 from axonn_recipes.bench_pipeline.measure import Side
 from axonn_recipes.bench_pipeline.overlap import Overlap, hidden
-from axonn_recipes.bench_pipeline.settings import COMPUTE, LINKS, STEADY, UNEVEN, Settings
+from axonn_recipes.bench_pipeline.settings import Settings
 from axonn_recipes.bench_pipeline.sides import HALVES, OURS, SPLIT_BACKWARD, STOCK, TORCH
 
-_BARS = {STEADY: 1.1, UNEVEN: 1.25, LINKS: 1.25, COMPUTE: None}
 BEST_TORCH = "best of torch's schedules that do not split backward"
 
 
@@ -76,22 +75,22 @@ def _run(run: dict[str, Any]) -> str:
     lines = [f"{what}: {settings['scenario']}", shown]
     # Asked of one pipeline of four stages; a sweep has its ratios in the table.
     asked = settings["ranks"] == settings["stages"] == 4
-    bars = {STOCK: _BARS[settings["scenario"]], BEST_TORCH: 1.0} if asked else {}
+    bars = {STOCK: 1.25, BEST_TORCH: 1.0} if asked else {}
     for name, bar in bars.items():
-        if bar is not None and name in times:
+        if name in times:
             lines.append(f"{name} / {OURS}: {judged(times[name], bar)}")
     return "\n".join(lines)
 
 
-def publish(numbers: dict[str, Any], figure: str, folder: Path) -> list[Path]:
-    """Print the tables, and write JSON, CSV and the picture into a run's folder."""
+def publish(numbers: dict[str, Any], figure: str, folder: Path, said: Sequence[str] = ()) -> list[Path]:
+    """Print the tables and what is said of them, and write JSON, CSV and the picture into a run's folder."""
     rows: list[tuple[object, ...]] = [("ranks", "stages", "microbatches", "scenario", "side", "round", "seconds")]
     for run in numbers["runs"]:
         where = [run["settings"][key] for key in ("ranks", "stages", "microbatches", "scenario")]
         for side in run["sides"]:
             rows += [(*where, side["name"], *pair) for pair in enumerate(side["seconds"])]
     picture = Picture(partial(_bars, numbers["runs"], figure), (10, 4.5))
-    written = output.publish(folder, numbers, text(numbers), {f"{figure}.png": picture})
+    written = output.publish(folder, numbers, "\n".join([text(numbers), *said]), {f"{figure}.png": picture})
     return [*written, _csv(folder / f"{figure}.csv", rows)]
 
 

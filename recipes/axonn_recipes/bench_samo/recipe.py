@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from axonn_plugins.cli.options import read
-from axonn_recipes.bench.claims import NAME, beside
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_samo import report
 from axonn_recipes.bench_samo.measure import passes, steps
@@ -30,8 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     sides, copying = steps(settings)
     numbers = report.results(settings, sides, copying, passes(settings) if settings.passes else [])
     said = beside(
-        Path(__file__).with_name(NAME),
-        lambda words: replace(resolve(read(Options, words)), rounds=settings.rounds) == settings,
+        __file__,
+        lambda words: resolve(read(Options, words)),
+        settings,
         {f"{pair['side']} / {pair['over']}": pair["median"] for pair in numbers["ratios"]},
     )
     publish(folder, numbers, "\n".join([report.text(numbers), *said]))

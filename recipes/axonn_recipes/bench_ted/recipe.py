@@ -10,6 +10,7 @@ from axonn_plugins.cli.options import read
 from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_ted import report
 from axonn_recipes.bench_ted.measure import Side, measure
@@ -33,8 +34,17 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("axonn bench ted measures DeepSpeed-MoE, but DeepSpeed is not installed; install deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     numbers = report.results([(settings, run(settings)) for settings in runs])
-    publish(folder, numbers, report.text(numbers), report.pictures(numbers))
+    said = [
+        f"{settings.ranks} ranks, {line}"
+        for settings, found in zip(runs, numbers["runs"], strict=True)
+        for line in beside(__file__, _asked, settings, {each["side"]: each["median"] for each in found["ratios"]})
+    ]
+    publish(folder, numbers, "\n".join([report.text(numbers), *said]), report.pictures(numbers))
     return 0
+
+
+def _asked(words: Sequence[str]) -> list[Settings]:
+    return resolve(read(Options, words))
 
 
 def run(settings: Settings) -> list[Side]:

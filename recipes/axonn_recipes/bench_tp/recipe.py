@@ -19,6 +19,7 @@ from axonn_plugins.cluster import Cluster
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.timeline import report as timeline
+from axonn_recipes.bench.claims import beside
 from axonn_recipes.bench.output import publish
 from axonn_recipes.bench_tp import report, sides
 from axonn_recipes.bench_tp.measure import Side, compute_only, measure
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: a mistake of the user's, or sides that do not compute the same.
     """
     options = read(Options, arguments, "axonn bench tp")
-    settings = replace(resolve(options, options.grids, options.peers, options.model), timeline=options.timeline)
+    settings = resolve(options)
     if settings.timeline and torch.cuda.is_available():
         raise ConfigError("--timeline watches steps on CPUs; leave it out where there are GPUs")
     folder = new_folder(options.runs, options.name, "bench_tp")
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     measured = _under_torchrun(settings) if under_torchrun() else _launched(settings)
     if first:
         numbers = report.results(settings, measured, left_out)
-        publish(folder, numbers, report.text(numbers), report.pictures(numbers))
+        same = replace(settings, timeline=False)
+        said = beside(__file__, lambda words: resolve(read(Options, words)), same, report.against(numbers))
+        publish(folder, numbers, "\n".join([report.text(numbers), *said]), report.pictures(numbers))
         for side in measured:
             if side.timeline is not None:
                 _show(side, folder)

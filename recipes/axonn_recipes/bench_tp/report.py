@@ -107,6 +107,11 @@ def comparisons(measured: list[Side]) -> list[dict[str, Any]]:
     return found
 
 
+def against(numbers: dict[str, Any]) -> dict[str, float]:
+    """Median of each comparison, by peer."""
+    return {pair["peer"]: pair["ratio"] for pair in numbers["comparisons"] if pair["ours"] is not None}
+
+
 def text(numbers: dict[str, Any]) -> str:
     """The report as text."""
     unit = NETWORKS[numbers["settings"]["network"]].unit

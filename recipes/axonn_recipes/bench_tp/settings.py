@@ -103,8 +103,18 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
 
 
-def resolve(options: Where, grids: str, peers: str | None, network: str = "gpt") -> Settings:
+def resolve(options: Options) -> Settings:
     """The run that the command line asks for.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    settings = measured(options, options.grids, options.peers, options.model)
+    return replace(settings, timeline=options.timeline)
+
+
+def measured(options: Where, grids: str, peers: str | None, network: str = "gpt") -> Settings:
+    """The run of a model on a cluster.
 
     Args:
         options: the cluster and the model.
