@@ -79,7 +79,7 @@ def test_split_and_ratios() -> None:
     found = ratios(sides)
     assert found[STOCK]["median"] == 1.5 and found[BEST_TORCH]["median"] == pytest.approx(1.05)
     said = text(results([(Settings(), sides)]))
-    assert "deepspeed / message driven: 1.50 (quartiles 1.50 to 1.50; asked: 1.10, met)" in said
+    assert "deepspeed / message driven: 1.50 (quartiles 1.50 to 1.50; asked: 1.25, met)" in said
 
 
 def test_hidden_share() -> None:

@@ -29,7 +29,7 @@ from axonn_recipes.bench_planner.measure import measure
 from axonn_recipes.bench_planner.predict import collectives, counted, formulas
 from axonn_recipes.bench_planner.report import errors, pictures, results, text
 from axonn_recipes.bench_tp.measure import Side
-from axonn_recipes.bench_tp.settings import Settings, Where, measured, name, under_torchrun
+from axonn_recipes.bench_tp.settings import Settings, Where, name, run_on, under_torchrun
 from axonn_recipes.options import Run
 from axonn_recipes.runs import new_folder
 from axonn_tp import AXES, Grid
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             "axonn bench planner emulates its cluster and does not run under torchrun; there, use axonn bench network, axonn plan and "
             "axonn bench tp --grids"
         )
-    every = [replace(measured(one, "best", ""), screen=False) for one in _models(options)]
+    every = [replace(run_on(one, "best", ""), screen=False) for one in _models(options)]
     for settings in every:
         if options.rounds < 1 or len(settings.grids) < 2:
             raise ConfigError(

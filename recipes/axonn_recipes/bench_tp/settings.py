@@ -109,11 +109,11 @@ def resolve(options: Options) -> Settings:
     Raises:
         ConfigError: the first mistake.
     """
-    settings = measured(options, options.grids, options.peers, options.model)
+    settings = run_on(options, options.grids, options.peers, options.model)
     return replace(settings, timeline=options.timeline)
 
 
-def measured(options: Where, grids: str, peers: str | None, network: str = "gpt") -> Settings:
+def run_on(options: Where, grids: str, peers: str | None, network: str = "gpt") -> Settings:
     """The run of a model on a cluster.
 
     Args:
