@@ -27,7 +27,8 @@ class Options:
         overlap_reduce_scatter: ORS, weight gradients' reduce-scatters over z are waited for when backward ends.
         overlap_all_gather: OAG, the next layer's weight is gathered over z while this layer computes.
         reshard_after_forward: let gathered weights go after the forward pass and gather them again in backward (as FSDP
-            does by default); otherwise they are kept.
+            does by default); otherwise they are kept. A share between 0 and 1 lets those of the first layers go, at least so much
+            of all of them, and keeps the last layers', which backward needs first.
         regather_inputs: keep of a scattered input only this rank's share and gather it again in backward, while the input
             gradient is computed: one all-gather more for each layer, and activations kept that are smaller by gx or gy.
         cache_gathers: under activation checkpointing, how many layers keep their gathered weight from forward to
@@ -57,7 +58,7 @@ class Options:
     overlap_all_reduce: bool = True
     overlap_reduce_scatter: bool = True
     overlap_all_gather: bool = True
-    reshard_after_forward: bool = False
+    reshard_after_forward: bool | float = False
     regather_inputs: bool = False
     cache_gathers: int | str = 0
     bucket_bytes: int = 2**18
@@ -71,6 +72,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f'layout = {self.layout!r} is not known; use "scattered" or "replicated"')
+        share = self.reshard_after_forward
+        if not isinstance(share, (bool, int, float)) or not 0 <= share <= 1:
+            raise ValueError(
+                f"reshard_after_forward = {share!r} is neither true, false nor a share of the gathered weights between 0 and 1; correct it"
+            )
         if self.attention not in ("auto", *HOW):
             raise ValueError(f'attention = {self.attention!r} is not known; use "auto", "gather", "ring" or "heads"')
         if self.gradient_dtype not in (None, "float32"):

@@ -184,7 +184,7 @@ class Conv(SplitWeight):
         assert isinstance(module, cls)
         module.split, module.operation = split, Convolution(module)
         module.overlap_all_reduce, module.regather_inputs = options.overlap_all_reduce, options.regather_inputs
-        module.reshard_after_forward = options.reshard_after_forward
+        module.reshard_after_forward = bool(options.reshard_after_forward)
         module._split(mesh, layouts)
 
     def forward(self, input: Tensor, output_size: None = None) -> Tensor:

@@ -86,7 +86,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
     def _distribute(self, mesh: Mesh, split: LinearSplit, options: Options, transposed: bool = False) -> None:
         self.split, self.operation, self.shared = split, Matmul(), None
         self.overlap_all_reduce, self.regather_inputs = options.overlap_all_reduce, options.regather_inputs
-        self.reshard_after_forward = options.reshard_after_forward
+        self.reshard_after_forward = bool(options.reshard_after_forward)
         n = self.out_features
         weight = replace(split.weight_layout(n, self.in_features), transposed=transposed)
         self._split(mesh, {"weight": weight, "bias": split.bias_layout(n)})

@@ -23,6 +23,7 @@ from axonn_tp.layers.weight import Split
 from axonn_tp.options import Options
 from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.counted_attributes import check_counts
+from axonn_tp.plan.resharding import decide
 from axonn_tp.plan.rules import KINDS, LayerPlan, Placement, Plan, linear_split
 from axonn_tp.plan.tables import refuse_tables
 
@@ -192,6 +193,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
         placement.counts, placement.readers = layer.counts, reading.get(name, ())
         placements.append(placement)
     _check_shared(placements, model)
+    decide(placements, grid)
     return placements
 
 

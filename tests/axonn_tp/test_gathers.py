@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
-from axonn_tp import Mesh, Options
+from axonn_tp import Grid, Mesh, Options
+from axonn_tp.plan.placement import place
 from tests.axonn_tp.test_grids import largest_error
 from tests.distributed import run_ranks
 
 OPTIONS = {
     "plain": Options(),
     "resharded": Options(reshard_after_forward=True),
+    "half": Options(reshard_after_forward=0.5),
     "cached": Options(cache_gathers="all"),
 }
 
@@ -178,7 +181,7 @@ def test_layers_that_share_calls_get_the_same_gradients_for_the_same_bytes() -> 
         for case, calls in steps.items():
             alone = steps[f"{case.rpartition(' ')[0]} 0"]
             # Recomputed layers are asked for in two orders: what is gathered last may be for naught.
-            allowed = 2 * 32 if case.startswith("resharded True") else 0
+            allowed = 32 * {"resharded True": 2, "half True": 4}.get(case.rpartition(" ")[0], 0)
             for (gathers, sums), (gathers_alone, sums_alone) in zip(calls, alone, strict=True):
                 assert sums[1] == sums_alone[1] and gathers[1] <= gathers_alone[1] + allowed, case
         # A layer's second gradient is waited for at once; its second gather is alone.
@@ -190,6 +193,46 @@ def test_layers_that_share_calls_get_the_same_gradients_for_the_same_bytes() -> 
         ]
         assert [[calls for calls, _ in step] for step in steps["plain False 2"]] == [[12, 6], [10, 6], [9, 6], [8, 6]]
         assert [[calls for calls, _ in step] for step in steps["plain False 5"]] == [[10, 4], [6, 4], [6, 4], [6, 4]]
+
+
+def resharded_in_part() -> list[tuple[float, int]]:
+    """Error of a step's gradients and elements gathered in it, by the share of weights that is let go."""
+    torch.manual_seed(dist.get_world_size())
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh.create(1, 1, 2)
+    serial = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(5)))
+    x, found = torch.randn(4, 6, requires_grad=True), []
+    serial(x).square().mean().backward()
+    for share in (False, 0.25, 0.4, 0.5, 0.8, 1, True):
+        torch.manual_seed(0)
+        model = copy.deepcopy(serial)
+        model.zero_grad()
+        axonn_tp.parallelize(model, mesh, {}, Options(reshard_after_forward=share))
+        with Ledger(mesh.axis_names()) as ledger:
+            model(mesh.shard_batch(x)).square().mean().backward()
+        axonn_tp.sync_gradients(model.parameters(), mesh)
+        gathered = sum(one.elements for one in ledger.collectives if one.op == "all_gather")
+        found.append((largest_error(serial, model, mesh, lambda p: p.grad), gathered))
+    return found
+
+
+def test_a_share_of_the_weights_is_gathered_again() -> None:
+    for found in run_ranks(resharded_in_part, 2):
+        assert all(error < 1e-10 for error, _ in found)
+        assert [gathered for _, gathered in found] == [18 * layers for layers in (5, 7, 7, 8, 9, 10, 10)]
+
+
+def test_the_last_layers_that_fit_keep_their_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 16), nn.Linear(16, 20), nn.Linear(20, 4), nn.LayerNorm(4))
+    for share, kept in ((0.0, "0123"), (0.1, "023"), (0.5, "013"), (0.69, "13"), (0.9, "0"), (1.0, "")):
+        placed = place(model, Grid(1, 1, 2, 1), {}, Options(reshard_after_forward=share))
+        assert "".join(one.name for one in placed if not one.options.reshard_after_forward) == kept, share
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, 2, float("nan"), "half", None])
+def test_a_share_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(ValueError, match="reshard_after_forward = .* is neither true, false nor a share"):
+        Options(reshard_after_forward=share)
 
 
 class Tied(nn.Module):

@@ -58,7 +58,7 @@ def case(seed: int, number: int, world: int) -> Case:
         overlap_all_reduce=random.random() < 0.7,
         overlap_reduce_scatter=random.random() < 0.7,
         overlap_all_gather=random.random() < 0.7,
-        reshard_after_forward=random.random() < 0.3,
+        reshard_after_forward=random.choice([False, False, False, True, 0.5]),
         regather_inputs=random.random() < 0.3,
         cache_gathers=random.choice((0, 0, 1, "all", "1KiB")),
     )

@@ -33,6 +33,7 @@ PLAN = {
 RUNS = {
     "scattered": (PLAN, Options()),
     "let go": (PLAN, Options(reshard_after_forward=True)),
+    "half let go": (PLAN, Options(reshard_after_forward=0.5)),
     "replicated": (PLAN, Options(layout="replicated")),
     "whole stream": (
         {name: layer for name, layer in PLAN.items() if layer.kind in ("normal", "transposed")},

@@ -56,6 +56,15 @@ def test_an_error_is_a_value_error_that_can_be_caught() -> None:
     assert issubclass(ConfigError, ValueError)
 
 
+@pytest.mark.parametrize("value", [True, 0, 0.5, 1])
+def test_a_share_of_weights_to_let_go(value: object) -> None:
+    block = parse({"tensor_parallel": {"reshard_after_forward": value}}).tensor_parallel
+    assert block is not None and block.reshard_after_forward == value
+    for wrong in (-0.5, 1.5, "half", [0.5]):
+        with pytest.raises(ConfigError, match="reshard_after_forward = .* is not true, false or a share between 0 and"):
+            parse({"tensor_parallel": {"reshard_after_forward": wrong}})
+
+
 def test_importing_plugins_imports_nothing_heavy() -> None:
     code = "import axonn_plugins, sys; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

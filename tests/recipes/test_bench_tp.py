@@ -29,7 +29,7 @@ def test_every_side_runs_and_is_reported(
     assert {file.name for file in folder.iterdir()} == {"results.json", "table.txt", "steps.png"}
     numbers = json.loads((folder / "results.json").read_text())
     sides = {side["name"]: side for side in numbers["sides"]}
-    ours = ["x2 y1 z1 d1", "x1 y1 z2 d1", "x1 y1 z2 d1, reshard"]
+    ours = ["x2 y1 z1 d1", "x1 y1 z2 d1", "x1 y1 z2 d1, reshard half", "x1 y1 z2 d1, reshard"]
     assert list(sides) == [*PEERS, *ours, *(f"x2 y1 z1 d1, {stage}" for stage, _ in STAGES)]
     for name, side in sides.items():
         assert name in text

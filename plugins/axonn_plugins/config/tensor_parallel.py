@@ -143,9 +143,10 @@ class TensorParallel(Block):
     overlap_all_gather: bool = Field(
         True, description="OAG: the next layer's weight is gathered over z while this layer computes."
     )
-    reshard_after_forward: bool = Field(
+    reshard_after_forward: bool | float = Field(
         False,
-        description="Let gathered weights go after the forward pass and gather them again in backward: less memory, one more gather a layer.",
+        description="Let gathered weights go after the forward pass and gather them again in backward: less memory, one more gather a layer. "
+        "A share between 0 and 1 lets those of the first layers go, and keeps the last layers', which backward needs first.",
     )
     regather_inputs: bool = Field(
         False,
@@ -257,3 +258,10 @@ class TensorParallel(Block):
         if number or (isinstance(value, str) and re.fullmatch(r"all|\d+(\.\d+)? *([KMG]i)?B", value)):
             return value
         raise PydanticCustomError("gathers", 'a number of layers, "all", or a size such as "2GiB"')
+
+    @field_validator("reshard_after_forward", mode="before")
+    @classmethod
+    def _share(cls, value: Any) -> Any:
+        if isinstance(value, (bool, int, float)) and 0 <= value <= 1:
+            return value
+        raise PydanticCustomError("share", "true, false or a share between 0 and 1")

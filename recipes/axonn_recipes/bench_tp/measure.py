@@ -22,7 +22,7 @@ from axonn_plugins.observe.timeline.record import Recorder
 from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, seconds, slowest
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.memory import PeakMemory
-from axonn_recipes.bench_tp.settings import RESHARD, STAGES, Settings, name, options_of
+from axonn_recipes.bench_tp.settings import RESHARDED, STAGES, Settings, name, options_of
 from axonn_tp import Grid
 
 TOLERANCE = 1e-3  # of the first losses, in nats: what rounding of fp32 explains, and no mistake
@@ -77,7 +77,7 @@ def measure(settings: Settings) -> list[Side]:
         steps[side.name] = first_steps(side)
     grids = _fastest_grids(settings, chosen) if settings.screen else list(settings.grids)
     for grid in grids:
-        for called in (name(grid), f"{name(grid)}, {RESHARD}") if grid.gz > 1 else (name(grid),):
+        for called in (name(grid), *(f"{name(grid)}, {how}" for how in RESHARDED if grid.gz > 1)):
             chosen.append(side := Side(called, "ours", _ours(grid, settings, options_of(called.partition(", ")[2]))))
             steps[side.name] = first_steps(side)
     for stage, options in STAGES:

@@ -35,13 +35,17 @@ STAGES: list[tuple[str, dict[str, object]]] = [
     ("+OAG", {}),
 ]
 
-# Grids that split weights over z run with gathered weights kept, and let go after forward as FSDP2 does by default.
-RESHARD = "reshard"
+# Grids that split weights over z run with gathered weights kept, with those of half the layers let go after forward, and with all, as FSDP2 does
+# by default.
+RESHARDED: dict[str, dict[str, object]] = {
+    "reshard half": {"reshard_after_forward": 0.5},
+    "reshard": {"reshard_after_forward": True},
+}
 
 
 def options_of(side: str) -> dict[str, object]:
     """The options of a side of ours by what stands behind its grid."""
-    return {"reshard_after_forward": True} if side == RESHARD else dict(STAGES).get(side, {})
+    return RESHARDED.get(side) or dict(STAGES).get(side, {})
 
 
 @dataclass(frozen=True, kw_only=True)
