@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
@@ -202,6 +203,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             torch._foreach_mul_([p.grad for p in trained], factor)
 
     def _counts(self, parameter: Tensor) -> bool:
+        if is_moe_param(parameter) and self._stock_experts:  # DeepSpeed's own, of which each expert rank has others
+            return dist.get_rank(self.expert_data_parallel_group[parameter.group_name]) == 0  # type: ignore[attr-defined]
         # A tied weight counts on its first stage, and what a script has split itself on every slice.
         here = super()._counts(parameter) or (
             self._split is None and is_model_parallel_parameter(parameter) and self.mesh.rank("batch") == 0
