@@ -74,6 +74,8 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
             ConfigError: DeepSpeed's files are of other stages, and optimizer state is to be read.
         """
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if self.load_universal_checkpoint():  # whose tag DeepSpeed finds; no states of ours are in it
+            return super()._read(load_dir, tag, *rest)
         if tag is None:
             return None, {}
         folder = Path(load_dir) / tag
@@ -85,7 +87,7 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
                 "it, or start anew"
             )
         files = len(list(folder.glob("mp_rank_*_model_states.pt")))
-        states = load_optimizer_states and not load_module_only and not self.load_universal_checkpoint()
+        states = load_optimizer_states and not load_module_only
         if states and files not in (0, self.mp_world_size):
             stages = files * self.num_stages // self.mp_world_size
             raise ConfigError(
