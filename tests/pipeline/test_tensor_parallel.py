@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
 
 from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
@@ -96,6 +96,7 @@ def runs(folder: str, half: str) -> dict[str, Any]:
     found["on another grid"] = max(abs(a - b) for a, b in zip(on, train(engine, case, range(1, 3)), strict=True))
     engine.destroy()
     found["groups"] = [goes_on_by_groups(folder, last) for last in (False, True)]
+    found["losses"] = [goes_on_with_its_loss(folder, tensor) for tensor in (split(gz=2), None)]
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
     return found
 
@@ -117,6 +118,44 @@ def groups_by_stage(last: bool) -> Any:
     optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, lr_scheduler=schedule)
     return engine, case
+
+
+class Scaled(nn.Module):
+    """A loss with a weight of its own, and a number that every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self.seen += 1
+        return ((outputs - labels) * self.scale.sum()).square().mean()
+
+
+@dataclass(frozen=True)
+class OwnLoss(Case):
+    """A run whose loss is trained with the model."""
+
+    @property
+    def loss(self) -> Any:
+        return Scaled()
+
+
+def goes_on_with_its_loss(folder: str, tensor: dict[str, Any] | None) -> bool:
+    """True if a run goes on from its checkpoint with what its loss_fn has learned."""
+    case, ends = OwnLoss(dtype="fp32", optimizer="SGD", microbatches=2, tensor=tensor), []
+    for goes_on in (False, True):
+        engine = start(case)
+        if goes_on:
+            engine.load_checkpoint(folder, tag=f"loss {tensor is None}")
+        else:
+            train(engine, case, range(1))
+            engine.save_checkpoint(folder, tag=f"loss {tensor is None}")
+        loss = engine.module.loss_fn
+        ends.append([*loss.scale.tolist(), loss.seen.item(), *train(engine, case, range(1, 2))])
+        engine.destroy()
+    return ends[0] == ends[1] and ends[0][3] == 2 and ends[0][0] != 1
 
 
 def goes_on_by_groups(folder: str, last: bool) -> bool:
@@ -180,7 +219,7 @@ def test_precisions_checkpoints_and_mistakes(half: str, rounding: float, tmp_pat
     for found in run_ranks(runs, 4, str(tmp_path), half):
         assert found[half] == pytest.approx(found["fp32"], rel=rounding)
         assert found["resumed"] and found["weights"] and found["on another grid"] < 1e-5
-        assert all(found["groups"]), found["groups"]
+        assert all(found["groups"]) and all(found["losses"]), found
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
     assert (tmp_path / "half way" / "axonn" / "complete").is_file()
