@@ -217,7 +217,7 @@ def matched_groups(here: list[Notes], saved: list[Notes]) -> list[int]:
                     f"the saved optimizer did not train {name}, and the one here does; give it the same parameters"
                 )
             first, other = source[group["params"][0]], source[name]
-            if _differ(saved[first]["options"], saved[other]["options"]):
+            if differ(saved[first]["options"], saved[other]["options"]):
                 raise CheckpointError(
                     f"parameters {group['params'][0]} and {name} had other options when saved and share a group here; group them as then"
                 )
@@ -225,7 +225,8 @@ def matched_groups(here: list[Notes], saved: list[Notes]) -> list[int]:
     return found
 
 
-def _differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """True if the options of two groups do."""
     return a is not b and (a.keys() != b.keys() or any(bool(a[key] != b[key]) for key in a))
 
 

@@ -133,6 +133,27 @@ def without_norm(block: dict[str, Any]) -> bool:
     return torch.equal(found[0][0], found[1][0]) and found[0][1] is not None and found[1][1] is None
 
 
+def clipped(block: dict[str, Any]) -> bool:
+    """Clipping by torch's function between backward and step is that of the configuration's key, and is told where it would be of one rank's sums."""
+    found, sgd = [], {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_accumulation_steps": 2}
+    for by_hand in (False, True):
+        engine, norms = engine_of(block, bf16=False, stage=0, keys=sgd | {"gradient_clipping": 0.1 * (not by_hand)}), []
+        generator = torch.Generator().manual_seed(7 + (0 if "tensor_parallel" in block else dist.get_rank()))
+        for passed in range(4):
+            engine.backward(10 * engine(torch.randn(2, 8, generator=generator)).square().mean())
+            if by_hand and passed % 2:
+                norms.append(nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1).item())
+            elif by_hand:
+                with pytest.raises(ConfigError, match="called before the step's last engine.backward"):
+                    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+            engine.step()
+            norms += [float(engine.get_global_grad_norm())] if passed % 2 and not by_hand else []
+        found.append((weights(engine), torch.tensor(norms)))
+        engine.destroy()
+    (one, wanted), (other, norms) = found
+    return bool((one - other).abs().max() < 1e-6) and torch.allclose(wanted, norms, rtol=1e-5) and bool(norms.min() > 0.2)
+
+
 def taught(block: dict[str, Any], folder: str) -> bool:
     """A curriculum gives replicas the same samples and readers others, and goes on where a checkpoint was taken."""
     metric = {"difficulty_type": "value", "clustering_type": "single_cluster", "schedule_type": "fixed_linear"}
@@ -233,6 +254,7 @@ def everything(folder: str) -> dict[str, Any]:
         if name != "split":
             found[f"{name}: summed"] = summed(block, 1, readers=2)
         found[f"{name}: without norm"] = without_norm(block)
+        found[f"{name}: clipped"] = clipped(block)
         if name != "pruned":
             found[f"{name}: curriculum"] = taught(block, f"{folder}/{name}")
         found[f"{name}: gone"] = not any(hasattr(p, "axonn_held") for p in engine.module.parameters())

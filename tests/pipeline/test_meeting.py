@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -47,6 +48,17 @@ class Meeting(Feed):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y if Meeting.group is None else _Mean.apply(y, Meeting.group)
+
+
+class Normed(Feed):
+    """Behind a BatchNorm, of which all replicas of a stage take one mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.batch(x.transpose(1, 2)).transpose(1, 2))
 
 
 class Experts(nn.Module):
@@ -94,6 +106,14 @@ def meetings() -> dict[str, Any]:
     found["model axis"] = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
     found["weights"] = difference(parameters(engine), weights)
     engine.destroy()
+    norms = {"gx": 1, "gy": 1, "gz": 1, "plan": {}, "sync_batch_norm": True}
+    case = Case(lambda: [LayerSpec(Normed) for _ in range(4)], microbatches=7, steps=2, tensor=norms)
+    for name, schedule in (("in order", "1f1b"), ("as they come", "message_driven")):
+        engine = start(replace(case, block={"schedule": schedule}))
+        delayed(engine, Normed)
+        found[name] = train(engine, case)
+        engine.destroy()
+    found["norm"] = norm_of_experts()
     case = Case(lambda: [LayerSpec(Experts) for _ in range(2)], dtype="fp32", microbatches=7, steps=2)
     for name, block in (("stock", None), ("ours", {})):
         engine = start(replace(case, block=block))
@@ -104,8 +124,29 @@ def meetings() -> dict[str, Any]:
     return found
 
 
+def norm_of_experts() -> tuple[float, float]:
+    """The norm that a step clips by, and that of every gradient counted once."""
+    engine = start(Case(lambda: [LayerSpec(Experts) for _ in range(2)], microbatches=2, dtype="fp32", clip=0.01))
+    original, wanted = engine.clip_fp32_gradients, []
+
+    def clip() -> None:
+        once = [p for p in engine.module.parameters() if engine.grid.data_parallel_id == 0 or is_moe_param(p)]
+        total = torch.stack([p.grad.double().square().sum() for p in once]).sum()
+        dist.all_reduce(total)
+        wanted.append(total.sqrt().item())
+        original()
+
+    engine.clip_fp32_gradients = clip
+    train(engine, Case(microbatches=2, dtype="fp32"), range(1))
+    found = engine.get_global_grad_norm(), *wanted
+    engine.destroy()
+    return found
+
+
 def test_ranks_that_meet_in_a_pass_keep_one_order() -> None:
     for found in run_ranks(meetings, 4):
         assert found["model axis"] < 1e-10 and found["weights"] < 1e-10, found
+        assert found["in order"] == found["as they come"]
+        assert found["norm"][0] == pytest.approx(found["norm"][1], rel=1e-5)
         assert found["ours"][0] == pytest.approx(found["stock"][0], rel=1e-6)
         assert found["ours"][1] == pytest.approx(found["stock"][1], rel=1e-6, abs=1e-6)

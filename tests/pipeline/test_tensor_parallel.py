@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
 
 from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
@@ -18,7 +19,7 @@ from axonn_plugins.pipeline import watch
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.pipeline.losing import stop_or_kill, survivors
-from tests.pipeline.training import Case, compare, parameters, plain, ready, start, tied, train
+from tests.pipeline.training import Case, compare, config, module_of, parameters, plain, ready, start, tied, train
 
 activate()
 
@@ -94,8 +95,85 @@ def runs(folder: str, half: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, tag="half way")
     found["on another grid"] = max(abs(a - b) for a, b in zip(on, train(engine, case, range(1, 3)), strict=True))
     engine.destroy()
+    found["groups"] = [goes_on_by_groups(folder, last) for last in (False, True)]
+    found["losses"] = [goes_on_with_its_loss(folder, tensor) for tensor in (split(gz=2), None)]
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
     return found
+
+
+def groups_by_stage(last: bool) -> Any:
+    """An engine with a group for the last layer, which the first stage has not; `last`: nor has the last stage the other group."""
+    case = Case(lambda: plain(2 if last else 4), dtype="fp32", tensor=split(gz=2), microbatches=2)
+    module = module_of(case)
+    named = {True: [], False: []}
+    for name, parameter in module.named_parameters():
+        named[name.startswith("1." if last else "3.")].append(parameter)
+    groups = [{"params": named[True], "lr": 0.1, "weight_decay": 0.0}, {"params": named[False], "lr": 0.01}]
+    settings = {key: value for key, value in config(case).items() if key != "optimizer"}
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        rates = [0.9 if group["weight_decay"] else 0.5 for group in optimizer.param_groups]
+        return torch.optim.lr_scheduler.MultiplicativeLR(optimizer, [lambda _, rate=rate: rate for rate in rates])
+
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, lr_scheduler=schedule)
+    return engine, case
+
+
+class Scaled(nn.Module):
+    """A loss with a weight of its own, and a number that every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self.seen += 1
+        return ((outputs - labels) * self.scale.sum()).square().mean()
+
+
+@dataclass(frozen=True)
+class OwnLoss(Case):
+    """A run whose loss is trained with the model."""
+
+    @property
+    def loss(self) -> Any:
+        return Scaled()
+
+
+def goes_on_with_its_loss(folder: str, tensor: dict[str, Any] | None) -> bool:
+    """True if a run goes on from its checkpoint with what its loss_fn has learned."""
+    case, ends = OwnLoss(dtype="fp32", optimizer="SGD", microbatches=2, tensor=tensor), []
+    for goes_on in (False, True):
+        engine = start(case)
+        if goes_on:
+            engine.load_checkpoint(folder, tag=f"loss {tensor is None}")
+        else:
+            train(engine, case, range(1))
+            engine.save_checkpoint(folder, tag=f"loss {tensor is None}")
+        loss = engine.module.loss_fn
+        ends.append([*loss.scale.tolist(), loss.seen.item(), *train(engine, case, range(1, 2))])
+        engine.destroy()
+    return ends[0] == ends[1] and ends[0][3] == 2 and ends[0][0] != 1
+
+
+def goes_on_by_groups(folder: str, last: bool) -> bool:
+    """True if a run goes on from its checkpoint with each group's own options and schedule."""
+    engine, case = groups_by_stage(last)
+    train(engine, case, range(1))
+    engine.save_checkpoint(folder, tag=f"groups {last}")
+    dist.barrier()
+    train(engine, case, range(2))
+    weights, rates = parameters(engine), engine.get_lr()
+    engine.destroy()
+    engine, _ = groups_by_stage(last)
+    engine.load_checkpoint(folder, tag=f"groups {last}")
+    train(engine, case, range(2))
+    again = parameters(engine)
+    same = rates == engine.get_lr() and all(torch.equal(weights[name], again[name]) for name in weights)
+    engine.destroy()
+    return same
 
 
 MISTAKES: dict[str, Case] = {
@@ -141,6 +219,7 @@ def test_precisions_checkpoints_and_mistakes(half: str, rounding: float, tmp_pat
     for found in run_ranks(runs, 4, str(tmp_path), half):
         assert found[half] == pytest.approx(found["fp32"], rel=rounding)
         assert found["resumed"] and found["weights"] and found["on another grid"] < 1e-5
+        assert all(found["groups"]) and all(found["losses"]), found
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
     assert (tmp_path / "half way" / "axonn" / "complete").is_file()

@@ -33,6 +33,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
     refuse_quantized,
 )
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
+from axonn_plugins.hosts.deepspeed.clipping import disobey, obey
 from axonn_plugins.hosts.deepspeed.data_efficiency import send_to_all
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
@@ -181,6 +182,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
         send_to_all(self, self.mesh)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
+        obey(self)
         if self._owns and split.report is not None and split.report.at_times:
             # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
             self.optimizer.reduces_early = False
@@ -291,6 +293,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._tracer is not None:
             self._tracer.close()
         super().destroy()
+        disobey(self)
         self._unwatch()
         replicas.stop_sharing_samplers(self.mesh)
         if groups.mpu is self.mpu:

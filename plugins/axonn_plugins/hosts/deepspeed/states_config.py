@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError
@@ -85,9 +86,16 @@ def take_over(parsed: Any, key: str) -> None:
 
 
 def take_over_whole(parsed: Any, optimizer: Any) -> None:
-    """The same where the script's optimizer looks at whole matrices, which the block splits: by its name, or by a trial."""
+    """The same where the script's optimizer looks at whole matrices, which the block splits: by its name, or by a trial; every rank calls it.
+
+    Stages of a pipeline may have none of the groups of parameters that tell.
+    """
     splits = [key for key in ("tensor_parallel", "ted") if getattr(parsed.axonn, key) is not None]
-    if optimizer is not None and splits and parsed.axonn_owner is None and looks_at_whole_matrices(optimizer):
+    if optimizer is None or not splits or parsed.axonn_owner is not None:
+        return
+    everyone = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, looks_at_whole_matrices(optimizer))
+    if any(everyone):
         take_over(parsed, splits[0])
 
 

@@ -12,11 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
+
 from axonn_plugins.config import ConfigError, TensorParallel
 from axonn_plugins.hosts.deepspeed.checkpoint.layer_names import LayerNames
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.pipeline.ties import settle_loss
 from axonn_plugins.hosts.deepspeed.states import OwnStates
+
+_LOSS = "axonn_loss_fn"
+"""Weights of a loss_fn in DeepSpeed's files, whose own are of layers alone."""
 
 
 class StagedCheckpoints(OwnStates, PortableCheckpoints):
@@ -39,12 +45,14 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
                 "axonn.samo cannot be saved beside layers that the script has split over a model axis itself, whose masks differ between "
                 "ranks; split them by axonn.tensor_parallel"
             )
+        loss = settle_loss(self.module)
+        in_files = client_state | ({_LOSS: loss} if loss else {})
         if not self._owns and alone:
-            super()._write(save_dir, tag, client_state, **keywords)
+            super()._write(save_dir, tag, in_files, **keywords)
             return
         if self._split is None:
             with self._with_states(self.optimizer.state_dict() if alone else None):
-                super()._write(save_dir, tag, client_state, **keywords)
+                super()._write(save_dir, tag, in_files, **keywords)
         if not alone:
             self._write_portable(Path(save_dir) / tag, client_state)
 
@@ -74,6 +82,8 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
             ConfigError: DeepSpeed's files are of other stages, and optimizer state is to be read.
         """
         rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if self.load_universal_checkpoint():  # whose tag DeepSpeed finds; no states of ours are in it
+            return super()._read(load_dir, tag, *rest)
         if tag is None:
             return None, {}
         folder = Path(load_dir) / tag
@@ -85,7 +95,7 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
                 "it, or start anew"
             )
         files = len(list(folder.glob("mp_rank_*_model_states.pt")))
-        states = load_optimizer_states and not load_module_only and not self.load_universal_checkpoint()
+        states = load_optimizer_states and not load_module_only
         if states and files not in (0, self.mp_world_size):
             stages = files * self.num_stages // self.mp_world_size
             raise ConfigError(
@@ -93,6 +103,9 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
                 f"{self.num_stages}; use {stages}, or load_optimizer_states=False, with which the weights are read"
             )
         found = super()._read(load_dir, tag, *rest)
+        loss = (found[1] or {}).pop(_LOSS, None)
+        if loss is not None and isinstance(self.module.loss_fn, nn.Module):
+            self.module.loss_fn.load_state_dict(loss, strict=load_module_strict)
         if self._owns and not load_optimizer_states:
             self.optimizer.refresh_fp32_params()
         return found

@@ -34,6 +34,7 @@ from axonn_plugins.pipeline.schedule import Action, Stage, automatic_limit
 from axonn_plugins.pipeline.transport import Transport
 from axonn_plugins.pipeline.watch import Watch
 from axonn_plugins.pipeline.wires import TorchWire
+from axonn_tp.layers.batch_norm import SyncBatchNorm
 
 _engines = count()
 
@@ -66,6 +67,7 @@ class StageBatches(PipelineLosses, StagePasses):
         self.most_alive = 0
         self._recorder: Recorder | None = None
         interval = set_checkpointing(self.module, self._pipeline.activation_checkpointing)
+        self._keep_gradients()
         wire = TorchWire(self.grid.pipe_groups, self.device)
         wire.connect()
         self._watch = Watch(str(next(_engines)), self.grid.pipe_groups)
@@ -205,11 +207,15 @@ class StageBatches(PipelineLosses, StagePasses):
     def _computing_together(self) -> list[list[int]]:
         """Groups of ranks that meet in collectives inside a pass, and so must make their passes in one order."""
         topology = self.grid.topology()
-        found = torch.tensor([int(any(_meets_replicas(layer) for layer in self.module.modules()))], device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found:
+        if self._replicas_meet():
             return [topology.filter_match(pipe=stage) for stage in range(self.num_stages)]
         return topology.get_axis_comm_lists("model") or [[rank] for rank in range(dist.get_world_size())]
+
+    def _replicas_meet(self) -> bool:
+        """True if passes of any stage have collectives of data-parallel ranks; every rank calls it."""
+        found = torch.tensor([int(any(_meets_replicas(layer) for layer in self.module.modules()))], device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
 
     def _together(self) -> Any:
         return nullcontext() if self._lead is None else self._watch.collectives()
@@ -251,7 +257,7 @@ class StageBatches(PipelineLosses, StagePasses):
 
 def _meets_replicas(layer: nn.Module) -> bool:
     """True if a layer's passes have collectives of data-parallel ranks."""
-    return isinstance(layer, nn.SyncBatchNorm) or (isinstance(layer, MoE) and layer.ep_size > 1)
+    return isinstance(layer, (nn.SyncBatchNorm, SyncBatchNorm)) or (isinstance(layer, MoE) and layer.ep_size > 1)
 
 
 def checkpoint_interval(layers: int, all_layers: int) -> int:

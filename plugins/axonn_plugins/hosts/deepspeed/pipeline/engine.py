@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.elementwise import check_by_parameter
+from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
@@ -33,7 +35,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     stage_grid,
     stage_plan,
 )
-from axonn_plugins.hosts.deepspeed.pipeline.ties import tie
+from axonn_plugins.hosts.deepspeed.pipeline.ties import mark_loss, tie
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
@@ -68,6 +70,10 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         # DeepSpeed sets the device later, but our first collectives need it.
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         block: Axonn = config_class.axonn
+        if block.samo is not None:
+            from samo.reparametrised import absorb
+
+            absorb(model)
         if block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3:
             planned, stage = StageLayers(model), model.stage_id
             keywords["config"] = choose_sizes(
@@ -98,6 +104,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             else:
                 split_with_experts(model, self.mesh, self._ted, plan, options(self._split))
                 let_go(optimizer, keywords)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                split_states(optimizer, self.mesh)
             every, broadcast = self._split.check_every, self._split.broadcast_inputs
             self._replicas = ReplicaWatch(self.mesh, model, every, broadcast, stage=True)
         keep = self._ted is not None and self._ted.communication_aware_checkpointing
@@ -123,6 +131,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         tie(self.module)
+        mark_loss(self.module)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     # The batch
@@ -132,7 +141,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             return super()._computing_together()
         grid = self.mesh.grid
         ranks, size = range(self.num_stages * grid.world), grid.gx * grid.gy * grid.gz
-        if self._ted is not None:  # tokens go to experts of other ranks
+        if self._ted is not None or self._replicas_meet():  # tokens go to experts of other ranks, or norms take all samples
             size = grid.world
         return [list(ranks[first : first + size]) for first in ranks[::size]]
 
@@ -202,6 +211,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             torch._foreach_mul_([p.grad for p in trained], factor)
 
     def _counts(self, parameter: Tensor) -> bool:
+        if is_moe_param(parameter) and self._stock_experts:  # DeepSpeed's own, of which each expert rank has others
+            return dist.get_rank(self.expert_data_parallel_group[parameter.group_name]) == 0  # type: ignore[attr-defined]
         # A tied weight counts on its first stage, and what a script has split itself on every slice.
         here = super()._counts(parameter) or (
             self._split is None and is_model_parallel_parameter(parameter) and self.mesh.rank("batch") == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -81,6 +83,24 @@ def without_length(message: Message) -> tuple[Message, int]:
 def checkpoint_layers(function: Any, *inputs: Tensor) -> Any:
     """Activation checkpointing in which weights get their gradients also where no input wants one."""
     return checkpoint(function, *inputs, use_reentrant=False)
+
+
+_OTHERS = (checkpoint_layers, checkpointing.non_reentrant_checkpoint)
+"""Functions of activation checkpointing that are not reentrant."""
+
+
+def keep_gradients(reentrant: Callable[..., Any]) -> Callable[..., Any]:
+    """A reentrant checkpoint, as DeepSpeed's is by default, which leaves layers that read no gradient's input to another.
+
+    Their weights would have no gradients, nor would all before the next stage: those of the layers that read tokens.
+    """
+
+    @wraps(reentrant)
+    def checkpointed(function: Any, *inputs: Any) -> Any:
+        wanted = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        return (reentrant if wanted or not torch.is_grad_enabled() else checkpoint_layers)(function, *inputs)
+
+    return checkpointed
 
 
 def _as_tuple(values: Any, what: str) -> tuple[Tensor, ...]:
@@ -213,8 +233,11 @@ class StagePasses(PipelineEngine):
     @property
     def _reentrant(self) -> bool:
         """True if a checkpointed layer sees its weights' gradients only where an input wants one."""
-        others = (checkpoint_layers, checkpointing.non_reentrant_checkpoint)
-        return self.module.activation_checkpoint_interval > 0 and self.module.activation_checkpoint_func not in others
+        return self.module.activation_checkpoint_interval > 0 and self.module.activation_checkpoint_func not in _OTHERS
+
+    def _keep_gradients(self) -> None:
+        if self.module.activation_checkpoint_func not in _OTHERS:
+            self.module.activation_checkpoint_func = keep_gradients(self.module.activation_checkpoint_func)
 
     def _loaded(self, given: Any) -> Values:
         """A batch's inputs, copied, for layers may change them in place."""

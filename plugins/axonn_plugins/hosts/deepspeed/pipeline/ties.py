@@ -1,4 +1,4 @@
-"""Tied layers of a PipelineModule: copies on several stages that are one layer of the model, all of their parameters and gradients."""
+"""Layers of a PipelineModule that several stages have: the copies of tied ones, and a loss_fn with weights, which the last stage trains."""
 
 from __future__ import annotations
 
@@ -55,6 +55,34 @@ def tie(module: PipelineModule) -> None:
             setattr(parameter, PIPE_REPLICATED, not counted)
     with torch.no_grad():
         module._synchronize_tied_weights()
+
+
+def mark_loss(module: PipelineModule) -> None:
+    """Note on the other stages that the weights of the loss_fn are the last one's."""
+    for tensor in loss_tensors(module) if module.stage_id < module.num_stages - 1 else ():
+        setattr(tensor, PIPE_REPLICATED, True)
+
+
+def loss_tensors(module: PipelineModule) -> list[Tensor]:
+    """Parameters and buffers of a loss_fn that is a module, the same on every stage but for their values."""
+    loss = module.loss_fn
+    return [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
+
+
+@torch.no_grad()
+def settle_loss(module: PipelineModule) -> dict[str, Tensor]:
+    """Give all stages the last one's weights of the loss_fn, so that whichever writes them writes these; every rank calls it.
+
+    Returns:
+        What a checkpoint has of it; nothing where it has no weights.
+    """
+    grid, tensors = module._grid, loss_tensors(module)
+    if module.num_stages > 1:
+        for tensor in tensors:
+            dist.broadcast(
+                tensor.data, src=grid.stage_to_global(module.num_stages - 1), group=grid.get_pipe_parallel_group()
+            )
+    return {name: value.detach().clone() for name, value in module.loss_fn.state_dict().items()} if tensors else {}
 
 
 def _describe(module: PipelineModule, key: str) -> _Copy:
