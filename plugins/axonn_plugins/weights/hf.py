@@ -116,6 +116,23 @@ def _said(key: Any) -> str:
     return key if isinstance(key, str) else f"{key[0]}, {tuple(key[1])} and not {tuple(key[2])}"
 
 
+def window_of(config: Any) -> int | None:
+    """Tokens that a token sees, itself among them, in every layer; None: all before it.
+
+    Raises:
+        ConfigError: layers differ.
+    """
+    size = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if size is None or size >= config.max_position_embeddings or kinds == {"full_attention"}:
+        return None
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"config.json: layer_types = {', '.join(sorted(kinds))} differ, and a sliding_window is converted that all layers have"
+        )
+    return int(size)
+
+
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
     """The type of most of a model's numbers."""
     numbers: Counter[torch.dtype] = Counter()
