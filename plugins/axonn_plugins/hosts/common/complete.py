@@ -19,6 +19,7 @@ from axonn_tp.checkpoint import files, sums
 MANIFEST, MARKER = "axonn_manifest.json", "axonn_complete"
 _LATEST, _IS_LATEST = "latest", "axonn_latest"
 _ASIDE, _REPLACED = ".incomplete", ".replaced"
+_OWN = ("axonn", "axonn_*", "*_states.pt", "zero")
 T = TypeVar("T")
 
 
@@ -113,12 +114,7 @@ def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> No
         sums.put(aside / _IS_LATEST, "")
     sums.seal(aside, written, MANIFEST, MARKER)
     sums.flush(aside)
-    if (folder / tag).exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        (folder / tag).rename(replaced)
-    aside.rename(folder / tag)
-    sums.flush(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    files.take_place(aside, folder / tag, replaced, _OWN)
     if save_latest:
         note = folder / f"{_LATEST}{_ASIDE}"
         sums.put(note, tag)
