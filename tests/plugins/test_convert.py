@@ -269,7 +269,13 @@ def megatron_folder(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("to", ["litgpt", "megatron"])
 @pytest.mark.parametrize(
-    "wrong", [{"vocab_size": 60}, {"num_attention_heads": 8, "head_dim": 4}, {"num_hidden_layers": 1}]
+    "wrong",
+    [
+        {"vocab_size": 60},
+        {"num_attention_heads": 8, "head_dim": 4},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+        {"num_hidden_layers": 1},
+    ],
 )
 def test_weights_that_are_not_the_configurations_are_refused(
     wrong: dict[str, int], to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -210,6 +210,20 @@ def _windowed(config: Any) -> int | None:
     return size if all(config.sliding_window_indices) else None
 
 
+def compare(own: Any, config: Any, folder: Path) -> None:
+    """Refuse a configuration of HF's that is another model's, which may have weights of the same sizes.
+
+    Raises:
+        ConfigError: names LitGPT's setting.
+    """
+    here = _of_hf(config) if config.model_type in _NAMES else {}
+    for name in ("n_head", "n_query_groups", "head_size", "rope_base", "norm_eps"):
+        if name in here and getattr(own, name) != here[name]:
+            raise ConfigError(
+                f"{folder} is of a model with {name} = {getattr(own, name)}, and the one of config.json has {here[name]} there; give its own --config"
+            )
+
+
 def _mapped(script: str, prefix: str, config: Any, given: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
     """Apply one of LitGPT's functions to tensors."""
     name = config.name.lower()
