@@ -69,9 +69,16 @@ def class_of(config: Any) -> Any:
 
 
 def bare_model(config: Any) -> Any:
-    """The model on the meta device."""
-    with torch.device("meta"):
-        return class_of(config)._from_config(config)
+    """The model on the meta device.
+
+    Raises:
+        ConfigError: its sizes are none.
+    """
+    try:
+        with torch.device("meta"):
+            return class_of(config)._from_config(config)
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"config.json: no model can be made of it: {' '.join(str(error).split())}; correct it") from error
 
 
 def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -80,6 +87,7 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         ConfigError: tensors are missing, or there are others, or they have other shapes.
     """
+    bare_model(config)  # whose mistakes are the configuration's
     with recording(), _bars_on_terminals():
         model, told = class_of(config).from_pretrained(
             None,
@@ -134,10 +142,16 @@ def window_of(config: Any) -> int | None:
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The type of most of a model's numbers."""
+    """The type of most of a model's numbers.
+
+    Raises:
+        ConfigError: there are none.
+    """
     numbers: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
         numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    if not numbers.total():
+        raise ConfigError("there are no weights in floating point; give the folder of a model")
     return numbers.most_common(1)[0][0]
 
 
