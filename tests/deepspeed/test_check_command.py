@@ -38,7 +38,11 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
     engine = deepspeed.DeepSpeedEngine
-    file = write(bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    file = write(
+        bf16={"enabled": True},
+        scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 3}},
+        optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+    )
     Path("config.json").write_text(json.dumps(LLAMA))
     assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
     out = capsys.readouterr().out
@@ -119,6 +123,12 @@ def test_files_are_read_as_deepspeed_reads_them(write: Any, capsys: pytest.Captu
             'refuses it: reduce_bucket_size = "x": Input should be',
         ),
         (8, {"axonn": {"tensor_paralel": {}}}, "tensor_parallel"),
+        (8, {"scheduler": {"type": "WarmupDR"}}, 'scheduler.type = "WarmupDR" is none of DeepSpeed\'s'),
+        (
+            8,
+            {"scheduler": {"type": "WarmupLR", "params": {"steps": 3}}},
+            "scheduler.params of WarmupLR: got an unexpected",
+        ),
     ],
 )
 def test_what_is_refused(write: Any, capsys: pytest.CaptureFixture, ranks: int, keys: Any, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -178,6 +179,7 @@ def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> t
                 DeepSpeedConfig({**rest, "train_batch_size": 1})
             except Exception as error:  # what DeepSpeed raises on a value that it cannot use is of many kinds
                 raise ConfigError(f"DeepSpeed refuses it: {_words(error)}") from None
+            _check_schedule(raw.get("scheduler"))
     finally:
         os.environ.pop("WORLD_SIZE", None) if before is None else os.environ.update(WORLD_SIZE=before)
     keys = ", ".join(sorted(_keys(block))) or "none"
@@ -192,7 +194,7 @@ def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> t
     elif block.pipeline is not None:
         lines.append("a step: as many ranks read different data as the PipelineModule's number of stages leaves")
     else:
-        if grid is None and not open_sizes:
+        if grid is None and not open_sizes and not (raw.get("elasticity") or {}).get("enabled"):
             batch.check(raw, 1, ranks)
         lines += _batches(raw, ranks if grid is None else grid.readers, open_sizes)
     return lines, grid, block
@@ -203,6 +205,24 @@ def _stand_in(raw: Mapping[str, Any], ranks: int, open_sizes: bool) -> dict[str,
     if raw.get(_BATCH[0]) is not None or raw.get(_BATCH[1]) is not None and not open_sizes:
         return {}
     return {_BATCH[0]: ranks, _BATCH[1]: None, _BATCH[2]: None} if open_sizes else {_BATCH[1]: 1}
+
+
+def _check_schedule(given: Any) -> None:
+    """Refuse a schedule that there is not, which DeepSpeed sees when the engine starts."""
+    from deepspeed.runtime import lr_schedules
+    from torch.optim import lr_scheduler
+
+    name = (given or {}).get("type")
+    if name is None:
+        return
+    kind = getattr(lr_schedules, name, None) or getattr(lr_scheduler, name, None)
+    if not inspect.isclass(kind):
+        near = difflib.get_close_matches(name, lr_schedules.VALID_LR_SCHEDULES, n=1, cutoff=0.0)[0]
+        raise ConfigError(f'scheduler.type = "{name}" is none of DeepSpeed\'s and torch\'s; the nearest is "{near}"')
+    try:
+        inspect.signature(kind).bind_partial(None, **(given.get("params") or {}))
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params of {name}: {error}; correct them") from None
 
 
 def _words(error: Exception) -> str:
