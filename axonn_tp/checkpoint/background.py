@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
 
@@ -46,6 +48,14 @@ class Saving:
 
 
 _running: list[Saving] = []
+
+
+@atexit.register
+def _tell() -> None:
+    """Say which save has failed where nobody has waited for it."""
+    for saving in _running:
+        if saving._failure is not None and not saving._told:
+            print(f"axonn: a save in the background has failed: {saving._failure}", file=sys.stderr, flush=True)
 
 
 def let_saving_end() -> None:

@@ -1,13 +1,15 @@
 """A checkpoint's folder: complete or absent, and refused when a byte of it has changed.
 
 The files are written aside, in ``NAME.incomplete``; then the manifest, with a checksum of every piece; then the
-marker; then the folder gets its name. One of that name before is kept as ``NAME.replaced`` until then.
+marker; then the folder gets its name. One of that name before is kept as ``NAME.replaced`` until then; what else was put into it stays.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
@@ -19,6 +21,7 @@ from axonn_tp.checkpoint import sums
 from axonn_tp.checkpoint.sums import Sums, flush
 
 MANIFEST, MARKER, STATE = "manifest.json", "complete", "state.pt"
+_OWN = (MANIFEST, MARKER, STATE, ".metadata", "*.distcp", "random_*.pickle")
 
 
 class CheckpointError(ValueError):
@@ -77,12 +80,46 @@ def commit(folder: Path, written: Sums) -> None:
     others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in written])
     sums.seal(work, written | sums.sums_of(others, sums.checksums(work, others)), MANIFEST, MARKER)
     flush(work)
-    if folder.exists():
-        shutil.rmtree(_replaced(folder), ignore_errors=True)
-        folder.rename(_replaced(folder))
+    take_place(work, folder, _replaced(folder), _OWN)
+
+
+def take_place(work: Path, folder: Path, replaced: Path, own: Sequence[str]) -> None:
+    """Give a folder that is complete its name; of one of that name before, what is no checkpoint's stays in it.
+
+    Args:
+        work: the folder.
+        folder: its final name.
+        replaced: the name of the one before until then.
+        own: patterns of a checkpoint's files.
+    """
+    if os.path.lexists(folder):
+        _carry(replaced, folder, own)  # what a save that was killed has left there
+        _remove(replaced)
+        folder.rename(replaced)
     work.rename(folder)
+    _carry(replaced, folder, own)
     flush(folder.parent)
-    shutil.rmtree(_replaced(folder), ignore_errors=True)
+    _remove(replaced)
+
+
+def _carry(old: Path, new: Path, own: Sequence[str]) -> None:
+    """Move what others have put into a checkpoint's folder."""
+    if old.is_dir() and new.is_dir():
+        for entry in old.iterdir():
+            if not any(fnmatch(entry.name, pattern) for pattern in own) and not os.path.lexists(new / entry.name):
+                entry.rename(new / entry.name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _complete(root: Path) -> Iterator[Path]:
+    """Folders in `root` that are complete checkpoints, under whatever name."""
+    return (marker.parent for marker in root.glob(f"*/{MARKER}") if (marker.parent / MANIFEST).is_file())
 
 
 def find(folder: Path) -> Path:
@@ -100,7 +137,7 @@ def find(folder: Path) -> Path:
 
 def latest(root: str | os.PathLike) -> Path | None:
     """The complete checkpoint in `root` that was finished last; None where there is none."""
-    names = {Path(f"{marker.parent}".removesuffix(".replaced")) for marker in Path(root).glob(f"*/{MARKER}")}
+    names = {Path(f"{folder}".removesuffix(".replaced")) for folder in _complete(Path(root))}
     complete = [folder for folder in names if not folder.name.endswith(".incomplete")]
     return max(complete, key=lambda folder: (find(folder) / MARKER).stat().st_mtime_ns, default=None)
 
@@ -110,7 +147,7 @@ def drop_old(folder: Path, keep_last: int) -> None:
 
     What is no complete checkpoint stays. A marker goes first, so that one half deleted is none.
     """
-    markers = {marker.parent: marker.stat().st_mtime_ns for marker in folder.parent.glob(f"*/{MARKER}")}
+    markers = {found: (found / MARKER).stat().st_mtime_ns for found in _complete(folder.parent)}
     complete = [found for found in markers if not found.name.endswith((".incomplete", ".replaced"))]
     for old in sorted(complete, key=lambda found: (found == folder, markers[found]))[:-keep_last]:
         for gone in (_replaced(old), old):

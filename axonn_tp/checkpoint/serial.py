@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,8 @@ _NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 """Names that safetensors has for torch's types."""
+_PIECE = 2**24
+"""Elements that are compared at a time."""
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -58,7 +60,7 @@ def export_safetensors(
         dtype: of the floating-point tensors; theirs when None.
 
     Raises:
-        CheckpointError: a tensor's dtype has no name in safetensors; the same on every rank.
+        CheckpointError: a tensor's dtype has no name in safetensors, or the file cannot be written; the same on every rank.
     """
     ranks = Ranks(mesh)
 
@@ -71,13 +73,20 @@ def export_safetensors(
         return found | {name: found[known] for name, known in notes["aliases"].items()}
 
     header = ranks.together(lambda: _header(kinds()))
-    tensors = whole_tensors(model, mesh, dtype)
+    tensors, problem = whole_tensors(model, mesh, dtype), None
     if ranks.rank == 0:
-        _write(Path(file), header, tensors)
-    else:
-        for _ in tensors:
-            pass
-    ranks.together(lambda: None)
+        try:
+            _write(Path(file), header, tensors)
+        except OSError as error:
+            problem = CheckpointError(f"{file} cannot be written: {error.strerror or error}; give another place")
+    for _ in tensors:  # which all ranks gather
+        pass
+
+    def told() -> None:
+        if problem is not None:
+            raise problem
+
+    ranks.together(told)
 
 
 def convert_checkpoint(folder: str | os.PathLike, file: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
@@ -137,14 +146,18 @@ def _write(file: Path, header: dict[str, dict], tensors: Iterable[tuple[str, Ten
     text += b" " * (-len(text) % 8)
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f"{file.name}.incomplete")
-    with aside.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        start = stream.tell()
-        for name, tensor in tensors:
-            stream.seek(start + header[name]["data_offsets"][0])
-            _put(stream, tensor)
-    flush(aside)
-    aside.rename(file)
+    try:
+        with aside.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            start = stream.tell()
+            for name, tensor in tensors:
+                stream.seek(start + header[name]["data_offsets"][0])
+                _put(stream, tensor)
+        flush(aside)
+        aside.rename(file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     flush(file.parent)
 
 
@@ -152,10 +165,23 @@ def _put(stream: BinaryIO, tensor: Tensor) -> None:
     stream.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def _equal(stored: Any, one: str, other: str) -> bool:
+    """True if two tensors of a file are the same; a piece is read at a time."""
+    slices = [stored.get_slice(name) for name in (one, other)]
+    shape = slices[0].get_shape()
+    if shape != slices[1].get_shape():
+        return False
+    if not shape:
+        return torch.equal(stored.get_tensor(one), stored.get_tensor(other))
+    rows = max(_PIECE // max(torch.Size(shape[1:]).numel(), 1), 1)
+    cuts = (slice(row, row + rows) for row in range(0, shape[0], rows))
+    return all(torch.equal(*(part[cut] for part in slices)) for cut in cuts)
+
+
 def import_safetensors(model: nn.Module, mesh: Mesh | None, file: str | os.PathLike) -> None:
     """Read a serial model's weights into a model on any grid; every rank of the mesh calls it and reads its own part.
 
-    Weights of another dtype are converted. A parameter that layers share may be in the file under one of its names.
+    Weights of another dtype are converted. A parameter that layers share may be in the file under one of its names, or under all alike.
 
     Args:
         model: a model that `parallelize` split, or a serial one.
@@ -191,6 +217,11 @@ def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -
                 )
         for name in names - shards.keys() - aliases.keys():
             raise CheckpointError(f"{file} has {name}, which the model has not; import it into the model that it is of")
+        for other, known in aliases.items():
+            if {other, known} <= names and not _equal(stored, other, known):
+                raise CheckpointError(
+                    f"{known} and {other} differ in {file}, and the model has one weight for both; import it into a model that does not tie them"
+                )
         for name, shard in shards.items():
             # A tensor without dims cannot be sliced.
             whole = stored.get_slice(source[name]) if shard.layout.serial_shape else stored.get_tensor(source[name])

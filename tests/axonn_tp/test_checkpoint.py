@@ -181,6 +181,7 @@ def exported(folder: str, mesh: Mesh, expected: dict[str, Any]) -> dict[str, Any
         "imported": [n for n, value in contents(other).items() if n in full_names and not torch.equal(value, expected[n])],
         "full": [n for n, value in full.items() if not torch.equal(value, expected[n])],
         "half": [n for n, value in half.items() if not torch.equal(value, expected[n].bfloat16() if expected[n].is_floating_point() else expected[n])],
+        "refused export": attempt(export_safetensors, run[0], mesh, folder),
         "refused import": attempt(import_safetensors, nn.Linear(2, 2), mesh, f"{folder}/model.safetensors"),
     }  # fmt: skip
 
@@ -251,6 +252,7 @@ def test_safetensors(what: str, grids: tuple[Path, list[dict[str, Any]]]) -> Non
         ("refused not the model's", ["(2, 2)"]),
         ("refused damage", [".distcp", "which holds"]),
         ("refused import", ["weight", "model.safetensors"]),
+        ("refused export", ["cannot be written: Is a directory"]),
         ("no plan, one group", ["options", "group"]),
     ],
 )
@@ -288,6 +290,22 @@ def test_shared_weight_under_one_name(tmp_path: Path) -> None:
     other = start(None, seed=3)[0]
     import_safetensors(other, None, tmp_path / "m.safetensors")
     assert torch.equal(other.tokens.weight, serial.tokens.weight) and other.head.weight is other.tokens.weight
+
+
+def test_two_weights_for_a_shared_one_are_refused(tmp_path: Path) -> None:
+    """Either would be lost."""
+    untied = GPT(GPTConfig(50, 6, 2, 8, 48, False))
+    export_safetensors(untied, None, tmp_path / "m.safetensors")
+    tied = GPT(GPTConfig(50, 6, 2, 8, 48, True))
+    before = {name: value.clone() for name, value in tied.state_dict().items()}
+    with pytest.raises(CheckpointError, match="tokens.weight and head.weight differ in .*m.safetensors"):
+        import_safetensors(tied, None, tmp_path / "m.safetensors")
+    assert all(torch.equal(value, before[name]) for name, value in tied.state_dict().items())
+    with torch.no_grad():
+        untied.head.weight.copy_(untied.tokens.weight)
+    export_safetensors(untied, None, tmp_path / "m.safetensors")
+    import_safetensors(tied, None, tmp_path / "m.safetensors")
+    assert torch.equal(tied.tokens.weight, untied.tokens.weight)
 
 
 def test_tied_is_not_untied(tmp_path: Path) -> None:

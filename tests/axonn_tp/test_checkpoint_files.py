@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +178,49 @@ def test_old_checkpoints_go_when_the_new_one_is_complete(tmp_path: Path, monkeyp
     for wrong in (0, True, "2"):
         with pytest.raises(ValueError, match="keep_last = .* is not an integer of at least 1"):
             save(tmp_path / "step_8", small(8.0), None, keep_last=wrong)
+
+
+def test_what_others_put_into_a_folder_stays(tmp_path: Path) -> None:
+    """Also where the folder is of other things alone, which went without a word; what is no folder gives its name."""
+    folder = tmp_path / "runs"
+    (folder / "step_1").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    for value in (1.0, 2.0):
+        save(folder, small(value), None)
+        assert held(folder) == value and (folder / "notes.txt").read_text() == "mine" and (folder / "step_1").is_dir()
+    assert os.listdir(tmp_path) == ["runs"]
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "file").write_text("another format's")
+    for name in ("link", "file"):
+        for value in (3.0, 4.0):
+            save(tmp_path / name, small(value), None)
+            assert held(tmp_path / name) == value
+    assert held(folder) == 2.0 and sorted(os.listdir(tmp_path)) == ["file", "link", "runs"]
+
+
+def test_folders_that_are_no_checkpoints_are_not_deleted(tmp_path: Path) -> None:
+    """One that has a file of the marker's name."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "complete").touch()
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", small(float(step)), None, keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == ["data", "step_2"] and latest(tmp_path) == tmp_path / "step_2"
+
+
+UNTOLD = """
+import os, sys, torch
+from axonn_tp.checkpoint import save
+def full(*arguments):
+    raise OSError(28, "No space left on device")
+os.fsync = full
+save(sys.argv[1], torch.nn.Linear(2, 2), None, asynchronous=True)
+"""
+
+
+def test_a_save_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", UNTOLD, str(tmp_path / "one")], capture_output=True, text=True)
+    assert "axonn: a save in the background has failed: " in found.stderr and "No space left" in found.stderr
+    assert found.stderr.count("Traceback") == 0 and not (tmp_path / "one").exists()
 
 
 def test_killed_while_old_ones_are_deleted(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from axonn_plugins.cli import check, main
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.deepspeed import patch
 
 BLOCK: dict[str, Any] = {"tensor_parallel": {"gx": 2, "gz": 2, "plan": "auto"}}
 LLAMA = {
@@ -37,7 +38,11 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
     engine = deepspeed.DeepSpeedEngine
-    file = write(bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    file = write(
+        bf16={"enabled": True},
+        scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 3}},
+        optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+    )
     Path("config.json").write_text(json.dumps(LLAMA))
     assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
     out = capsys.readouterr().out
@@ -47,9 +52,47 @@ def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
     assert deepspeed.DeepSpeedEngine is engine
 
 
+AUTO = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+CHOSEN = {"tensor_parallel": {"gx": "auto", "plan": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (AUTO, "the HF Trainer fills in train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps"),
+        (AUTO | {"axonn": CHOSEN}, "the HF Trainer fills in train_batch_size"),
+        (AUTO | {"train_batch_size": 32}, "the HF Trainer fills in train_micro_batch_size_per_gpu"),
+        ({"axonn": {"pipeline": {}}}, "as many ranks read different data as the PipelineModule's"),
+        ({"axonn": {"samo": {"sparsity": 0.5}}}, "32 samples, 8 a reader at a time, 1 micro-batches"),
+    ],
+)
+def test_a_step_is_told_as_far_as_it_is_known(
+    write: Any, capsys: pytest.CaptureFixture, keys: dict[str, Any], line: str
+) -> None:
+    """As HF's documentation writes configurations, too."""
+    assert main(["check", write(**keys), "--ranks", "4"]) == 0
+    assert f"\na step: {line}" in capsys.readouterr().out
+
+
+def test_files_are_read_as_deepspeed_reads_them(write: Any, capsys: pytest.CaptureFixture) -> None:
+    """With comments, and no key twice, which under the block counted once without a word."""
+    file = Path(write())
+    plain = file.read_text()
+    file.write_text(plain.replace("{", "{ # as we always train\n", 1))
+    assert main(["check", str(file), "--ranks", "8"]) == 0
+    assert isinstance(patch.read(str(file)), dict)
+    file.write_text(plain.replace("{", '{"train_batch_size": 16, ', 1))
+    assert main(["check", str(file), "--ranks", "8"]) == 2
+    assert "Duplicate keys" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Duplicate keys"):
+        deepspeed.DeepSpeedConfig(str(file))
+
+
 @pytest.mark.parametrize(
     ("ranks", "keys", "words"),
     [
+        (2, {"axonn": {"samo": {"sparsity": 0.5}}, "train_batch_size": 7}, "train_batch_size = 7 does not divide by"),
+        (2, {"axonn": {"goldfish": {"k": 2}}, "train_batch_size": "8"}, "train_batch_size = '8' is not an integer"),
         (7, {}, "gx*gy*gz = 2*1*2 = 4 does not divide the 7 ranks"),
         (8, {"train_batch_size": 30}, "train_batch_size = 30 does not divide by gz*gdata = 2*2"),
         (8, {"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
@@ -80,6 +123,12 @@ def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
             'refuses it: reduce_bucket_size = "x": Input should be',
         ),
         (8, {"axonn": {"tensor_paralel": {}}}, "tensor_parallel"),
+        (8, {"scheduler": {"type": "WarmupDR"}}, 'scheduler.type = "WarmupDR" is none of DeepSpeed\'s'),
+        (
+            8,
+            {"scheduler": {"type": "WarmupLR", "params": {"steps": 3}}},
+            "scheduler.params of WarmupLR: got an unexpected",
+        ),
     ],
 )
 def test_what_is_refused(write: Any, capsys: pytest.CaptureFixture, ranks: int, keys: Any, words: str) -> None:
@@ -89,7 +138,7 @@ def test_what_is_refused(write: Any, capsys: pytest.CaptureFixture, ranks: int, 
 
 
 def test_keys_that_deepspeed_passes_over(write: Any) -> None:
-    raw = check.load(
+    raw, _ = check.load(
         Path(write(zero_optimisation={}, gradient_clipping=1.0, wall_clock_breakdown=True, bf16={}, fp16={}, aio={}))
     )
     (said,) = check.unknown(raw)
@@ -101,6 +150,7 @@ def test_keys_that_deepspeed_passes_over(write: Any) -> None:
     [
         ("{", "is not JSON"),
         ("[]", 'has no "axonn" block'),
+        ('{"axonn": null}', 'has no "axonn" block'),
         (None, "cannot be read"),
     ],
 )

@@ -255,7 +255,26 @@ def moved(folder: str, wanted: set[str]) -> dict[str, Any]:
     return found | {"refused": refused(folder), "weights": weights_alone(f"{folder}/bf16")}
 
 
-def refused(folder: str) -> dict[str, str]:
+def without_a_schedule(engine: Any, place: str) -> None:
+    """A run that has one would begin it anew without a word."""
+    schedule, engine.lr_scheduler = engine.lr_scheduler, None
+    engine.save_checkpoint(place, "one")
+    engine.lr_scheduler = schedule
+    assert engine.load_checkpoint(place, "one", load_lr_scheduler_states=False)[0] is not None
+    engine.load_checkpoint(place, "one")
+
+
+def beside(engine: Any, folder: str) -> bool:
+    """True if what a script has put beside a checkpoint's files is there when it is saved again."""
+    file = Path(folder) / "constant" / "one" / "settings.json"
+    if dist.get_rank() == 0:
+        file.write_text("{}")
+    dist.barrier()
+    engine.save_checkpoint(f"{folder}/constant", "one")
+    return file.read_text() == "{}"
+
+
+def refused(folder: str) -> dict[str, Any]:
     """Without the portable files, damaged, and with other keywords."""
     place = Path(folder) / "fp32" / f"global_step{AT}"
     engine = start(variant("fp32", 1, "gx2gdata2"))
@@ -270,6 +289,7 @@ def refused(folder: str) -> dict[str, str]:
     # A state that cannot be split anew.
     plain = start(variant("fp32", 0, "gx2gdata2"))
     train(plain, variant("fp32", 0, "gx2gdata2").batches()[:1])
+    found |= {"schedule": attempt(without_a_schedule, plain, f"{folder}/constant"), "beside": beside(plain, folder)}
     next(iter(plain.optimizer.state.values()))["odd"] = torch.ones(2)
     return found | {"odd": attempt(plain.save_checkpoint, f"{folder}/odd", "one")}
 
@@ -332,6 +352,7 @@ def test_plain_pytorch_goes_on_with_an_engines_checkpoint(moves: tuple[Path, lis
         ("strict", "custom_load_fn"),
         ("damaged", "is damaged in"),
         ("odd", "odd"),
+        ("schedule", "was saved without a schedule of the learning rate"),
     ],
 )
 def test_refused(case: str, words: str, moves: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -339,6 +360,10 @@ def test_refused(case: str, words: str, moves: tuple[Path, list[dict[str, Any]]]
     assert len(answers) == 1
     answer = answers.pop()
     assert answer.startswith("ConfigError: ") and one_sentence(answer) and words in answer, answer
+
+
+def test_files_of_the_script_stay_beside_a_checkpoint(moves: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert moves[1][0]["refused"]["beside"] is True
 
 
 def test_weights_alone(moves: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -189,6 +189,7 @@ def refusals(engine: Any, folder: Path) -> dict[str, Any]:
         "pickle": refusal(torch.save, {name: split}, io.BytesIO()),
         "changed": refusal(changed),
         "custom": refusal(custom, engine),
+        "file": refusal(engine.save_16bit_model, str(folder / "16bit.bin")),
     }
     meeting.SECONDS = 2.0
     if dist.get_rank() == 0:
@@ -249,6 +250,7 @@ def test_refused(stage: int, ranks: list[dict[str, Any]]) -> None:
         "pickle": "pickle",
         "changed": "modifier_rank",
         "custom": "custom_load_fn",
+        "file": "16bit.bin",
     }
     for number, rank in enumerate(ranks):
         answers = rank[str(stage)]["refused"]

@@ -20,6 +20,11 @@ from axonn_plugins.cli.convert import main as convert
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.complete import nothing_in
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
+from axonn_plugins.hosts.deepspeed.checkpoint.to_stock import to_stock
+from axonn_tp.checkpoint.optimizer import optimizer_state, whole_pieces
+from axonn_tp.checkpoint.ranks import Ranks
+from axonn_tp.checkpoint.state import model_state
+from axonn_tp.checkpoint.training import write
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.test_checkpoint import ROUNDING, fresh
 from tests.deepspeed.test_engine import GPT_PLAN, gpt, ids
@@ -263,6 +268,26 @@ def test_refused(mistake: str, words: str, ranks: list[dict[str, Any]]) -> None:
     assert len(answers) == 1
     answer = answers.pop()
     assert answer.startswith("ConfigError: ") and one_sentence(answer) and words in answer, answer
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_all_of_a_checkpoint_becomes_stocks(pruned: bool, tmp_path: Path) -> None:
+    """How far curricula are was left out; masks, of which stock knows nothing, are told."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    shards, notes = model_state(model)
+    states, kept = optimizer_state(optimizer, whole_pieces(model, optimizer))
+    rest = {"counters": {"global_steps": 1}, "data": {"data_sampler": {"consumed_samples": 7}, "random_ltd": {"a": 1}}}
+    notes = {"model": notes, "extra": {"epoch": 4}, "optimizer": kept, "samo": {"pruned": pruned}, **rest}
+    write(tmp_path / "one" / "axonn", shards | states, notes, Ranks(None))
+    said = to_stock(tmp_path / "one", tmp_path / "stock", 2, 1)
+    assert ("its masks do not go along" in said) == pruned
+    saved = torch.load(tmp_path / "stock" / "one" / STATES, weights_only=False)
+    assert saved["data_sampler"] == {"consumed_samples": 7} and saved["random_ltd"] == {"a": 1} and saved["epoch"] == 4
+    with pytest.raises(ConfigError, match="cannot be made"):
+        to_stock(tmp_path / "one", tmp_path / "stock" / "latest" / "there", 2, 1)
 
 
 def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:

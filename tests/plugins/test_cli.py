@@ -47,6 +47,17 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
     assert done.returncode == 141 and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("place", "said"), [("nowhere/schema.json", "No such file"), (".", "Is a directory"), ("x" * 300, "too long")]
+)
+def test_files_that_cannot_be_written_are_one_sentence(
+    place: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["schema", "--write", str(tmp_path / place)]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.startswith("axonn: error: ") and printed.count("\n") == 1
+
+
 def test_options_are_fields() -> None:
     words = ["--steps", "3", "--steps", "4", "--window", "1", "2", "--dry-run"]
     assert read(Options, words) == Options(4, window=(1, 2), dry_run=True)

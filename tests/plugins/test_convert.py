@@ -269,7 +269,13 @@ def megatron_folder(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("to", ["litgpt", "megatron"])
 @pytest.mark.parametrize(
-    "wrong", [{"vocab_size": 60}, {"num_attention_heads": 8, "head_dim": 4}, {"num_hidden_layers": 1}]
+    "wrong",
+    [
+        {"vocab_size": 60},
+        {"num_attention_heads": 8, "head_dim": 4},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+        {"num_hidden_layers": 1},
+    ],
 )
 def test_weights_that_are_not_the_configurations_are_refused(
     wrong: dict[str, int], to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -315,6 +321,32 @@ def test_mistakes_are_one_sentence(
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
     assert not list(tmp_path.glob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    ("held", "change", "said"),
+    [
+        ({}, {}, "there are no weights in floating point"),
+        ({"a": torch.arange(3)}, {}, "there are no weights in floating point"),
+        (None, {"hidden_size": -32}, "config.json: no model can be made of it"),
+    ],
+)
+def test_folders_of_no_model_are_one_sentence(
+    held: dict[str, Tensor] | None,
+    change: dict[str, int],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    if held is not None:
+        save_file(held, tmp_path / "hf" / "model.safetensors")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "axonn"]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

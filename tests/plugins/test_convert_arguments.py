@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,8 @@ from axonn_plugins.config import ConfigError
 
 axonn_plugins.activate()
 transformers = pytest.importorskip("transformers")
-from axonn_plugins.weights import hf, litgpt, megatron_names  # noqa: E402
-from tests.plugins.test_convert import converted, drawn, megatron_folder, same, tensors  # noqa: E402
+from axonn_plugins.weights import hf, litgpt, megatron_names, megatron_told  # noqa: E402
+from tests.plugins.test_convert import IDS, converted, drawn, megatron_folder, same, tensors  # noqa: E402
 
 
 def change_arguments(folder: Path, **values: Any) -> None:
@@ -56,18 +57,132 @@ def test_megatrons_arguments_are_read_without_megatron(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
-        ({"rotary_percent": 0.5}, "has no config.json"),
-        ({"rotary_interleaved": True}, "has no config.json"),
+        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p, which"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p, which"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 0.5, which"),
+        ({"rotary_interleaved": True}, "--rotary-interleaved, which"),
+        ({"no_rope_freq": 4}, "--no-rope-freq 4, which"),
+        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one, which"),
     ],
 )
 def test_what_hfs_models_do_not_compute_is_refused(
     values: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With the model's configuration as without it."""
     folder = megatron_folder(tmp_path, "llama")
     change_arguments(folder, **values)
-    assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf"]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+    for more in ([], ["--config", str(tmp_path / "hf")]):
+        assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf", *more]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        (
+            "llama",
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+            "trained with --num-attention-heads 4, and the model of config.json is one with --num-attention-heads 8",
+        ),
+        ("llama", {"rms_norm_eps": 1e-3}, "--norm-epsilon"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 501.0}}, "--rotary-base 500"),
+        ("mistral", {"sliding_window": 8}, "trained without --window-size, and"),
+        ("gpt2", {"activation_function": "gelu"}, "without --no-bias-gelu-fusion, and"),
+        ("gpt2", {"activation_function": "relu"}, 'activation_function = "relu" is no activation of'),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not computed"),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act = "gelu" is no activation of'),
+    ],
+)
+def test_another_model_of_the_same_sizes_is_refused(
+    name: str, wrong: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = megatron_folder(tmp_path, name)
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    capsys.readouterr()
+    command = ["convert", str(folder), str(tmp_path / "new"), "--to", "hf", "--config", str(tmp_path / "hf")]
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_arguments_of_megatron_016_have_other_names(tmp_path: Path) -> None:
+    """Such as the fields of its configuration that they become."""
+    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    flags = {f.name: f.metadata.get("argparse_meta", {}).get("arg_names", [""])[0] for f in fields(config)}
+    names = {name: flag for name, flag in flags.items() if flag in ("--norm-epsilon", "--apply-layernorm-1p")}
+    assert not names or names.keys() == megatron_told._EARLIER.keys()
+    folder = megatron_folder(tmp_path, "llama")
+    told = torch.load(folder / "release" / "common.pt", weights_only=False)
+    del told["args"].norm_epsilon
+    torch.save(told, folder / "release" / "common.pt")
+    change_arguments(folder, layernorm_epsilon=3e-4)
+    converted(folder, tmp_path / "back", "--to", "hf")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").rms_norm_eps == 3e-4
+
+
+def test_windows_and_epsilons_go_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn("mistral").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sliding_window": 8, "rms_norm_eps": 1e-3}))
+    converted(tmp_path / "hf", tmp_path / "megatron", "--to", "megatron")
+    assert "the script needs --norm-epsilon 0.001 --window-size 7,0" in capsys.readouterr().out
+    (tmp_path / "megatron" / "config.json").unlink()
+    converted(tmp_path / "megatron", tmp_path / "back", "--to", "hf")
+    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert (found.model_type, found.sliding_window, found.rms_norm_eps) == ("mistral", 8, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"model_type": "mistral", "sliding_window": None}),
+        ({"sliding_window_size": 8}, {"model_type": "mistral", "sliding_window": 8}),
+        ({"sliding_window_size": 64}, {"sliding_window": None}),
+        ({"rope_adjustments": {"factor": 4.0}}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+        ({"sliding_window_size": 8, "sliding_window_indices": [1, 0]}, "sliding_window_size = 8"),
+        ({"attention_logit_softcapping": 50.0}, "attention_logit_softcapping = 50.0"),
+        ({"rope_condense_ratio": 2}, "rope_condense_ratio = 2"),
+        ({"rope_adjustments": {"factor": 4.0, "beta_fast": 32}}, "rope_adjustments = "),
+    ],
+)
+def test_what_litgpts_settings_are_in_hfs_terms(values: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+    config = pytest.importorskip("litgpt.config").Config
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 50, "padded_vocab_size": 64, "block_size": 32}
+    kind = {"rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "norm_class_name": "RMSNorm"}
+    own = config(name="Mistral-tiny", mlp_class_name="LLaMAMLP", intermediate_size=48, **sizes, **kind, **values)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"for its {expected}"):
+            litgpt.hf_configuration(own, tmp_path)
+        return
+    found = litgpt.hf_configuration(own, tmp_path).to_dict()
+    for key, value in expected.items():
+        assert found[key] == value if not isinstance(value, dict) else found[key].items() >= value.items()
+
+
+def test_windows_go_to_litgpt(tmp_path: Path) -> None:
+    own = pytest.importorskip("litgpt.model")
+    model = drawn("mistral")
+    model.config.sliding_window = 4
+    model.save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "lit", "--to", "litgpt")
+    from litgpt.config import Config
+
+    theirs = own.GPT(Config.from_file(tmp_path / "lit" / "model_config.yaml")).eval()
+    theirs.load_state_dict(torch.load(tmp_path / "lit" / "lit_model.pth", mmap=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert torch.allclose(theirs(IDS), model(IDS).logits, atol=1e-4)
+
+
+def test_tokenizers_of_all_kinds_go_along(tmp_path: Path) -> None:
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    names = ["spiece.model", "tokenizer.model", "vocab.txt", "merges.txt", "qwen.tiktoken", "chat_template.jinja"]
+    for name in names:
+        (tmp_path / "hf" / name).write_text(name)
+    converted(tmp_path / "hf", tmp_path / "new", "--to", "hf")
+    assert all((tmp_path / "new" / name).read_text() == name for name in names)
 
 
 def test_scaled_positions_that_megatron_has_not_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,6 +135,25 @@ def test_a_folder_without_steps(tmp_path: Path) -> None:
         run_report.write_report(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.json", "{", 'run.json" is not JSON'),
+        ("ledger.json", "{", 'ledger.json" is no ledger of collectives'),
+        ("ledger.json", '{"step": 1, "collectives": [3]}', 'ledger.json" is no ledger of collectives'),
+        ("metrics.jsonl", '3\n{"loss": 1}\n{"step": "one"}\n', "holds no metrics.jsonl with a step"),
+    ],
+)
+def test_damaged_files_of_a_run_are_one_sentence(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run_of(tmp_path, 10)
+    (tmp_path / name).write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1 and not (tmp_path / "report.html").exists()
+
+
 def stand_in(told: list[Any]) -> dict[str, types.ModuleType]:
     """Both services' modules, as far as they are used."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -13,6 +14,11 @@ from axonn_plugins.cli.commands import benchmarks, find, recipes
 __all__ = ["benchmarks", "main", "recipes", "run"]
 
 _stopped = False
+_OF_FILES = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS),
+    *(errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),
+}
+"""What is wrong with a file that a user has named, and not with us."""
 _READER_GONE = 141
 """The exit code where whoever read the output has gone, as after ``| head``: a shell's for SIGPIPE."""
 
@@ -52,6 +58,8 @@ def _failed(error: Exception) -> int:
     from axonn_plugins.config.base import ConfigError
 
     cause = error.error if isinstance(error, RankFailed) else error
+    if isinstance(cause, OSError) and cause.errno in _OF_FILES and cause.filename is not None:
+        cause = ConfigError(f'"{cause.filename}" cannot be used: {cause.strerror}; give another, or make room for it')
     if isinstance(cause, ConfigError):
         print(f"axonn: error: {cause}", file=sys.stderr)
         return 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tyro import conf
 
 from axonn_plugins.cli.check_script import notes
 from axonn_plugins.cli.options import read
+from axonn_plugins.config import batch
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.observe.clock import elapsed
 
@@ -49,7 +51,7 @@ _MORE = (
     "inference",
     "tensor_parallel",
 )
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH = batch.KEYS
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ def main(arguments: list[str]) -> int:
     parsed = read(Options, arguments, "axonn check")
     if parsed.ranks < 1:
         raise ConfigError(f"--ranks = {parsed.ranks} is not a number of ranks; use 1 or more")
-    raw = load(parsed.config)
+    raw, filled_in = load(parsed.config)
     for key in unknown(raw):
         print(f"note: {key}")
     try:
         with elapsed("asking DeepSpeed"):
-            lines, grid, block = verdict(raw, parsed.ranks)
+            lines, grid, block = verdict(raw, parsed.ranks, filled_in)
     except ConfigError as error:
         print(f"{parsed.config} on {parsed.ranks} ranks: refused\n{error}")
         return 1
@@ -98,23 +100,30 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def load(file: Path) -> dict[str, Any]:
-    """Read a ds_config.json; values "auto" of the HF Trainer's are left out, which fills them in.
+def load(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read a ds_config.json as DeepSpeed does; values "auto" of the HF Trainer's are left out, which fills them in.
+
+    Returns:
+        The configuration, and which keys of the batch were "auto".
 
     Raises:
         ConfigError: it is not there, no JSON, no object, or has no block.
     """
     try:
-        raw = json.loads(file.read_text())
+        with _quietly():
+            from axonn_plugins.hosts.deepspeed.patch import parsed
+
+            raw = parsed(file.read_text())
     except OSError as error:
         raise ConfigError(f'"{file}" cannot be read: {error.strerror}; give the path of a ds_config.json') from None
-    except ValueError as error:
-        raise ConfigError(f'"{file}" is not JSON: {error}; correct it') from None
-    if not isinstance(raw, dict) or "axonn" not in raw:
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f'"{file}" is not JSON: {" ".join(str(error).split())}; correct it') from None
+    if not isinstance(raw, dict) or raw.get("axonn") is None:
         raise ConfigError(
             f'"{file}" has no "axonn" block; add one, such as "axonn": {{"tensor_parallel": {{"gx": 2}}}}'
         )
-    return {key: value if key == "axonn" else _filled(value) for key, value in raw.items() if value != "auto"}
+    left = {key: value if key == "axonn" else _filled(value) for key, value in raw.items() if value != "auto"}
+    return left, [key for key in _BATCH if raw.get(key) == "auto"]
 
 
 def _filled(value: Any) -> Any:
@@ -137,12 +146,13 @@ def unknown(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{key}" is no key that DeepSpeed reads; the nearest is "{near}"'
 
 
-def verdict(raw: dict[str, Any], ranks: int) -> tuple[list[str], Any, Any]:
+def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> tuple[list[str], Any, Any]:
     """Check a configuration as `deepspeed.initialize` would.
 
     Args:
         raw: the configuration.
         ranks: processes that are to train.
+        filled_in: keys of the batch that are not in it, since the HF Trainer fills them in.
 
     Returns:
         Lines on it, the grid (None where the block splits no layer or its sizes are "auto"), and the block.
@@ -160,24 +170,59 @@ def verdict(raw: dict[str, Any], ranks: int) -> tuple[list[str], Any, Any]:
             from axonn_plugins.hosts.deepspeed import config_hook
 
             block = config.parse(raw["axonn"])
-            unit, _ = config_hook.configure(SimpleNamespace(), raw, None)
+            open_sizes = block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3
+            stood_in = _stand_in(raw, ranks, open_sizes) if filled_in else {}
+            unit, _ = config_hook.configure(SimpleNamespace(), raw | stood_in, None)
             rest = {key: value for key, value in raw.items() if key != "axonn" and key not in _BATCH}
             config_hook.step_aside()
             try:
                 DeepSpeedConfig({**rest, "train_batch_size": 1})
             except Exception as error:  # what DeepSpeed raises on a value that it cannot use is of many kinds
                 raise ConfigError(f"DeepSpeed refuses it: {_words(error)}") from None
+            _check_schedule(raw.get("scheduler"))
     finally:
         os.environ.pop("WORLD_SIZE", None) if before is None else os.environ.update(WORLD_SIZE=before)
     keys = ", ".join(sorted(_keys(block))) or "none"
-    open_sizes = block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3
     grid = None if open_sizes else getattr(unit, "grid", None)
     lines = [f"keys that are on: {keys}"]
     if grid is not None:
         lines += [grid.draw(), f"{grid.readers} of {grid.world} ranks read different data"]
     elif open_sizes:
         lines.append('the grid: sizes that are "auto" are chosen when the engine starts and knows the model')
-    return [*lines, *_batches(raw, ranks if grid is None else grid.readers, open_sizes)], grid, block
+    if filled_in:
+        lines.append(f"a step: the HF Trainer fills in {', '.join(filled_in)}")
+    elif block.pipeline is not None:
+        lines.append("a step: as many ranks read different data as the PipelineModule's number of stages leaves")
+    else:
+        if grid is None and not open_sizes and not (raw.get("elasticity") or {}).get("enabled"):
+            batch.check(raw, 1, ranks)
+        lines += _batches(raw, ranks if grid is None else grid.readers, open_sizes)
+    return lines, grid, block
+
+
+def _stand_in(raw: Mapping[str, Any], ranks: int, open_sizes: bool) -> dict[str, Any]:
+    """A batch that any grid takes, where the configuration has none yet."""
+    if raw.get(_BATCH[0]) is not None or raw.get(_BATCH[1]) is not None and not open_sizes:
+        return {}
+    return {_BATCH[0]: ranks, _BATCH[1]: None, _BATCH[2]: None} if open_sizes else {_BATCH[1]: 1}
+
+
+def _check_schedule(given: Any) -> None:
+    """Refuse a schedule that there is not, which DeepSpeed sees when the engine starts."""
+    from deepspeed.runtime import lr_schedules
+    from torch.optim import lr_scheduler
+
+    name = (given or {}).get("type")
+    if name is None:
+        return
+    kind = getattr(lr_schedules, name, None) or getattr(lr_scheduler, name, None)
+    if not inspect.isclass(kind):
+        near = difflib.get_close_matches(name, lr_schedules.VALID_LR_SCHEDULES, n=1, cutoff=0.0)[0]
+        raise ConfigError(f'scheduler.type = "{name}" is none of DeepSpeed\'s and torch\'s; the nearest is "{near}"')
+    try:
+        inspect.signature(kind).bind_partial(None, **(given.get("params") or {}))
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params of {name}: {error}; correct them") from None
 
 
 def _words(error: Exception) -> str:
@@ -225,9 +270,10 @@ def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str) -> Iterato
         held = local_parameters(made, place(made, grid, plan, options(block.tensor_parallel)), grid)
         if report is not None:
             yield str(report)
+    from axonn_plugins.hosts.deepspeed.spellings import as_understood
     from axonn_plugins.hosts.deepspeed.tensor.auto_sizes import state_bytes
 
-    size = state_bytes(raw, on)
+    size = state_bytes(as_understood(raw), on)
     yield (
         f"a rank holds {held:,} of {whole:,} parameters ({held / whole:.1%}); weights, gradients and Adam's states "
         f"{size * held / 2**30:.2f} GiB, {size:.3g} bytes a parameter; activations come on top"

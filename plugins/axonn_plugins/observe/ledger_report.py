@@ -13,6 +13,7 @@ from axonn_plugins.observe.files import put
 
 LEDGER_FILE = "ledger.json"
 MIB = 2**20
+_ROW = {"op", "axis", "ranks", "bytes", "started", "ended", "exposed"}
 
 
 def write_ledger(entries: list[Any], step: int, run: Path) -> None:
@@ -36,14 +37,20 @@ def read_ledger(run: Path) -> dict[str, Any]:
     """Read the ledger that `write_ledger` kept.
 
     Raises:
-        ConfigError: the folder has none.
+        ConfigError: the folder has none, or it is another thing.
     """
     file = run / LEDGER_FILE
     if not file.is_file():
         raise ConfigError(
             f'"{run}" holds no {LEDGER_FILE}; give the folder of a run on more than one rank, such as runs/quickstart'
         )
-    return json.loads(file.read_text())
+    try:
+        kept = json.loads(file.read_text())
+        if all(_ROW <= row.keys() for row in kept["collectives"]) and "step" in kept:
+            return kept
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    raise ConfigError(f'"{file}" is no ledger of collectives; remove it, or give the folder of another run')
 
 
 def table(kept: dict[str, Any]) -> str:

@@ -149,13 +149,15 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; what does not parse was torn by a kill and is left out."""
+    """The records of a metrics file; what does not parse was torn by a kill and is left out, and so is what is of no step."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), (int, float)):
+            records.append(record)
     return records
 
 

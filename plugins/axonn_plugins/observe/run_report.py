@@ -37,7 +37,7 @@ def write_report(run: Path) -> Path:
         The page, report.html in it.
 
     Raises:
-        ConfigError: it holds no metrics.
+        ConfigError: it holds no metrics, or other files of a run are damaged.
     """
     file = run / "metrics.jsonl"
     records = read_metrics(file) if file.is_file() else []
@@ -58,12 +58,19 @@ def html(run: Path, records: Records) -> str:
     if (run / LEDGER_FILE).is_file():
         body.append(_ledger(read_ledger(run)))
     if (run / "run.json").is_file():
-        settings = json.loads((run / "run.json").read_text())
-        body += ["<h2>Settings</h2>", _rows(_flat(settings))]
+        body += ["<h2>Settings</h2>", _rows(_flat(_settings(run / "run.json")))]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style></head>'
         f"<body>{''.join(body)}</body></html>\n"
     )
+
+
+def _settings(file: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f'"{file}" is not JSON: {error}; correct or remove it') from None
+    return found if isinstance(found, Mapping) else {file.stem: found}
 
 
 def line(records: Records, name: str, scale: float = 1.0) -> Line:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.clock import elapsed
-from axonn_plugins.weights import hf, litgpt, megatron
+from axonn_plugins.weights import hf, litgpt, megatron, megatron_told
 from axonn_plugins.weights.source import Weights, open_weights
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.planner import Shard
@@ -23,7 +23,7 @@ from axonn_tp.checkpoint.training import write
 from axonn_tp.grid.layout import Layout
 
 _SIDE = ("*config.json", litgpt.SETTINGS, "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
-_SIDE_TOO = ("added_tokens.json", "chat_template.*", "preprocessor_config.json")
+_SIDE_TOO = ("added_tokens.json", "chat_template.*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 
 
 def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path | None = None) -> str:
@@ -60,7 +60,9 @@ def convert(source: Path, target: Path, to: str, shard_bytes: int, config: Path 
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
-    return f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB{_cast(weights.tensors, tensors)}"
+    done = f"{source} ({weights.format}) -> {target} ({to}): {len(tensors)} tensors, {size:.2f} GiB{_cast(weights.tensors, tensors)}"
+    flags = megatron_told.flags(weights.configuration()) if to == "megatron" else ""
+    return f"{done}; besides --use-checkpoint-args the script needs {flags}" if flags else done
 
 
 def _share(folder: Path, whole: int) -> float:

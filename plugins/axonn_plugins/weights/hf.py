@@ -69,9 +69,16 @@ def class_of(config: Any) -> Any:
 
 
 def bare_model(config: Any) -> Any:
-    """The model on the meta device."""
-    with torch.device("meta"):
-        return class_of(config)._from_config(config)
+    """The model on the meta device.
+
+    Raises:
+        ConfigError: its sizes are none.
+    """
+    try:
+        with torch.device("meta"):
+            return class_of(config)._from_config(config)
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"config.json: no model can be made of it: {' '.join(str(error).split())}; correct it") from error
 
 
 def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -80,6 +87,7 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         ConfigError: tensors are missing, or there are others, or they have other shapes.
     """
+    bare_model(config)  # whose mistakes are the configuration's
     with recording(), _bars_on_terminals():
         model, told = class_of(config).from_pretrained(
             None,
@@ -116,11 +124,34 @@ def _said(key: Any) -> str:
     return key if isinstance(key, str) else f"{key[0]}, {tuple(key[1])} and not {tuple(key[2])}"
 
 
+def window_of(config: Any) -> int | None:
+    """Tokens that a token sees, itself among them, in every layer; None: all before it.
+
+    Raises:
+        ConfigError: layers differ.
+    """
+    size = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if size is None or size >= config.max_position_embeddings or kinds == {"full_attention"}:
+        return None
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"config.json: layer_types = {', '.join(sorted(kinds))} differ, and a sliding_window is converted that all layers have"
+        )
+    return int(size)
+
+
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The type of most of a model's numbers."""
+    """The type of most of a model's numbers.
+
+    Raises:
+        ConfigError: there are none.
+    """
     numbers: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
         numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    if not numbers.total():
+        raise ConfigError("there are no weights in floating point; give the folder of a model")
     return numbers.most_common(1)[0][0]
 
 

@@ -22,6 +22,16 @@ _FAMILIES = {
 """LitGPT's functions by how a model's name begins; the others go by the kind of MLP."""
 _NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2.5", "qwen3": "Qwen3", "mixtral": "Mixtral"}
 """Names that models of HF's types get here, so that LitGPT takes the right functions."""
+_LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
+_PLAIN = {
+    **{"bias": False, "norm_class_name": "RMSNorm", "parallel_residual": False, "rotary_percentage": 1.0},
+    **{"norm_1": True, "norm_2": True, "post_attention_norm": False, "post_mlp_norm": False},
+    **{"shared_attention_norm": False, "norm_qk_type": "default", "lm_head_bias": False, "scale_embeddings": False},
+    **{"attention_scores_scalar": None, "attention_logit_softcapping": None, "final_logit_softcapping": None},
+    **{"rope_condense_ratio": 1, "rope_interleave": False, "rope_local_base_freq": None, "latent_attention": None},
+    **{"n_shared_expert": None, "n_expert_groups": None, "first_k_dense_replace": None, "routed_scaling_factor": 1.0},
+}
+"""LitGPT's settings with which HF's models of these types compute the same."""
 
 
 def _module(name: str) -> Any:
@@ -101,6 +111,11 @@ def _of_hf(config: Any) -> dict[str, Any]:
         raise ConfigError(
             f'config.json: rope_type = "{rope["rope_type"]}" is not known to LitGPT; give --config, a folder with its {SETTINGS}'
         )
+    if config.hidden_act != "silu":
+        raise ConfigError(
+            f'config.json: hidden_act = "{config.hidden_act}" is not what LitGPT\'s LLaMAMLP computes, which is silu; give --config, a folder with '
+            f"its {SETTINGS}"
+        )
     heads, kind = config.num_attention_heads, config.model_type
     found = {
         "name": f"{_NAMES[kind]}-{config.num_hidden_layers}x{config.hidden_size}",
@@ -122,6 +137,7 @@ def _of_hf(config: Any) -> dict[str, Any]:
         "mlp_class_name": "LLaMAMoE" if kind == "mixtral" else "LLaMAMLP",
         "intermediate_size": config.intermediate_size,
         "rope_base": int(rope.get("rope_theta", 10000)),
+        "sliding_window_size": hf.window_of(config),
     }
     if kind == "mixtral":
         found |= {"n_expert": config.num_local_experts, "n_expert_per_token": config.num_experts_per_tok}
@@ -142,16 +158,25 @@ def hf_configuration(config: Any, folder: Path) -> Any:
     transformers = hf.library()
     types = {family: kind for kind, family in _NAMES.items()}
     kind = types.get(config.name.partition("-")[0], "llama")
-    plain = config.norm_class_name == "RMSNorm" and not (
-        config.bias or config.post_attention_norm or config.parallel_residual
-    )
-    if not plain or config.mlp_class_name not in ("LLaMAMLP", "LLaMAMoE") or config.rotary_percentage != 1:
-        raise ConfigError(
-            f'{folder} has no config.json, and what "{config.name}" is in HF\'s terms is not known here; give --config, an HF folder of the model'
-        )
     kind = "mixtral" if config.mlp_class_name == "LLaMAMoE" else kind
+    windowed, adjusted = _windowed(config), set(config.rope_adjustments or ())
+    kind = "mistral" if windowed and kind == "llama" else kind
+    strange = [name for name, plain in _PLAIN.items() if getattr(config, name, plain) != plain]
+    if config.mlp_class_name not in ("LLaMAMLP", "LLaMAMoE"):
+        strange.append("mlp_class_name")
+    if windowed is None or windowed and kind not in ("mistral", "mixtral"):
+        strange.append("sliding_window_size")
+    if adjusted and adjusted not in ({"factor"}, _LLAMA3):
+        strange.append("rope_adjustments")
+    if strange:
+        raise ConfigError(
+            f'{folder} has no config.json, and what "{config.name}" is in HF\'s terms is not known here, for its {strange[0]} = '
+            f"{getattr(config, strange[0])}; give --config, an HF folder of the model"
+        )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.rope_base)}
-    if config.rope_adjustments:
+    if adjusted == {"factor"}:
+        rope |= {"rope_type": "linear", **config.rope_adjustments}
+    elif adjusted:
         given = dict(config.rope_adjustments)
         rope |= {"rope_type": "llama3", "original_max_position_embeddings": given.pop("original_max_seq_len"), **given}
     sizes = {
@@ -166,6 +191,8 @@ def hf_configuration(config: Any, folder: Path) -> Any:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": False,
     }
+    if kind in ("mistral", "mixtral"):
+        sizes["sliding_window"] = windowed or None  # HF's default for Mistral is one of 4096
     if kind == "mixtral":
         sizes |= {"num_local_experts": config.n_expert, "num_experts_per_tok": config.n_expert_per_token}
     if kind == "llama" and config.attn_bias:
@@ -173,6 +200,28 @@ def hf_configuration(config: Any, folder: Path) -> Any:
             f'{folder} has no config.json, and "{config.name}" has biases in its attention; give --config, an HF folder'
         )
     return transformers.AutoConfig.for_model(kind, rope_parameters=rope, **sizes)
+
+
+def _windowed(config: Any) -> int | None:
+    """Tokens that a token sees in every layer, 0 for all before it; None: layers differ."""
+    size = config.sliding_window_size
+    if size is None or size >= config.block_size or not any(config.sliding_window_indices):
+        return 0
+    return size if all(config.sliding_window_indices) else None
+
+
+def compare(own: Any, config: Any, folder: Path) -> None:
+    """Refuse a configuration of HF's that is another model's, which may have weights of the same sizes.
+
+    Raises:
+        ConfigError: names LitGPT's setting.
+    """
+    here = _of_hf(config) if config.model_type in _NAMES else {}
+    for name in ("n_head", "n_query_groups", "head_size", "rope_base", "norm_eps"):
+        if name in here and getattr(own, name) != here[name]:
+            raise ConfigError(
+                f"{folder} is of a model with {name} = {getattr(own, name)}, and the one of config.json has {here[name]} there; give its own --config"
+            )
 
 
 def _mapped(script: str, prefix: str, config: Any, given: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.weights import hf
+from axonn_plugins.weights import hf, megatron_told
 from axonn_plugins.weights.megatron_names import Rule, arguments, configuration, rules
 from axonn_tp.checkpoint.lazily import of_pieces
 from axonn_tp.checkpoint.planner import Place, SavePlanner, Shard
@@ -42,7 +42,7 @@ def iteration(folder: Path) -> Path | None:
         return folder
     if not (folder / _LATEST).is_file():
         return None
-    said = (folder / _LATEST).read_text().strip()
+    said = (folder / _LATEST).read_text(errors="replace").strip()
     place = folder / (said if not said.isdecimal() else f"iter_{int(said):07}")
     if not (place / _BACKEND).is_file():
         raise ConfigError(f"{place} is not of Megatron's format torch_dist; save with --ckpt-format torch_dist")
@@ -143,9 +143,16 @@ def _told(folder: Path) -> Any:
 
 
 def hf_configuration(folder: Path) -> Any:
-    """HF's configuration of a model, by the arguments that Megatron kept; None where it kept none, or they are of no family here."""
+    """HF's configuration of a model, by the arguments that Megatron kept; None where it kept none, or they are of no family here.
+
+    Raises:
+        ConfigError: they say what no HF model computes.
+    """
     told = _told(folder)
-    keys = None if told is None else configuration(told)
+    if told is None:
+        return None
+    megatron_told.check(told, folder)
+    keys = configuration(megatron_told.known(told))
     if keys is None:
         return None
     from transformers import AutoConfig
@@ -160,8 +167,8 @@ def to_hf(given: Mapping[str, Tensor], config: Any, folder: Path) -> tuple[Any, 
         ConfigError: the model has no place in Megatron's, or tensors are missing or unknown.
     """
     _check(config)
-    if getattr(_told(folder), "apply_layernorm_1p", False):
-        raise ConfigError(f"{folder} was trained with --apply-layernorm-1p, which no HF model computes")
+    if (told := _told(folder)) is not None:
+        megatron_told.compare(told, config, folder)
     left, made = dict(given), dict[str, Tensor]()
     with recording():
         for name in ("embedding.word_embeddings.weight", "output_layer.weight"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.weights import hf
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Rotary settings that Megatron has no arguments for."""
@@ -119,23 +120,49 @@ def _from_groups(groups: int, queries: int, size: int, fused: Tensor) -> tuple[T
     return tuple(part.reshape(-1, *rest) for part in parts)
 
 
-def _scaled(rope: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments of scaled rotary positions."""
-    kind = rope.get("rope_type", "default")
+def _rotary(rope: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments of rotary positions, scaled or not."""
+    base = rope.get("rope_theta", 10000)
+    if base != int(base):
+        raise ConfigError(f"config.json: rope_theta = {base} is not a whole number, as Megatron's --rotary-base is")
+    kind, plain = rope.get("rope_type", "default"), {"rotary_base": int(base), "rotary_percent": 1.0}
     if kind == "default":
-        return {"use_rope_scaling": False}
-    if kind != "llama3" or any(rope[key] != value for key, value in _LLAMA3.items()):
+        return {**plain, "use_rope_scaling": False}
+    wanted = {**_LLAMA3, "partial_rotary_factor": 1.0}
+    if kind != "llama3" or any(rope.get(key, 1.0) != value for key, value in wanted.items()):
         raise ConfigError(
             f"config.json: rope_parameters = {rope} are not what Megatron's --use-rope-scaling computes, which is llama3 with {_LLAMA3}"
         )
-    return {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    return {**plain, "use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+
+
+def _activation(config: Any) -> dict[str, Any]:
+    """Megatron's arguments of what is between the two matrices of an MLP."""
+    gpt2 = config.model_type == "gpt2"
+    key = "activation_function" if gpt2 else "hidden_act"
+    found = getattr(config, key)
+    known = {**dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), True), "gelu": False} if gpt2 else {"silu": True}
+    if found not in known:
+        raise ConfigError(
+            f'config.json: {key} = "{found}" is no activation of Megatron\'s GPTModel here; models with {", ".join(known)} have a place there'
+        )
+    return {"swiglu": not gpt2, "bias_gelu_fusion" if gpt2 else "bias_swiglu_fusion": known[found]}
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    """Megatron's arguments of what tokens see."""
+    for key, plain in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        if (found := getattr(config, key, plain)) is not plain:
+            raise ConfigError(f"config.json: {key} = {found} is not computed by Megatron, whose models have {plain}")
+    window = hf.window_of(config)
+    return {"window_size": None if window is None else (window - 1, 0)}
 
 
 def arguments(config: Any) -> Namespace:
     """Arguments of Megatron's scripts for a model, which they keep with a checkpoint.
 
     Raises:
-        ConfigError: they have no such rotary positions.
+        ConfigError: they have no such rotary positions, activation or attention.
     """
     gpt2, heads = config.model_type == "gpt2", config.num_attention_heads
     groups = heads if gpt2 else config.num_key_value_heads
@@ -150,12 +177,11 @@ def arguments(config: Any) -> Namespace:
         kv_channels=getattr(config, "head_dim", None) or config.hidden_size // heads,
         max_position_embeddings=config.max_position_embeddings,
         position_embedding_type="learned_absolute" if gpt2 else "rope",
-        rotary_base=int(rope.get("rope_theta", 10000)),
-        rotary_percent=1.0,
-        **_scaled(rope),
+        **_rotary(rope),
+        **_activation(config),
+        **_attention(config),
         normalization="LayerNorm" if gpt2 else "RMSNorm",
         norm_epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
-        swiglu=not gpt2,
         add_bias_linear=gpt2,
         add_qkv_bias=gpt2 or config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
         qk_layernorm=config.model_type == "qwen3",
@@ -165,50 +191,50 @@ def arguments(config: Any) -> Namespace:
     )
 
 
-def configuration(told: Any) -> dict[str, Any] | None:
-    """HF's keys of a model that Megatron's arguments tell of; None where it is of no family here."""
-    given = vars(told)
+def configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """HF's keys of a model that Megatron's arguments tell of (`megatron_told.known`); None where it is of no family here."""
     tied = not given.get("untie_embeddings_and_output_weights", False)
-    vocabulary = given.get("vocab_size") or given.get("padded_vocab_size")
+    heads, width = given["num_attention_heads"], given["hidden_size"]
+    sizes = {"vocab_size": given.get("vocab_size") or given.get("padded_vocab_size"), "tie_word_embeddings": tied}
     gpt2 = not given.get("swiglu") and given.get("position_embedding_type") == "learned_absolute"
     if gpt2 and given.get("normalization", "LayerNorm") == "LayerNorm" and given.get("add_bias_linear", True):
         return {
+            **sizes,
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": vocabulary,
-            "n_embd": told.hidden_size,
-            "n_layer": told.num_layers,
-            "n_head": told.num_attention_heads,
-            "n_inner": told.ffn_hidden_size,
-            "n_positions": told.max_position_embeddings,
+            "n_embd": width,
+            "n_layer": given["num_layers"],
+            "n_head": heads,
+            "n_inner": given["ffn_hidden_size"],
+            "n_positions": given["max_position_embeddings"],
+            "activation_function": "gelu_new" if given.get("bias_gelu_fusion", True) else "gelu",
             "layer_norm_epsilon": given.get("norm_epsilon", 1e-5),
-            "tie_word_embeddings": tied,
         }
     if not given.get("swiglu") or given.get("normalization") != "RMSNorm" or given.get("add_bias_linear", True):
         return None
     if given.get("position_embedding_type") != "rope" or given.get("num_experts"):
-        return None
-    if given.get("rotary_percent", 1.0) != 1 or given.get("rotary_interleaved"):
-        return None
-    if given.get("rotary_seq_len_interpolation_factor") not in (None, 1):
         return None
     rope = {"rope_type": "default", "rope_theta": float(given.get("rotary_base", 10000))}
     if given.get("use_rope_scaling"):
         rope |= {"rope_type": "llama3", "factor": given.get("rope_scaling_factor", 8.0), **_LLAMA3}
     grouped = given.get("group_query_attention") and given.get("num_query_groups")
     kind = "qwen3" if given.get("qk_layernorm") else "qwen2" if given.get("add_qkv_bias") else "llama"
+    window = given.get("window_size")
+    if window is not None and kind != "llama":
+        return None
+    if window is not None:
+        kind, sizes["sliding_window"] = "mistral", window[0] + 1
     return {
+        **sizes,
         "model_type": kind,
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        "vocab_size": vocabulary,
-        "hidden_size": told.hidden_size,
-        "intermediate_size": told.ffn_hidden_size,
-        "num_hidden_layers": told.num_layers,
-        "num_attention_heads": told.num_attention_heads,
-        "num_key_value_heads": grouped or told.num_attention_heads,
-        "head_dim": given.get("kv_channels") or told.hidden_size // told.num_attention_heads,
-        "max_position_embeddings": told.max_position_embeddings,
+        "hidden_size": width,
+        "intermediate_size": given["ffn_hidden_size"],
+        "num_hidden_layers": given["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": grouped or heads,
+        "head_dim": given.get("kv_channels") or width // heads,
+        "max_position_embeddings": given["max_position_embeddings"],
         "rms_norm_eps": given.get("norm_epsilon", 1e-5),
         "rope_parameters": rope,
-        "tie_word_embeddings": tied,
     }

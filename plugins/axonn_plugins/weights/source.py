@@ -60,6 +60,7 @@ class Weights:
         if self.names in ("litgpt", "megatron"):
             if self.names == "litgpt":
                 own = litgpt.own_configuration(self.beside, config)
+                litgpt.compare(own, config, self.folder)
                 config, tensors = litgpt.to_hf(self.tensors, own, config)
             else:
                 config, tensors = megatron.to_hf(self.tensors, config, self.folder)

@@ -19,10 +19,11 @@ from axonn_tp.checkpoint import files, sums
 MANIFEST, MARKER = "axonn_manifest.json", "axonn_complete"
 _LATEST, _IS_LATEST = "latest", "axonn_latest"
 _ASIDE, _REPLACED = ".incomplete", ".replaced"
+_OWN = ("axonn", "axonn_*", "*_states.pt", "zero")
 T = TypeVar("T")
 
 
-def _everyone(work: Callable[[], T]) -> list[T]:
+def everyone(work: Callable[[], T]) -> list[T]:
     """Do the work on each rank and gather the results; where it fails on one it fails on all, so that none waits for another.
 
     Args:
@@ -50,7 +51,7 @@ def _same(work: Callable[[], T], what: str) -> T:
     Raises:
         ConfigError: it differs.
     """
-    found = _everyone(work)
+    found = everyone(work)
     for rank, value in enumerate(found):
         if value != found[0]:
             raise ConfigError(
@@ -86,11 +87,11 @@ def publish(save_dir: str, tag: str, save_latest: bool) -> None:
     dist.barrier()
     pieces = sums.cut(aside, _files(aside))
     _same(lambda: f"{len(pieces)} pieces, {zlib.crc32(repr(pieces).encode()):08x}", f"sees in {aside}")
-    shares = _everyone(lambda: _summed(aside, pieces[rank::world]))
+    shares = everyone(lambda: _summed(aside, pieces[rank::world]))
     found = [0] * len(pieces)
     for first, share in enumerate(shares):
         found[first::world] = share
-    _everyone(lambda: None if rank else _rename(Path(save_dir), tag, sums.sums_of(pieces, found), save_latest))
+    everyone(lambda: None if rank else _rename(Path(save_dir), tag, sums.sums_of(pieces, found), save_latest))
 
 
 def _files(folder: Path) -> list[str]:
@@ -113,12 +114,7 @@ def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> No
         sums.put(aside / _IS_LATEST, "")
     sums.seal(aside, written, MANIFEST, MARKER)
     sums.flush(aside)
-    if (folder / tag).exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        (folder / tag).rename(replaced)
-    aside.rename(folder / tag)
-    sums.flush(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    files.take_place(aside, folder / tag, replaced, _OWN)
     if save_latest:
         note = folder / f"{_LATEST}{_ASIDE}"
         sums.put(note, tag)
@@ -152,7 +148,7 @@ def find(load_dir: str, tag: str | None) -> str | None:
     if chosen is None:
         return None
     folder, rank, world = Path(load_dir) / chosen, dist.get_rank(), dist.get_world_size()
-    shares = _everyone(lambda: _damage(folder, rank, world))
+    shares = everyone(lambda: _damage(folder, rank, world))
     if wrong := [what for share in shares for what in share]:
         others = [name for name in _tags(Path(load_dir)) if name != chosen]
         raise ConfigError(

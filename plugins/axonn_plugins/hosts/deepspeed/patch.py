@@ -84,13 +84,25 @@ def read(config: Any) -> Any:
     if isinstance(config, dict):
         return config
     try:
-        import hjson
-
         if os.path.exists(config):
             with open(config) as file:
-                return hjson.load(file)
+                return parsed(file.read())
         import base64
+
+        import hjson
 
         return hjson.loads(base64.urlsafe_b64decode(config).decode("utf-8"))
     except Exception:
         return None
+
+
+def parsed(text: str) -> Any:
+    """A configuration's text as DeepSpeed reads a file: JSON in which there may be comments, and no key twice.
+
+    Raises:
+        ValueError: it is none.
+    """
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    return hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from axonn_plugins.hosts.common.complete import everyone
 from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
 from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import why_unreadable
 from axonn_plugins.hosts.deepspeed.states import OwnStates
+from axonn_plugins.observe.files import complete
 from axonn_tp import full_state_dict
 
 
@@ -81,14 +83,22 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model's weights, as the serial model names and shapes them; rank 0 alone has them whole."""
+        """Write the whole model's weights, as the serial model names and shapes them; rank 0 alone has them whole.
+
+        Raises:
+            ConfigError: the file cannot be written; the same on every rank.
+        """
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
         full = full_state_dict(self.module, self.mesh, dtype)
         if exclude_frozen_parameters:
             frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
             full = {name: value for name, value in full.items() if name not in frozen}
-        if dist.get_rank() == 0:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(full, Path(save_dir) / save_filename)
-        dist.barrier()
+        file = Path(save_dir) / save_filename
+
+        def write() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with complete(file) as aside:
+                torch.save(full, aside)
+
+        everyone(write if dist.get_rank() == 0 else lambda: None)
         return True

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from axonn_plugins.hosts.deepspeed.data_efficiency import parts_with_state
+from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.dealt import DealtNames, merged
 from axonn_tp.checkpoint.optimizer import (
     Pieces,
@@ -115,6 +116,11 @@ class PortableState:
             CheckpointError: one sentence, the same on every rank.
         """
         notes, states = reading.notes, states and self.optimizer is not None
+        if schedule and self.engine.lr_scheduler is not None and "scheduler" not in notes:
+            raise CheckpointError(
+                "the checkpoint was saved without a schedule of the learning rate, and this run has one; pass load_lr_scheduler_states=False to have "
+                "it begin anew"
+            )
         if self.names is not None:
             notes = self.names.notes(notes, self.names.inward)
         if self.own is not None:

@@ -53,14 +53,22 @@ def to_stock(source: Path, target: Path, ranks: int, stage: int) -> str:
     aside = target.with_name(f"{target.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        _write(Reading(source / "axonn", Ranks(None)), source, aside / source.name, ranks, stage)
+        reading = Reading(source / "axonn", Ranks(None))
+        _write(reading, source, aside / source.name, ranks, stage)
         (aside / "latest").write_text(source.name)
         aside.rename(target)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be made: {error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return f"{source} -> {target} (deepspeed, ZeRO-{stage}{f' on {ranks} ranks' if stage else ''})"
+    dense = "; its masks do not go along, and what is pruned is trained again" if _pruned(reading.notes) else ""
+    return f"{source} -> {target} (deepspeed, ZeRO-{stage}{f' on {ranks} ranks' if stage else ''}){dense}"
+
+
+def _pruned(notes: dict[str, Any]) -> bool:
+    return bool((notes.get("samo") or {}).get("pruned"))
 
 
 def _write(reading: Reading, source: Path, folder: Path, ranks: int, stage: int) -> None:
@@ -83,6 +91,7 @@ def _write(reading: Reading, source: Path, folder: Path, ranks: int, stage: int)
     saved: dict[str, Any] = {
         **(notes["extra"] or {}),
         **notes["counters"],
+        **notes.get("data", {}),
         "module": module,
         "buffer_names": [name for name in module if name not in {*trained, *notes["model"]["aliases"]}],
         "shared_params": dict(notes["model"]["aliases"]),
