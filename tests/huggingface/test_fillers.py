@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 
 pytest.importorskip("transformers")
 from axonn_plugins.hosts.transformers import means, trainer_sums  # noqa: E402
-from axonn_plugins.hosts.transformers.accelerate_patch import ask  # noqa: E402
+from axonn_plugins.hosts.transformers.asking import ask  # noqa: E402
 from axonn_plugins.hosts.transformers.clipping import saying  # noqa: E402
 from axonn_plugins.hosts.transformers.last_batch import Last, Nothing, counting, divides  # noqa: E402
 from axonn_plugins.hosts.transformers.uneven import gathered  # noqa: E402

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from axonn_plugins import build_locks
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
+from axonn_plugins.hosts.transformers.asking import ask
 from axonn_plugins.hosts.transformers.clipping import saying
 from axonn_plugins.hosts.transformers.readers import Readers, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, read_by, settle
@@ -124,25 +125,12 @@ def replica() -> bool:
     return found > 1 and dist.get_rank() % found > 0
 
 
-_asked = 0
-
-
-def asked() -> int:
-    """Number of times that somebody has asked for the number of processes."""
-    return _asked
-
-
-def ask() -> None:
-    """Remember that somebody asks."""
-    global _asked
-    _asked += 1
-
-
 def _of_readers(name: str) -> property:
     def counted(self: Any) -> int:
-        ask()
         found: int = getattr(self.state, name) // same()
-        return found
+        if name == "process_index":  # of who is asked which one it is, and not how many there are
+            return found
+        return found * ask()
 
     return property(counted)
 
