@@ -250,12 +250,15 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
     @wraps(original)
     def prepare(self: Any, *given: Any) -> tuple:
         """Accelerate's, after the sizes that are "auto" were chosen for the model among what is prepared."""
+        from axonn_plugins.hosts.transformers.boxes import count_boxes
+
         plugin = self.deepspeed_plugin
         raw = plugin.deepspeed_config
         models = [one for one in given if isinstance(one, nn.Module)]
         loaders = [one for one in given if isinstance(one, DataLoader)]
         if models and isinstance(raw, Mapping) and "axonn" in raw:
             _refuse_second(self, models[0], given)
+            count_boxes(models[0])
         if models and open_sizes(raw):
             steps = raw.get("gradient_accumulation_steps")
             steps = steps if isinstance(steps, int) else self.gradient_accumulation_steps

@@ -175,6 +175,8 @@ def _joined(rows: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]
     number = find_batch_size(rows)
 
     def joined(key: str, value: Any) -> Any:
+        if isinstance(value, list) and len(value) == number:  # as of boxes
+            return [one for part in parts for one in part[key]]
         if not isinstance(value, Tensor) or not value.dim():
             return value
         at = 1 if value.dim() > 1 and len(value) != number == value.size(1) else 0  # as positions of several kinds
