@@ -210,8 +210,8 @@ def counts_processes(self: Any, loss: Callable[..., Any], rows: dict[str, Any]) 
     for times in (1, 2):
         with _evaluating(self.model), counting_times(times):
             found.append(float(loss(dict(rows))))
-    changes = abs(found[1] - found[0]) > 0.1 * abs(found[0])
-    changed, alike = count_votes(self, [changes, found[0] != 0 and not changes])
+    by, allowed = abs(found[1] - found[0]), 0.1 * abs(found[0])
+    changed, alike = count_votes(self, [by > allowed, by <= allowed != 0])  # neither where it is nan
     return changed >= alike
 
 
