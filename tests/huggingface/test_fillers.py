@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 
 pytest.importorskip("transformers")
 from axonn_plugins.hosts.transformers import means, trainer_sums  # noqa: E402
-from axonn_plugins.hosts.transformers.accelerate_patch import ask  # noqa: E402
+from axonn_plugins.hosts.transformers.asking import ask  # noqa: E402
 from axonn_plugins.hosts.transformers.clipping import saying  # noqa: E402
 from axonn_plugins.hosts.transformers.last_batch import Last, Nothing, counting, divides  # noqa: E402
 from axonn_plugins.hosts.transformers.uneven import gathered  # noqa: E402
@@ -55,6 +55,7 @@ def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> 
         return means.in_one_process(trainer, mean, model, inputs), None, inputs["labels"]
 
     batch = {"labels": torch.full((2, 3), -100)}
+    monkeypatch.setattr(means, "counts_processes", lambda *given: True)
     monkeypatch.setattr(trainer_sums, "last", lambda inputs: Last(rows=2, own=0, share=0.0))
     loss, _, labels = trainer_sums._prediction_step(trainer, predict, None, batch)
     assert sent[0].item() == loss.item() == 0 and labels.shape == (2, 3)

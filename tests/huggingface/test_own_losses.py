@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -75,6 +77,43 @@ class OwnMean(Own):
         return mean(outputs, labels)
 
 
+class OwnOfFirst(Own):
+    """Asks who is first, as scripts do that print, and how many processes there are, which changes nothing."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        assert self.is_world_process_zero() in (True, False) and self.accelerator.num_processes
+        return summed(outputs, labels)
+
+
+class OwnOfRanks(OwnDivided):
+    """Multiplies by the number of processes that its arguments tell."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        return super().own(outputs, labels, items) * self.args.world_size
+
+
+class OwnOfRows(Own):
+    """A row counts as much as any other."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        each = ENTROPY(outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return (each.sum(1) / labels[:, 1:].ne(-100).sum(1)).mean()
+
+
+class OwnOfTwo(Own):
+    """Two means, over other targets each; one of them leaves out what it has marked itself."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        marked = ENTROPY(outputs["logits"].flatten(0, 1), labels.flatten() % 50 - 1, ignore_index=-1)
+        return mean(outputs, labels) + marked
+
+
+class OwnOfPairs(Own):
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        first = outputs["logits"][:, 0]
+        return ENTROPY(first @ first.T / 10, torch.arange(len(first)))
+
+
 class Weighted(transformers.Trainer):
     """Classes count by weights, and so does the mean."""
 
@@ -139,6 +178,19 @@ class Coincident(nn.Module):
         return self.model(**keywords)
 
 
+whole = True
+
+
+def then_padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A first batch in which all labels count, and others in which some do not."""
+    global whole
+    batch = padded(samples)
+    if whole:
+        batch["labels"] = batch["input_ids"].clamp(max=PAD - 1)
+    whole = False
+    return batch
+
+
 def batch_encoding(samples: list[dict[str, Tensor]]) -> Any:
     """A batch as the collators of transformers return it, which is no dict."""
     return transformers.BatchEncoding(padded(samples))
@@ -201,15 +253,56 @@ def answers(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch | {"start_positions": first, "end_positions": last}
 
 
+def detector() -> nn.Module:
+    """Its loss is divided by the number of boxes, which it averages over processes itself; boxes go to queries without scipy here."""
+    from transformers.loss import loss_for_object_detection as theirs
+
+    def assign(costs: Any) -> tuple[list[int], list[int]]:
+        costs, rows = torch.as_tensor(costs).clone(), []
+        for column in range(costs.shape[1]):
+            rows.append(int(costs[:, column].argmin()))
+            costs[rows[-1]] = float("inf")
+        return rows, [*range(len(rows))]
+
+    module: Any = theirs
+    module.linear_sum_assignment, module.requires_backends = assign, lambda *given: None
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 56,
+    }
+    seen = {"image_size": [16, 16], "patch_size": 8, "num_detection_tokens": 6, "num_labels": 3}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.YolosForObjectDetection(transformers.YolosConfig(**sizes, **seen, **off))
+
+
+def boxes(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Images, each with none to three boxes."""
+    images, found = [], []
+    for sample in samples:
+        drawn = torch.Generator().manual_seed(int(sample["input_ids"].sum()))
+        number = int(sample["input_ids"][0]) % 4
+        images.append(torch.randn(3, 16, 16, generator=drawn))
+        kinds = torch.randint(3, (number,), generator=drawn)
+        found.append({"class_labels": kinds, "boxes": torch.rand(number, 4, generator=drawn) * 0.4 + 0.2})
+    return {"pixel_values": torch.stack(images), "labels": found}
+
+
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 ALL = {"remove_unused_columns": False}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
 ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
 OWN = {"own sum": Own, "own sum divided": OwnDivided, "own multiplied": OwnMultiplied, "own mean": OwnMean}
+SGD = EPOCH | {"optim": "sgd", "learning_rate": 0.1}
+OWN_SGD = {"first": OwnOfFirst, "ranks": OwnOfRanks, "two": OwnOfTwo}
 CASES: dict[str, tuple[Case, Any, Any]] = {
     **{name: (Case(gpt2, arguments=ROUNDS, batch=8), None, function) for name, function in FUNCTIONS.items()},
     **{name: (Case(gpt2, arguments=EPOCH), kind, None) for name, kind in OWN.items()},
+    **{f"own of {name}": (Case(gpt2, arguments=SGD), kind, None) for name, kind in OWN_SGD.items()},
+    "own of rows": (Case(gpt2, then_padded, SGD), OwnOfRows, None),
     "penalized": (Case(gpt2, arguments=ROUNDS, batch=8), Penalized, None),
     "plain": (Case(Plain, arguments=EPOCH, config=NO_AUTO), None, None),
     "summing": (Case(Summing, arguments=EPOCH, config=NO_AUTO), None, None),
@@ -217,6 +310,7 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "collator": (Case(gpt2, batch_encoding, EPOCH), None, None),
     "classifier": (Case(classifier, classes, ROUNDS, batch=8), None, None),
     "answers": (Case(reader_of_answers, answers, ROUNDS | ALL, batch=8), None, None),
+    "boxes": (Case(detector, boxes, SGD | ALL, config=NO_AUTO), None, None),
     "weighted": (Case(classifier, classes, ROUNDS, batch=8), Weighted, None),
     "balanced": (Case(mixture, longest, ROUNDS | {"include_num_input_tokens_seen": "all"}, batch=8), None, None),
     "balanced by rows": (Case(mixture, arguments=EPOCH), OwnOfModel, None),
@@ -233,6 +327,8 @@ def run(name: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, 
     if kind is not None:
         used.__class__ = kind
     used.compute_loss_func = function
+    global whole
+    whole = True
     if block and readers > 1 and name == "plain":
         used.evaluate()  # before there is a training call
         used.state.log_history.clear()
@@ -257,7 +353,7 @@ ONE_OF_A_KIND = [
 
 @pytest.mark.parametrize(
     ("names", "with_one_reader"),
-    [(ONE_OF_A_KIND, {"sum divided", "weighted"}), thorough([*CASES], {*CASES})],
+    [(ONE_OF_A_KIND, {"boxes", "weighted", "own of ranks"}), thorough([*CASES], {*CASES})],
     ids=["some", "all"],
 )
 def test_as_in_one_process(names: list[str], with_one_reader: set[str]) -> None:
@@ -311,12 +407,27 @@ def averaged_padding() -> Any:
     return attempt(trainer(case, {"tensor_parallel": {"gz": 2, "plan": "auto"}}, 2, "unused").train)
 
 
+def of_pairs() -> str:
+    """What is said of a loss of no kind that could be one process's; only rank 0 says it."""
+    used = trainer(Case(gpt2, arguments={"max_steps": 1}), {"tensor_parallel": {"gz": 2}}, 2, "unused")
+    used.__class__ = OwnOfPairs
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        used.train()
+    return next((line for line in said.getvalue().splitlines() if "neither" in line), "")
+
+
 def all_refused() -> tuple[Any, ...]:
-    return refused(), two_optimizers(), routed_padding(), averaged_padding()
+    return refused(), two_optimizers(), routed_padding(), averaged_padding(), of_pairs()
 
 
 def test_labels_on_some_ranks_two_optimizers_and_padding_that_is_routed_are_refused_on_all() -> None:
-    for told, given, routed, averaged in run_ranks(all_refused, 2):
+    found = run_ranks(all_refused, 2)
+    assert (
+        "the loss of OwnOfPairs is neither a sum nor a mean over the rows or the labels" in found[0][-1]
+        and not found[1][-1]
+    )
+    for told, given, routed, averaged, _ in found:
         assert "or are routed to experts whose balance is part of the loss, and readers pad" in routed
         assert "is a mean over tokens of padding, too, and readers pad their rows to different lengths" in averaged
         assert "labels are in the batches of 1 of 2 ranks" in told

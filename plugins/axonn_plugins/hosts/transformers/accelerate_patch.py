@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from axonn_plugins import build_locks
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
+from axonn_plugins.hosts.transformers.asking import ask
 from axonn_plugins.hosts.transformers.clipping import saying
 from axonn_plugins.hosts.transformers.readers import Readers, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, read_by, settle
@@ -124,25 +125,12 @@ def replica() -> bool:
     return found > 1 and dist.get_rank() % found > 0
 
 
-_asked = 0
-
-
-def asked() -> int:
-    """Number of times that somebody has asked for the number of processes."""
-    return _asked
-
-
-def ask() -> None:
-    """Remember that somebody asks."""
-    global _asked
-    _asked += 1
-
-
 def _of_readers(name: str) -> property:
     def counted(self: Any) -> int:
-        ask()
         found: int = getattr(self.state, name) // same()
-        return found
+        if name == "process_index":  # of who is asked which one it is, and not how many there are
+            return found
+        return found * ask()
 
     return property(counted)
 
@@ -262,12 +250,15 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
     @wraps(original)
     def prepare(self: Any, *given: Any) -> tuple:
         """Accelerate's, after the sizes that are "auto" were chosen for the model among what is prepared."""
+        from axonn_plugins.hosts.transformers.boxes import count_boxes
+
         plugin = self.deepspeed_plugin
         raw = plugin.deepspeed_config
         models = [one for one in given if isinstance(one, nn.Module)]
         loaders = [one for one in given if isinstance(one, DataLoader)]
         if models and isinstance(raw, Mapping) and "axonn" in raw:
             _refuse_second(self, models[0], given)
+            count_boxes(models[0])
         if models and open_sizes(raw):
             steps = raw.get("gradient_accumulation_steps")
             steps = steps if isinstance(steps, int) else self.gradient_accumulation_steps

@@ -107,10 +107,12 @@ class _OfAll(TorchFunctionMode):
 
     def _cross_entropy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
-        usual = given.get("reduction", "mean") == "mean" and given.get("weight") is None
-        if not usual or given["target"].is_floating_point() or not self._in_models and _in_a_model():
+        target, weights = given["target"], given.get("weight")
+        usual = given.get("reduction", "mean") == "mean" and not target.is_floating_point()
+        if not usual or not self._in_models and _in_a_model():
             return None
-        counted = given["target"].ne(given.get("ignore_index", -100)).sum()
+        kept = target.ne(given.get("ignore_index", -100))
+        counted = kept.sum() if weights is None else weights[target[kept]].sum()
         return self._divided(func(*args, **kwargs | {"reduction": "sum"}), counted)
 
     _replacing: dict[str, Callable[..., Any]] = {

@@ -12,7 +12,8 @@ from typing import Any
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers import evaluating_first, neftune, trainer_sums
-from axonn_plugins.hosts.transformers.accelerate_patch import ask, has_state, notice, same
+from axonn_plugins.hosts.transformers.accelerate_patch import has_state, notice, same
+from axonn_plugins.hosts.transformers.asking import ask
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
 from axonn_plugins.hosts.transformers.tokens import refuse_orders
@@ -25,6 +26,7 @@ _METHODS = {
     "_get_dataloader": _BOTH,
     "_get_train_sampler": _BOTH,
     "get_total_train_batch_size": _SIZE,
+    "training_step": _SIZE,
     "evaluate": _SIZE,
     "predict": _SIZE,
 }
@@ -178,9 +180,10 @@ def _of_kept_targets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counted(name: str, original: property) -> property:
     def get(self: Any) -> int:
-        ask()
         assert original.fget is not None
         found: int = original.fget(self)
+        if name == "world_size":
+            found *= ask()
         return found // _same(self, found) if _counting[name] else found
 
     return property(get, doc=original.__doc__)

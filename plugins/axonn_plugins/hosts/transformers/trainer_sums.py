@@ -15,8 +15,9 @@ from torch import nn
 from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.balance import balanced
+from axonn_plugins.hosts.transformers.kinds import count_votes
 from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
-from axonn_plugins.hosts.transformers.means import count_votes, in_one_process
+from axonn_plugins.hosts.transformers.means import in_one_process
 from axonn_plugins.hosts.transformers.neftune import noisy
 from axonn_plugins.hosts.transformers.padded_targets import refuse_padded_targets
 from axonn_plugins.hosts.transformers.readers import as_one_reader, has_block
