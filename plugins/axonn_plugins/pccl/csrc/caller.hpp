@@ -10,6 +10,7 @@
 
 #include "calls.hpp"
 #include "direct.hpp"
+#include "overlap.hpp"
 #include "reduce.hpp"
 
 namespace pccl {
@@ -109,10 +110,11 @@ class Caller : public c10d::Backend, public Planned {
            std::chrono::milliseconds timeout, bool asynchronous, int root = 0) {
     ProgramPointer program = programme(planned, signature.elements * type_bytes(signature.type), root);
     signature.schedule = program->digest;
-    call->hold(input);
+    at::Tensor from = apart(planned, rank_, input, output);
+    call->hold(from);
     call->hold(output);
     std::unique_lock lock(order_);
-    Begun begun = core_->engine.start(key_, ++sequence_, std::move(program), signature, input.data_ptr(), output.data_ptr(),
+    Begun begun = core_->engine.start(key_, ++sequence_, std::move(program), signature, from.data_ptr(), output.data_ptr(),
                                       seconds(timeout), arrived(call), here(*call, asynchronous));
     lock.unlock();
     core_->engine.lead(std::move(begun));
@@ -123,7 +125,7 @@ class Caller : public c10d::Backend, public Planned {
            std::chrono::milliseconds timeout, bool asynchronous) {
     meet(*program, signature);
     std::unique_lock lock(order_);
-    Begun begun = core_->engine.start(key_, ++sequence_, std::move(program), signature, pieces(*call, inputs), pieces(*call, outputs),
+    Begun begun = core_->engine.start(key_, ++sequence_, std::move(program), signature, pieces(*call, apart(rank_, inputs, outputs)), pieces(*call, outputs),
                                       seconds(timeout), arrived(call), here(*call, asynchronous));
     lock.unlock();
     core_->engine.lead(std::move(begun));

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "overlap.hpp"
 #include "schedule.hpp"
 
 namespace pccl {
@@ -206,7 +207,7 @@ class Device : public Delegate, public Planned {
     bool copied = !output.is_contiguous();
     at::Tensor into = copied ? output.new_empty({output.numel()}) : flat(output);
     if (copied && collective == Collective::kAllReduce) into.copy_(output.reshape(-1));
-    at::Tensor from = collective == Collective::kAllReduce ? into : flat(input.contiguous());
+    at::Tensor from = collective == Collective::kAllReduce ? into : apart(collective, rank_, flat(input.contiguous()), into);
     const at::Tensor& whole = collective == Collective::kReduceScatter ? from : into;
     if (whole.numel()) {
       connect(whole.device());

@@ -54,7 +54,7 @@ bool Signature::operator==(const Signature& other) const {
 std::string Signature::text() const {
   static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce", "gather", "scatter",
                                       "all_to_all", "all_gather of parts", "reduce_scatter of parts", "message"};
-  static const char* reductions[] = {"sum", "min", "max", "product", "average", "and", "or", "xor", ""};
+  static const char* reductions[] = {"sum", "min", "max", "product", "average", "and", "or", "xor", "weighted sum", ""};
   std::string made = collectives[static_cast<int>(collective)];
   if (collective != Collective::kBarrier) made += " of " + std::to_string(elements) + " " + type_name(type);
   if (reduction != Reduction::kNone) made += std::string(" (") + reductions[static_cast<int>(reduction)] + ")";

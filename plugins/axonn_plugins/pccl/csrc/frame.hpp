@@ -31,7 +31,7 @@ enum class Type : uint8_t {
   kOther,                                                            // counted in bytes
   kEnd
 };
-enum class Reduction : uint8_t { kSum, kMin, kMax, kProduct, kAverage, kAnd, kOr, kXor, kNone, kEnd };
+enum class Reduction : uint8_t { kSum, kMin, kMax, kProduct, kAverage, kAnd, kOr, kXor, kWeighted, kNone, kEnd };
 
 // Calls that are no collectives have numbers of their own, from here on.
 inline constexpr uint64_t kPoints = uint64_t{1} << 63;

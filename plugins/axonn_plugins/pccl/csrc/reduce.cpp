@@ -120,7 +120,7 @@ void typed(Reduction reduction, void* to, const void* mine, const void* theirs, 
   using A = Arithmetic<T>;
   using W = typename A::Wide;
   switch (reduction) {
-    case Reduction::kSum: case Reduction::kAverage:
+    case Reduction::kSum: case Reduction::kAverage: case Reduction::kWeighted:
       return each<T>(to, mine, theirs, n, [](T a, T b) { return A::narrow(static_cast<W>(a) + static_cast<W>(b)); });
     case Reduction::kProduct:
       return each<T>(to, mine, theirs, n, [](T a, T b) { return A::narrow(static_cast<W>(a) * static_cast<W>(b)); });

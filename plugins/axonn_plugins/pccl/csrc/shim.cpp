@@ -216,7 +216,8 @@ class Shim : public Exchanges {
   }
   Reduction summing(const char* name, const at::Tensor& tensor, const c10d::ReduceOp& op) {
     bool weighs = is(op, c10d::ReduceOp::PREMUL_SUM) && at::isFloatingType(tensor.scalar_type()) && op.supplement_;
-    return reduction(name, tensor, weighs ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op);
+    Reduction found = reduction(name, tensor, weighs ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op);
+    return weighs ? Reduction::kWeighted : found;
   }
   // Times the factor of a sum that has one.
   static at::Tensor weighted(const at::Tensor& tensor, const c10d::ReduceOp& op) {
