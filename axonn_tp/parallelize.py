@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from axonn_tp.comm.clipping import measure_on_mesh
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.replicated import agree_on_bits
@@ -123,6 +124,7 @@ def parallelize(
     else:
         _watch_forward(model, tuner)
     accumulate_as(model, options)
+    measure_on_mesh(model.parameters(), mesh)
     share_sequences(model, mesh, None if options.attention == "auto" else options.attention, options.verify_plan)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -53,6 +54,9 @@ class Optimizer(FlatOptimizer):
     Raises:
         ValueError: see `FlatOptimizer`; masks of unknown parameters or of other shapes.
     """
+
+    takes_masks = True
+    """True if a compressed state that is loaded says what is pruned, where nothing is."""
 
     def __init__(
         self,
@@ -119,6 +123,42 @@ class Optimizer(FlatOptimizer):
         if self._whole is not None and whole is not None:
             self._whole.go_on_from(whole)
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `FlatOptimizer`. Where nothing is pruned yet, what the state was pruned by is taken, too, so that zeros stay.
+
+        Raises:
+            ValueError: see there.
+            RuntimeError: see `prune`.
+        """
+        if self.takes_masks and all(entry.index is None for entry in self.entries):
+            masks = self._masks_in(state_dict)
+            if masks:
+                self.prune(masks)
+        super().load_state_dict(state_dict)
+
+    def _masks_in(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Masks by which the parameters of a compressed state were pruned."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        masks = {}
+        for number, parameter in zip(numbers, self._parameters, strict=False):
+            positions = state_dict["state"].get(number, {}).get("positions")
+            if positions is not None:
+                mask = torch.zeros(parameter.numel(), dtype=torch.bool, device=parameter.device)
+                mask[positions.long().to(mask.device)] = True
+                masks[self.names[parameter]] = mask.view(parameter.shape)
+        return masks
+
+    def _written(self, entries: list[Entry]) -> None:
+        changed = [entry for entry in entries if entry.index is not None and _masked(entry)]
+        if changed:
+            warnings.warn(
+                f"samo: what is pruned of {changed[0].name!r} was written since the last step, by load_state_dict for instance, and is zero again; "
+                "load weights before the optimizer is made",
+                stacklevel=4,
+            )
+        super()._written(entries)
+
     # Dense gradients
 
     def watch(self, names: Iterable[str]) -> None:
@@ -170,3 +210,12 @@ class Optimizer(FlatOptimizer):
             self._native.step(1.0 if factor is None else float(factor))
             return self.stores
         return [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]
+
+
+def _masked(entry: Entry) -> bool:
+    """Set what an entry's index prunes to zero; true if something was not."""
+    kept = entry.read(entry.flat, 0, entry.kept).clone()
+    before = entry.flat.count_nonzero()
+    entry.flat.zero_()
+    entry.write(kept, 0)
+    return bool(before != kept.count_nonzero())

@@ -131,6 +131,7 @@ def _convert(layer: nn.Linear, plan: LayerPlan, groups: Axes, sums: bool) -> Non
             pieces = [part.chunk(size, dim)[rank] for part in parameter.data.chunk(plan.parts, dim)]
             parameter.data = torch.cat(pieces, dim).contiguous()
             splits[name] = dim, plan.parts
+            parameter.ted_split = True  # type: ignore[attr-defined]
     if column:
         layer.out_features //= size
     else:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from axonn_tp.comm.clipping import largest_of, measure_whole, require_known
 from axonn_tp.comm.gradients import sum_gradients
 from ted_moe.topology import Groups
 
@@ -15,13 +19,40 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
 
     Dense parameters are summed over data; an expert's over expert data, because the tokens of the ranks of its expert
     group have come to it already. Both are divided by the size of data, so that the mean of the ranks' mean losses is
-    what was differentiated.
+    what was differentiated. Behind it torch's `clip_grad_norm_` takes the norm of the whole model, with every rank's experts.
 
     Args:
         parameters: of the model, the same in the same order on every rank; experts' have ``allreduce = False``.
         groups: the process groups.
     """
+    parameters = list(parameters)
     sum_gradients(parameters, lambda parameter: (groups, _axis(parameter)), groups.size("data"))
+    if groups.size("block") > 1:
+        measure_whole(parameters, groups, _whole_norm)
+
+
+@torch.no_grad()
+def _whole_norm(parameters: list[Any], groups: Groups, norm_type: float) -> Tensor:
+    """The norm of all gradients, of which replicas count once, the same on every rank."""
+    require_known(norm_type)
+    device = parameters[0].device
+    if norm_type != 2:
+        largest = largest_of(parameters, device)
+        sent = largest.to(groups.sender("block", device))
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=groups.group("block"))
+        return sent.to(device)
+    squares = torch.zeros(2, 2, dtype=torch.float64, device=device)  # of dense layers and experts, whole and split
+    for parameter in parameters:
+        if parameter.grad is not None:
+            split = getattr(parameter, "ted_split", False) or getattr(parameter, "tensor_model_parallel", False)
+            squares[int(_axis(parameter) != "data"), int(split)] += parameter.grad.double().square().sum()
+    dense, experts = squares
+    for axis, part in (("tensor", squares[:, 1]), ("expert", experts)):
+        if groups.size(axis) > 1:
+            sent = part.to(groups.sender(axis, device)).contiguous()
+            dist.all_reduce(sent, group=groups.group(axis))
+            part.copy_(sent)
+    return (dense.sum() + experts.sum()).sqrt()
 
 
 def _axis(parameter: nn.Parameter) -> str:

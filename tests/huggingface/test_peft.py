@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import axonn_plugins
+from axonn_plugins.hosts.common.experts import experts_of
 from axonn_tp import Grid, auto_plan
 from axonn_tp.plan.placement import place
 from tests.deepspeed.scripts import one_sentence
@@ -22,6 +23,7 @@ from tests.matrix import thorough
 
 axonn_plugins.activate()
 peft = pytest.importorskip("peft")
+from tests.axonn_tp.families import GROUPED, hf  # noqa: E402
 from tests.huggingface.trainer_runs import Case, gpt2, history, llama, trainer  # noqa: E402
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -144,6 +146,17 @@ def of_weights() -> nn.Module:
 
 def with_magnitudes() -> nn.Module:
     return peft.get_peft_model(llama(), peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True))
+
+
+def test_adapters_of_all_experts_at_once_are_refused() -> None:
+    """They ended in an error about sizes."""
+    model = hf("MixtralForCausalLM", **GROUPED, num_local_experts=4)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    with pytest.raises(ValueError, match=r"adapts \w+ of all experts at once") as told:
+        experts_of(peft.get_peft_model(model, config))
+    assert one_sentence(str(told.value))
 
 
 @pytest.mark.parametrize("plan", [{}, "auto"])

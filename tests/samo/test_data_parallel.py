@@ -123,7 +123,20 @@ def four_ranks(every):
     sharded = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks, group=dist.group.WORLD, stage=1)
     whole = samo.Optimizer(ADAMW, copy.deepcopy(ours), masks)
     found["masters"] = sharded.stores[0].master.numel(), whole.stores[0].master.numel()
+    found["sums of others"] = [said_of_ddp(model) for model in ("whole", "inner")]
     return found
+
+
+def said_of_ddp(given):
+    """What is said where DistributedDataParallel is to sum gradients that the optimizer takes first."""
+    layer = nn.Linear(3, 2)
+    wrapped = nn.parallel.DistributedDataParallel(layer)
+    try:
+        optimizer = samo.Optimizer(ADAMW, wrapped if given == "whole" else layer)
+        wrapped(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
 
 
 def checkpoint(folder):
@@ -181,6 +194,8 @@ def test_four_ranks(every):
         calls, total, expected = found.pop("bytes")
         assert calls > 2 and total == expected
         assert found.pop("alike")
+        for said in found.pop("sums of others"):
+            assert "DistributedDataParallel finds no gradients" in said and "group" in said
         part, whole = found.pop("masters")
         assert whole <= 4 * part < whole + 4 * 4
         for name, (mine, theirs) in found.items():

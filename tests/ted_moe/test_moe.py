@@ -50,9 +50,37 @@ def hard_routing(ranks, turns):
         tokens = data_tokens(data, 21, seed=2)
         return tokens.clone() if data % 2 else tokens[:, :1].repeat(1, 21, 1)
 
+    clipped(ranks)
     for place, topology in enumerate(topologies_of(ranks)[:3]):
         for options in OPTIONS[place % turns :: turns]:
             compare(topology, Plain, options, {}, tokens_of)
+
+
+def clipped(ranks):
+    """Norms by torch's `clip_grad_norm_`, and a dense gradient behind it, against all experts on one rank."""
+
+    def of(groups, ep_size, tokens):
+        torch.manual_seed(0)
+        expert, settings = Plain(), {"k": 2, "dropless": True, "top2_2nd_expert_sampling": False}
+        layer = ted_moe.MoE(FEATURES, expert, EXPERTS, ep_size, groups=groups, use_residual=True, **settings).double()
+        for each in tokens:
+            output, l_aux, _ = layer(each.double())
+            ((output * output.detach().sin()).sum() + l_aux).div(len(tokens)).backward()
+        if groups is not None:
+            ted_moe.sync_gradients(layer.parameters(), groups)
+        norms = [
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), most, kind)
+            for most, kind in ((1e9, torch.inf), (0.3, 2))
+        ]
+        return [norm.item() for norm in norms], layer.gate.weight.grad
+
+    for tensor, expert, whole in ((1, ranks, False), (2, ranks // 2, False), (2, ranks, True)):
+        topology = Topology(ranks, tensor, expert, expert_tensor_parallel=not whole)
+        groups = groups_of(topology)
+        mine = of(groups, expert, [data_tokens(groups.rank("data"), 9, seed=4)])
+        wanted = of(None, 1, [data_tokens(data, 9, seed=4) for data in range(topology.data)])
+        assert mine[0] == pytest.approx(wanted[0], rel=1e-6), topology
+        torch.testing.assert_close(*(found[1] for found in (mine, wanted)), rtol=1e-5, atol=1e-7)
 
 
 def uneven_batches(ranks, all_switches):

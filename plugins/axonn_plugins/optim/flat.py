@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.optim.beside import look_around, no_scaler, require_plain, take_over, versions_of
 from axonn_plugins.optim.gradients import clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
@@ -62,6 +63,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         overflow: whether the last step was skipped.
         total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
         on_gradients: called in each step when gradients are reduced, before their norm is taken.
+        superseded: a parameter whose gradients another optimizer, made later, takes; None: there is none.
 
     Raises:
         ValueError: arguments that are not allowed; an optimizer that cannot step parts of parameters.
@@ -91,7 +93,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.overflow, self.skip_nonfinite, self.mesh = False, skip_nonfinite, mesh
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
+        self.superseded: str | None = None
         groups, self.names = named_groups(params)
+        require_plain(params, self.names, group is not None)
         super().__init__(groups, {})
         inner = self._make_inner()
         self.defaults = dict(inner.defaults)
@@ -110,10 +114,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._select()
         self._build(inner)
         self.refresh_masters()
-        self._hooks = [
-            entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._take(entry))
-            for entry in self.entries
-        ]
+        self._hooks = take_over(self)
 
     # Layout
 
@@ -152,6 +153,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Take the master weights of parameters that were changed from outside from these; those that round to theirs stay."""
         load_masters(self.stores, self.tile_size)
+        self._versions = versions_of(self.entries)
+
+    def _written(self, entries: list[Entry]) -> None:
+        """Somebody else has changed these parameters since the last step."""
+        self.refresh_masters()
 
     # Backward
 
@@ -180,6 +186,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in the ``with`` block only accumulate."""
         return self.reducer.no_sync()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise no_scaler()  # which GradScaler.step asks for
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
@@ -234,7 +244,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_gradients_set_by_hand()
+        look_around(self)
         self.reducer.finish()
         if self.mesh is not None:
             send_first(((entry.parameter, part) for entry, _, part in self.reduced()), self.mesh)
@@ -245,19 +255,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._update(factor)
             if self.stage:
                 gather_weights(self.stores, self.tile_size)
+        self._versions = versions_of(self.entries)
         self.reducer.forget()
         return loss
-
-    def _take_gradients_set_by_hand(self) -> None:
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"{self.names[parameter]!r} has a gradient but was frozen when the optimizer was made; "
-                    "set requires_grad before, or make the optimizer anew"
-                )
-        for entry in self.entries:
-            if entry.parameter.grad is not None:
-                self._take(entry)
 
     def _update(self, factor: Tensor | None) -> None:
         share_options(self.param_groups, self.inner.param_groups)

@@ -33,6 +33,7 @@ def experts_of(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Exper
     for experts in found.values():
         if experts.refusal is not None:
             raise ValueError(f"{experts.refusal}; leave ted out, or give the experts a module that is called so")
+    _refuse_adapters(model, found)
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     told = {key: value for key, value in getattr(config, "__dict__", {}).items() if _COUNTS.match(key)}
@@ -49,6 +50,22 @@ def experts_of(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Exper
             "experts cannot be dealt out; leave ted out, or put the experts in such a module"
         )
     return found
+
+
+def _refuse_adapters(model: nn.Module, found: Collection[str]) -> None:
+    """Refuse PEFT's wrappers of whole parameters, which add to those of all experts at once, of which a rank has some.
+
+    Raises:
+        ValueError: there is one around experts.
+    """
+    for name in found:
+        around, _, own = name.rpartition(".")
+        wrapper: Any = model.get_submodule(around) if own == "base_layer" else None
+        if wrapper is not None and hasattr(wrapper, "parameter_name"):
+            raise ValueError(
+                f"layer {around} ({type(wrapper).__name__}) adapts {wrapper.parameter_name} of all experts at once, and a rank has some of them; leave "
+                "the experts out of target_parameters, or leave ted out"
+            )
 
 
 def _is_mixture(model: nn.Module) -> bool:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
-from axonn_tp import GradientReducer, Mesh, grad_norm
+from axonn_tp import GradientReducer, Mesh
+from axonn_tp.comm import clipping
 from axonn_tp.layers.loss_watch import LossWatch
 
 
@@ -126,18 +127,10 @@ def whole_norm(parameters: Iterable[Any], mesh: Mesh, norm_type: float) -> Tenso
     Raises:
         ConfigError: it is of another type than 2 and infinity.
     """
-    if norm_type == 2:
-        return grad_norm(parameters, mesh)
-    if norm_type != float("inf"):
-        raise ConfigError(
-            f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
-        )
-    largest = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.numel():
-            largest = torch.maximum(largest, parameter.grad.detach().abs().amax().double())
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))
-    return largest
+    try:
+        return clipping.whole_norm(parameters, mesh, norm_type)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:

@@ -36,6 +36,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
     """
 
     reduces_early = True
+    takes_masks = False  # the engine's pruning says what is pruned
 
     def __init__(
         self,

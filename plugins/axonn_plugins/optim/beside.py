@@ -1,0 +1,167 @@
+"""A script's own means beside an optimizer that takes gradients out of parameters, which would find none, or be undone, without a word."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from axonn_plugins.optim.flat import FlatOptimizer
+    from axonn_plugins.optim.store import Entry
+
+_takers: Any = WeakTensorKeyDictionary()
+"""For each parameter the `Taker` of its gradients."""
+
+
+class Taker:
+    """The optimizer that one parameter's gradients go to, for as long as that lives, and no other has taken its place.
+
+    Args:
+        optimizer: which.
+        entry: of the parameter.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer, entry: Entry) -> None:
+        self.optimizer, self.entry = weakref.ref(optimizer), entry
+        self._take: Any = weakref.WeakMethod(optimizer._take)
+        self._hook = entry.parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        take = self._take()
+        if take is not None:
+            take(self.entry)
+
+    def remove(self) -> None:
+        """Leave gradients where backward puts them."""
+        self._hook.remove()
+        if _takers.get(self.entry.parameter) is self:
+            del _takers[self.entry.parameter]
+
+
+def take_over(optimizer: FlatOptimizer) -> list[Taker]:
+    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors from then on."""
+    _refuse_clipping_of_nothing()
+    takers = []
+    for entry in optimizer.entries:
+        before = _takers.get(entry.parameter)
+        if before is not None:
+            before.remove()
+            earlier = before.optimizer()
+            if earlier is not None:
+                earlier.superseded = entry.name
+        taker = _takers[entry.parameter] = Taker(optimizer, entry)
+        takers.append(taker)
+    return takers
+
+
+def require_plain(params: Any, parameters: Iterable[Tensor], grouped: bool) -> None:
+    """Refuse parameters that others shard, or whose gradients DistributedDataParallel is to sum.
+
+    Args:
+        params: as they were given.
+        parameters: all of them.
+        grouped: whether the optimizer knows the ranks that sum gradients.
+
+    Raises:
+        ValueError: they are.
+    """
+    if not grouped and _several() and isinstance(params, nn.Module):
+        if any(isinstance(module, DistributedDataParallel) for module in params.modules()):
+            raise ValueError(
+                f"{_DDP}; give the module itself, and group = torch.distributed.group.WORLD, which sums compressed gradients"
+            )
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ValueError(
+            "parameters are DTensors, as fully_shard makes them, of which this optimizer cannot take parts; leave fully_shard out, and share "
+            "states by group and stage = 1 or 2"
+        )
+
+
+_DDP = "DistributedDataParallel finds no gradients beside this optimizer, which takes them first, so that each rank would step by its own"
+
+
+def look_around(optimizer: FlatOptimizer) -> None:
+    """Before a step: take gradients that a script has set by hand, and weights that it has written.
+
+    Raises:
+        RuntimeError: gradients that would be left out, or that were never summed.
+    """
+    if optimizer.superseded is not None:
+        raise RuntimeError(
+            f"the gradients of {optimizer.superseded!r} go to another optimizer that was made later; make one of all parameters, and step that"
+        )
+    for parameter in optimizer._frozen:
+        if parameter.grad is not None:
+            raise RuntimeError(
+                f"{optimizer.names[parameter]!r} has a gradient but was frozen when the optimizer was made; "
+                "set requires_grad before, or make the optimizer anew"
+            )
+    for entry in optimizer.entries:
+        if entry.parameter.grad is not None:
+            _refuse_left_over(entry)
+            optimizer._take(entry)
+    if (now := versions_of(optimizer.entries)) != optimizer._versions:
+        pairs = zip(optimizer.entries, now, optimizer._versions, strict=True)
+        optimizer._written([entry for entry, new, old in pairs if new != old])
+
+
+def _refuse_left_over(entry: Entry) -> None:
+    """Refuse a gradient of zeros beside one that was taken, which DistributedDataParallel leaves where it has found none to sum."""
+    alone = entry.process_group is None and entry.filled and _several()
+    if alone and entry.parameter.grad is not None and not bool(entry.parameter.grad.any()):
+        raise RuntimeError(
+            f"{entry.name!r} has a gradient of zeros beside the one that was taken: {_DDP}; leave it out, and give the optimizer "
+            "group = torch.distributed.group.WORLD"
+        )
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _refuse_clipping_of_nothing() -> None:
+    """Have torch's `clip_grad_norm_` say that it finds no gradients; harmless when called again."""
+    original = clip_grad._clip_grads_with_norm_  # looked up by name, so that a script's import may come before
+    if not getattr(original, "axonn_taken", False):
+        clip_grad._clip_grads_with_norm_ = _of_some(original)
+
+
+def _of_some(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def clip(parameters: Any, *rest: Any, **named: Any) -> None:
+        """Torch's own, of gradients that are there."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in parameters:
+            taker = _takers.get(parameter)
+            alive = taker is not None and taker.optimizer() is not None
+            if alive and taker.entry.arrived and parameter.grad is None:
+                raise RuntimeError(
+                    f"clip_grad_norm_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward brought it; give the "
+                    "optimizer max_norm (under DeepSpeed gradient_clipping), and leave clip_grad_norm_ out"
+                )
+        original(parameters, *rest, **named)
+
+    clip.axonn_taken = True  # type: ignore[attr-defined]
+    return clip
+
+
+def no_scaler() -> ValueError:
+    """The sentence for torch.amp.GradScaler."""
+    return ValueError(
+        "torch.amp.GradScaler finds no gradients beside this optimizer, which takes them as backward brings them; leave it out, give the optimizer "
+        "loss_scale = 'dynamic', and call backward on optimizer.scale(loss)"
+    )
+
+
+def versions_of(entries: Iterable[Entry]) -> list[int]:
+    """Numbers that every change of a parameter's memory moves."""
+    return [entry.parameter._version for entry in entries]

@@ -1,0 +1,113 @@
+"""What a plain script does beside the optimizer: it is heard, or refused in a sentence, and never without effect."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import samo
+from tests.samo.reference import Masked
+
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+
+def pruned(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).to(dtype)
+    masks = {name: torch.rand(p.shape) < 0.5 for name, p in model.named_parameters() if p.dim() > 1}
+    return model, masks
+
+
+def train(model, step, steps=3, seed=1, scale=lambda loss: loss):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        rows = torch.randn(4, 5, generator=generator).to(next(model.parameters()).dtype)
+        scale(model(rows).square().mean()).backward()
+        step()
+
+
+def test_clipping_of_gradients_that_are_not_there_is_refused():
+    model, masks = pruned()
+    optimizer = samo.Optimizer(SGD, model, masks)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ finds no gradient in '0\.weight'.*max_norm"):
+        train(model, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    optimizer.step()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    assert nn.utils.clip_grad_norm_(other.parameters(), 0.1) > 0.1
+    assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_grad_scaler_is_refused():
+    model, masks = pruned(torch.float32)
+    optimizer, scaler = samo.Optimizer(SGD, model, masks), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with pytest.raises(ValueError, match=r"GradScaler finds no gradients.*loss_scale = 'dynamic'"):
+        train(model, lambda: scaler.step(optimizer), scale=scaler.scale)
+
+
+def test_the_later_of_two_optimizers_has_the_gradients():
+    model, masks = pruned()
+    dense = copy.deepcopy(model)
+    first = samo.Optimizer(SGD, model)
+    second = samo.Optimizer(SGD, model, masks)
+    train(model, second.step)
+    train(dense, Masked(SGD, dense, masks).step)
+    assert all(torch.equal(*both) for both in zip(model.parameters(), dense.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match="go to another optimizer that was made later"):
+        first.step()
+    del second
+    train(model, lambda: None, steps=1)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_that_are_loaded_later_count_and_what_is_pruned_stays_zero(dtype):
+    model, masks = pruned(dtype)
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    dense = copy.deepcopy(model)
+    optimizer, reference = samo.Optimizer(SGD, model, masks), Masked(SGD, dense, masks)
+    train(model, optimizer.step)
+    train(dense, reference.step)
+    model.load_state_dict(state)
+    dense.load_state_dict(state)
+    with torch.no_grad():
+        for name, parameter in dense.named_parameters():
+            reference.masters[name].copy_(parameter)
+    with pytest.warns(UserWarning, match=r"what is pruned of '0\.weight' was written"):
+        train(model, optimizer.step, steps=1)
+    train(dense, reference.step, steps=1)
+    train(model, optimizer.step)
+    train(dense, reference.step)
+    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        assert name not in masks or not mine[~masks[name]].any()
+
+
+def test_a_schedule_goes_on_from_a_checkpoint():
+    """Between two prunings nothing says what is pruned but the optimizer's state."""
+
+    def run(model, optimizer, steps):
+        generator = torch.Generator().manual_seed(steps[0])
+        for step in steps:
+            rows = torch.randn(4, 5, generator=generator).to(torch.float64)
+            model(rows).square().mean().backward()
+            optimizer.step()
+            if schedule.due(step):
+                optimizer.prune(samo.magnitude(model, schedule.sparsity(step)))
+
+    schedule = samo.Schedule(0.8, start_step=2, end_step=10, interval=4, initial=0.3)
+    model, _ = pruned()
+    optimizer = samo.Optimizer(SGD, model)
+    run(model, optimizer, range(1, 5))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    run(model, optimizer, range(5, 12))
+    again, _ = pruned()
+    resumed = samo.Optimizer(SGD, again)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert [entry.kept for entry in resumed.entries if entry.index is not None] == [24, 15]
+    run(again, resumed, range(5, 12))
+    assert all(torch.equal(*both) for both in zip(model.parameters(), again.parameters(), strict=True))
