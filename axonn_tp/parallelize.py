@@ -20,13 +20,14 @@ from torch.nn.modules.conv import _ConvNd
 from axonn_tp.comm.clipping import measure_on_mesh
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.own_calls import know, take_over
 from axonn_tp.comm.replicated import agree_on_bits
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
 from axonn_tp.compiled import hooks
 from axonn_tp.compiled import layers as compiled
 from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.context.model import share_sequences
-from axonn_tp.grid.distribute import agree_on_unread, broadcast, read_rest
+from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.batch_norm import synchronise
@@ -98,6 +99,7 @@ def parallelize(
     agree_on_unread(model, mesh)
     materialise = Materialiser(model, mesh.device)
     seen: set[int] = set()
+    common = without_own(model)
     for name, module in model.named_modules():
         materialise(module)
         if isinstance(module, Split):
@@ -114,6 +116,7 @@ def parallelize(
         if isinstance(module, nn.TransformerEncoder):
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
+    broadcast_buffers(common, mesh)
     if options.sync_batch_norm:
         synchronise(model, mesh)
     _share_inputs(placements)
@@ -125,6 +128,10 @@ def parallelize(
         _watch_forward(model, tuner)
     accumulate_as(model, options)
     measure_on_mesh(model.parameters(), mesh)
+    for module in model.modules():
+        if isinstance(module, Split):
+            know(module.parameters(recurse=False), module.mesh)
+    take_over()
     share_sequences(model, mesh, None if options.attention == "auto" else options.attention, options.verify_plan)
     return model
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_tp.comm.clipping import largest_of, measure_whole, require_known
+from axonn_tp.comm.clipping import largest_of, measure_whole, power
 from axonn_tp.comm.gradients import sum_gradients
 from ted_moe.topology import Groups
 
@@ -32,27 +32,25 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
 
 
 @torch.no_grad()
-def _whole_norm(parameters: list[Any], groups: Groups, norm_type: float) -> Tensor:
-    """The norm of all gradients, of which replicas count once, the same on every rank."""
-    require_known(norm_type)
+def _whole_norm(tensors: list[Tensor], parameters: list[Any], groups: Groups, kind: float) -> Tensor:
+    """The norm of the whole model's gradients, of which replicas count once, the same on every rank; see `axonn_tp.comm.clipping`."""
     device = parameters[0].device
-    if norm_type != 2:
-        largest = largest_of(parameters, device)
+    if kind == float("inf"):
+        largest = largest_of(tensors, device)
         sent = largest.to(groups.sender("block", device))
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=groups.group("block"))
         return sent.to(device)
-    squares = torch.zeros(2, 2, dtype=torch.float64, device=device)  # of dense layers and experts, whole and split
-    for parameter in parameters:
-        if parameter.grad is not None:
-            split = getattr(parameter, "ted_split", False) or getattr(parameter, "tensor_model_parallel", False)
-            squares[int(_axis(parameter) != "data"), int(split)] += parameter.grad.double().square().sum()
-    dense, experts = squares
-    for axis, part in (("tensor", squares[:, 1]), ("expert", experts)):
+    powers = torch.zeros(2, 2, dtype=torch.float64, device=device)  # of dense layers and experts, whole and split
+    for tensor, parameter in zip(tensors, parameters, strict=True):
+        split = getattr(parameter, "ted_split", False) or getattr(parameter, "tensor_model_parallel", False)
+        powers[int(_axis(parameter) != "data"), int(split)] += power(tensor, kind)
+    dense, experts = powers
+    for axis, part in (("tensor", powers[:, 1]), ("expert", experts)):
         if groups.size(axis) > 1:
             sent = part.to(groups.sender(axis, device)).contiguous()
             dist.all_reduce(sent, group=groups.group(axis))
             part.copy_(sent)
-    return (dense.sum() + experts.sum()).sqrt()
+    return (dense.sum() + experts.sum()).pow(1 / kind)
 
 
 def _axis(parameter: nn.Parameter) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,8 +32,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # Every way to a step, a fused optimizer's too, leads through here.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        flags = found or {found_inf.device: found_inf}
-        worst = torch.stack([flag.to(self.mesh.device) for flag in flags.values()]).amax()
-        for axis in ("model", "batch"):
-            worst = all_reduce(worst, self.mesh, axis, "max")
-        return {device: worst.to(device) for device in flags}
+        return agreed(found or {found_inf.device: found_inf}, self.mesh)
+
+
+def agreed(flags: Mapping[torch.device, Tensor], mesh: Mesh) -> dict[torch.device, Tensor]:
+    """Flags of infinities that any rank of a mesh has found, by device; every rank calls it."""
+    worst = torch.stack([flag.to(mesh.device) for flag in flags.values()]).amax()
+    for axis in ("model", "batch"):
+        worst = all_reduce(worst, mesh, axis, "max")
+    return {device: worst.to(device) for device in flags}

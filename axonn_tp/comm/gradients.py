@@ -188,7 +188,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
         A float64 scalar, the same on every rank.
     """
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
-    squares = {name: p.grad.double().square().sum() for name, p in named.items() if p.grad is not None}
+    squares = {name: p.grad.abs().double().square().sum() for name, p in named.items() if p.grad is not None}
     return global_square(squares, named, mesh).sqrt()
 
 

@@ -29,6 +29,7 @@ def sketch(gradient: Tensor) -> Tensor:
     """
     found = torch.zeros(_BINS, dtype=torch.float64, device=gradient.device)
     generator = torch.Generator().manual_seed(0)
+    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     for part in gradient.detach().flatten().split(_CHUNK):
         rows = nn.functional.pad(part.double(), (0, -part.numel() % _BINS)).view(-1, _BINS)
         signs = torch.randint(2, (len(rows),), generator=generator, dtype=torch.float64) * 2 - 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.lazy import LazyTensor, forget
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.grid.regions import regions
+
+_MOST_BYTES = 2**25
 
 
 @torch.no_grad()
@@ -57,6 +60,53 @@ def broadcast(parameter: nn.Parameter, mesh: Mesh) -> None:
         whole = parameter.data.to(mesh.device).contiguous()
         dist.broadcast(whole, group=mesh.group("grid"), group_src=0)
         parameter.data = whole
+
+
+def without_own(model: nn.Module) -> list[nn.Module]:
+    """The modules whose buffers are the same on all ranks: all but those, such as an expert, whose every parameter is laid out already."""
+    own = {
+        id(inner)
+        for module in model.modules()
+        if (held := list(module.parameters())) and all(hasattr(parameter, "axonn_layout") for parameter in held)
+        for inner in module.modules()
+    }
+    return [module for module in model.modules() if id(module) not in own]
+
+
+@torch.no_grad()
+def broadcast_buffers(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Give buffers the first rank's values, as parameters have them: some are drawn, as random features and the vectors of spectral norms.
+
+    Args:
+        modules: whose own buffers are the same on all ranks, in the same order.
+        mesh: the mesh.
+    """
+    if mesh.size("grid") == 1:
+        return
+    found = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _is_sent(buffer)}
+    for members in _filled(found.values()):
+        held = [buffer.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device) for buffer in members]
+        flat = torch.cat(held)
+        dist.broadcast(flat, group=mesh.group("grid"), group_src=0)
+        for buffer, mine, first in zip(members, held, flat.split([one.numel() for one in held]), strict=True):
+            if not torch.equal(mine, first):
+                buffer.data = first.clone().view(buffer.dtype).view(buffer.shape).to(buffer.device)
+
+
+def _is_sent(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel() > 0
+
+
+def _filled(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that go in one call."""
+    calls: list[Tensor] = []
+    for tensor in tensors:
+        if calls and sum(one.nbytes for one in calls) + tensor.nbytes > _MOST_BYTES:
+            yield calls
+            calls = []
+        calls.append(tensor)
+    if calls:
+        yield calls
 
 
 def agree_on_unread(model: nn.Module, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import whole_parameter
 from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.own_calls import know_copies
 from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.comm.share_gradients import reads_on_share
 from axonn_tp.compiled.casting import computing_dtype
@@ -44,6 +45,7 @@ class Split(nn.Module):
         memo[id(self)] = made
         made.__dict__.update(deepcopy(self.__dict__, memo))
         made.remark()
+        know_copies(self._parameters, made._parameters)
         return made
 
     def _on_shares(self) -> AbstractContextManager[None]:
@@ -78,11 +80,13 @@ class Split(nn.Module):
     ) -> None:
         if not (self.hands_out_shards or in_shards()):
             state_dict = taken_shards(self, self.layouts, self.mesh, state_dict, prefix, error_msgs)
+        before = dict(self._parameters)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if local_metadata.get("assign_to_params_buffers", False):
             self.remark()
+            know_copies(before, self._parameters)
 
 
 class SplitWeight(Split):

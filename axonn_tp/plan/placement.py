@@ -65,7 +65,9 @@ def free_layers(model: nn.Module) -> set[str]:
     return {
         name
         for name, module in model.named_modules()
-        if (_is_linear(module) or is_conv(module)) and id(module) not in whole and holders[id(module.weight)] == 1  # type: ignore[arg-type]
+        if (_is_linear(module) or is_conv(module))
+        and id(module) not in whole
+        and all(holders[id(p)] == 1 for p in module._parameters.values() if p is not None)
     }
 
 

@@ -142,8 +142,9 @@ def _of_some(original: Callable[..., None]) -> Callable[..., None]:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for parameter in parameters:
             taker = _takers.get(parameter)
-            alive = taker is not None and taker.optimizer() is not None
-            if alive and taker.entry.arrived and parameter.grad is None:
+            optimizer = None if taker is None else taker.optimizer()
+            refuses = optimizer is not None and optimizer.refuses_clipping
+            if refuses and taker.entry.arrived and parameter.grad is None:
                 raise RuntimeError(
                     f"clip_grad_norm_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward brought it; give the "
                     "optimizer max_norm (under DeepSpeed gradient_clipping), and leave clip_grad_norm_ out"

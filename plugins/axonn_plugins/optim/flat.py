@@ -63,6 +63,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         overflow: whether the last step was skipped.
         total_norm: the gradient's norm in the last step, before clipping; None if neither clipping nor scaling asked for it.
         on_gradients: called in each step when gradients are reduced, before their norm is taken.
+        refuses_clipping: whether a script's `clip_grad_norm_`, which finds no gradients, is refused; not where an engine clips in its place.
         superseded: a parameter whose gradients another optimizer, made later, takes; None: there is none.
 
     Raises:
@@ -93,6 +94,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.overflow, self.skip_nonfinite, self.mesh = False, skip_nonfinite, mesh
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
+        self.refuses_clipping = True
         self.superseded: str | None = None
         groups, self.names = named_groups(params)
         require_plain(params, self.names, group is not None)

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from axonn_plugins.optim.by_parameter import needs_whole_matrices
 from axonn_plugins.optim.lending import along, other_groups
 
 _ELEMENTS = 4096
@@ -173,6 +174,11 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     except Exception:  # what of an optimizer cannot step a stand-in is its own affair
         return False
     return False
+
+
+def looks_at_whole_matrices(optimizer: Any) -> bool:
+    """True if an optimizer would compute another step on shards; it is tried where its name says nothing."""
+    return needs_whole_matrices(type(optimizer).__name__) or depends_on_others(optimizer)
 
 
 def _full(dims: int) -> list[int]:

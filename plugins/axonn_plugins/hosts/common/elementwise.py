@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.optim.by_parameter import needs_whole_matrices as needs_whole_matrices
 from axonn_plugins.optim.by_parameter import reason_against
-
-# Words in the names of optimizers that look at a whole weight matrix, layer or model at once.
-NOT_ELEMENTWISE = (
-    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
-    *("dadapt", "onebit", "zerooneadam", "lbfgs"),
-)
-
 
 OF_PRUNED = (
     "moves a kept weight by what pruned ones' gradients are, and samo has gradients and states of kept weights only"
@@ -20,16 +14,11 @@ OF_PRUNED = (
 """Why optimizers of whole matrices do not go with pruning."""
 
 
-def needs_whole_matrices(name: str) -> bool:
-    """True if an optimizer of this name would compute another step on shards."""
-    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
-
-
 def looks_at_whole_matrices(optimizer: Any) -> bool:
     """The same of an optimizer, which is tried where its name says nothing."""
-    from axonn_plugins.optim.probe import depends_on_others
+    from axonn_plugins.optim import probe
 
-    return needs_whole_matrices(type(optimizer).__name__) or depends_on_others(optimizer)
+    return probe.looks_at_whole_matrices(optimizer)
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from axonn_plugins.config import ConfigError
@@ -29,6 +29,8 @@ _kind = 2.0
 def obey(engine: Any) -> None:
     """Have torch's `clip_grad_norm_` know the parameters of an engine; by whatever name a script has imported it."""
     _engines.add(engine)
+    if engine._owns:
+        engine.optimizer.refuses_clipping = False
     if not hasattr(clip_grad._clip_grads_with_norm_, "axonn_clips"):
         # Both are looked up by name when it runs; the first knows the type of the norm, the second the parameters.
         clip_grad._get_total_norm = _measuring(clip_grad._get_total_norm)
@@ -75,7 +77,7 @@ def _engine_of(parameters: Sequence[Tensor]) -> Any:
 
 
 @torch.no_grad()
-def _clip(engine: Any, parameters: list[nn.Parameter], most: float, kind: float) -> Tensor:
+def _clip(engine: Any, parameters: list[Any], most: float, kind: float) -> Tensor:
     """Clip the sums of all ranks; every rank calls it.
 
     Raises:

@@ -127,10 +127,12 @@ def whole_norm(parameters: Iterable[Any], mesh: Mesh, norm_type: float) -> Tenso
     Raises:
         ConfigError: it is of another type than 2 and infinity.
     """
-    try:
-        return clipping.whole_norm(parameters, mesh, norm_type)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    if norm_type not in (2, float("inf")):
+        raise ConfigError(
+            f"gradients of a split model are clipped by their norm of type 2 or inf, not {norm_type!r}; use one of these"
+        )
+    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    return clipping.whole_norm([parameter.grad for parameter in owners], owners, mesh, float(norm_type))
 
 
 def clip(parameters: Iterable[Any], mesh: Mesh, max_norm: float, norm_type: float) -> Tensor:

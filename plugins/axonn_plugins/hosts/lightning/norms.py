@@ -1,47 +1,17 @@
-"""Norms of gradients that a script takes itself, of the whole model: torch's `clip_grad_norm_` and Lightning's `grad_norm`."""
+"""Norms of gradients that a script takes by Lightning's `grad_norm`, of the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 
-from axonn_plugins.hosts.lightning.gradients import mesh_of, whole_norm
+from axonn_plugins.hosts.lightning.gradients import mesh_of
 from axonn_tp import Mesh, layout_of
 from axonn_tp.comm.collectives import all_reduce
-
-
-def measure_whole() -> None:
-    """Have torch's `clip_grad_norm_` take the norm over the mesh where the gradients are of a split model; harmless when called again."""
-    original = (
-        clip_grad._get_total_norm
-    )  # looked up by name, so that a script's import of clip_grad_norm_ may come before
-    if not getattr(original, "axonn", False):
-        clip_grad._get_total_norm = _of_mesh(original)
-
-
-def _of_mesh(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(original)
-    def get_total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        """Torch's own, over the mesh where the gradients are of a split model."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        mesh, parameters = mesh_of(tensors)
-        if mesh is None:
-            return original(tensors, norm_type, error_if_nonfinite, foreach)
-        norm = whole_norm(parameters, mesh, float(norm_type)).to(tensors[0].dtype)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the gradients' norm of type {norm_type} is {norm.item()}")
-        return norm
-
-    get_total_norm.axonn = True  # type: ignore[attr-defined]
-    return get_total_norm
 
 
 def grad_norms(

@@ -14,6 +14,7 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.split_states import own_part, parameters_of
 from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.whole import assemble
+from axonn_tp.layers.exports import as_shards
 
 
 @torch.no_grad()
@@ -26,7 +27,8 @@ def whole_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     Raises:
         ConfigError: a state is neither of its parameter's shape nor one number; the same on every rank.
     """
-    first, held = dist.get_rank() == 0, optimizer.state_dict()
+    with as_shards():
+        first, held = dist.get_rank() == 0, optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters_of(optimizer)):
         for key, value in sorted(held["state"].get(number, {}).items()):

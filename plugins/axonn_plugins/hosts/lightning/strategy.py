@@ -29,7 +29,6 @@ from axonn_plugins.hosts.common.replicas import align_random_state, stop_sharing
 from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.lightning import patch, settings
 from axonn_plugins.hosts.lightning.gradients import clip
-from axonn_plugins.hosts.lightning.norms import measure_whole
 from axonn_plugins.hosts.lightning.replicas import Readers, Replicas, own_samplers, seed_workers
 from axonn_plugins.hosts.lightning.streams import dealt
 from axonn_tp import GradScaler, Grid, LayerPlan, Mesh, auto_plan, parallelize
@@ -199,7 +198,6 @@ class AxonnStrategy:
         self._mesh = _meshes[key]
         self.replicas = Replicas(self._mesh)
         own_samplers(self._mesh)
-        measure_whole()
         align_random_state(self._mesh)
 
     def teardown(self) -> None:

@@ -46,7 +46,7 @@ class OwnShards(SplitWeight):
         chosen = options()
         self.mesh, self.layouts = mesh, layouts
         self.overlap_all_reduce, self.regather_inputs = chosen.overlap_all_reduce, chosen.regather_inputs
-        self.reshard_after_forward = chosen.reshard_after_forward
+        self.reshard_after_forward = bool(chosen.reshard_after_forward)
         self.gathers = ModelGathers(mesh, chosen)
         self._lent: tuple[Tensor, ...] = ()
 

@@ -13,7 +13,7 @@ from torchtitan.components.optimizer.utils import init_optim_state
 from axonn_plugins.hosts.common.elementwise import check_optimizer
 from axonn_plugins.hosts.torchtitan.parallelize import mesh_of
 from axonn_tp import layout_of
-from axonn_tp.layers.exports import whole_tensor
+from axonn_tp.layers.exports import as_shards, whole_tensor
 
 
 class SplitOptimizers(OptimizersContainer):
@@ -41,7 +41,8 @@ class SplitOptimizers(OptimizersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Whole states by name; every rank calls it and gets all."""
-        flat = super().state_dict()
+        with as_shards():
+            flat = super().state_dict()
         for key, parameter, value in self._split():
             assert self._mesh is not None
             flat[key] = whole_tensor(value, layout_of(parameter), self._mesh).cpu()
@@ -56,4 +57,5 @@ class SplitOptimizers(OptimizersContainer):
             if key in own:
                 assert self._mesh is not None
                 own[key] = layout_of(parameter).shard(own[key], self._mesh.grid, self._mesh.coordinates)
-        super().load_state_dict(own)
+        with as_shards():
+            super().load_state_dict(own)

@@ -1,0 +1,168 @@
+"""Calls of torch's that a script makes itself on a split model's parameters: loss scales, optimizers and their state dicts.
+
+torch would do them on this rank's shards alone: an overflow that differs between ranks brings replicas apart, and a file that one rank
+writes would have its shards and no others'. From the first `axonn_tp.parallelize` on they are about whole parameters; every rank makes them.
+Norms are in `axonn_tp.comm.clipping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from axonn_tp.comm.clipping import measure_alike
+from axonn_tp.comm.grad_scaler import GradScaler, agreed
+from axonn_tp.comm.meeting import meet
+from axonn_tp.grid.layout import layout_of
+from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.exports import in_shards, whole_tensor
+
+_meshes = WeakTensorKeyDictionary()
+_known: WeakSet[Optimizer] = WeakSet()
+_taken: list[bool] = []
+_SAVE = "axonn_tp.checkpoint.save writes each rank's part"
+
+
+def know(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """From now on these split parameters are known.
+
+    Args:
+        parameters: with layouts.
+        mesh: that they lie on.
+    """
+    for parameter in parameters:
+        if layout_of(parameter).axes and not layout_of(parameter).home:
+            _meshes[parameter] = mesh
+
+
+def know_copies(originals: Mapping[str, Any], copies: Mapping[str, Any]) -> None:
+    """Parameters of a layer's copy, or that took the places of its own, are known where those are."""
+    for name, copy in copies.items():
+        if copy is not None and originals[name] is not None:
+            measure_alike(originals[name], copy)
+            if originals[name] in _meshes:
+                know([copy], _meshes[originals[name]])
+
+
+def take_over() -> None:
+    """Have torch's scaler and optimizers know split parameters; harmless when called again."""
+    if _taken:
+        return
+    _taken.append(True)
+    torch.amp.GradScaler._unscale_grads_ = _unscaling(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_before_step)  # type: ignore[arg-type]
+
+
+def _mesh_of(parameters: Iterable[Any]) -> Mesh | None:
+    return next((_meshes[one] for one in parameters if isinstance(one, Tensor) and one in _meshes), None)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unscaling(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    @wraps(original)
+    def _unscale_grads_(
+        self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        mesh = None if isinstance(self, GradScaler) else _mesh_of(_parameters(optimizer))
+        return found if mesh is None else agreed(found or {found_inf.device: found_inf}, mesh)
+
+    return _unscale_grads_
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """An optimizer steps; the first time with split parameters it is looked at, and its state dicts are whole from then on.
+
+    Raises:
+        ValueError: what it does to one weight depends on others of its matrix.
+    """
+    if optimizer in _known or any(
+        kind.__module__.startswith(("axonn_plugins.", "samo.", "ted_moe.")) for kind in type(optimizer).__mro__
+    ):
+        return
+    parameters = _parameters(optimizer)
+    mesh = _mesh_of(parameters)
+    if mesh is None:
+        return
+    if mesh.size("model") * mesh.size("z") > 1:
+        # The trial stands on this package.
+        from axonn_plugins.optim.probe import looks_at_whole_matrices
+
+        if looks_at_whole_matrices(optimizer):
+            raise ValueError(
+                f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
+                "way; use an element-wise one such as AdamW, or axonn_plugins.hosts.plain.compose, which gives it whole ones"
+            )
+    _known.add(optimizer)
+    for parameter in parameters:
+        held = optimizer.state.get(parameter, {})
+        held.update(_own(held, parameter))
+    optimizer.register_state_dict_post_hook(_give_whole)
+    optimizer.register_load_state_dict_pre_hook(_take_own)
+
+
+def _own(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """States of a parameter, those of the serial one's shape cut to this rank's part."""
+    layout, mesh = layout_of(parameter), _meshes.get(parameter)
+    shape = torch.Size(layout.serial_shape)
+    if mesh is None or parameter.shape == shape:
+        return dict(values)
+    return {
+        key: layout.shard(value, mesh.grid, mesh.coordinates)
+        if isinstance(value, Tensor) and value.shape == shape
+        else value
+        for key, value in values.items()
+    }
+
+
+@torch.no_grad()
+def _give_whole(optimizer: Optimizer, held: dict[str, Any]) -> dict[str, Any] | None:
+    """Whole states in the place of shards, as a split model's `state_dict` gives whole weights.
+
+    Raises:
+        ValueError: not all ranks call it, or a state is neither of its parameter's shape nor one number.
+    """
+    parameters = _parameters(optimizer)
+    mesh = _mesh_of(parameters)
+    if in_shards() or mesh is None or mesh.size("grid") == 1:
+        return None
+    meet(mesh.group("grid"), "state_dict() of an optimizer of split parameters", _SAVE)
+    state = dict(held["state"])
+    for number, parameter in enumerate(parameters):
+        layout = layout_of(parameter)
+        if number not in state or parameter not in _meshes:
+            continue
+        state[number] = dict(state[number])
+        for key, value in sorted(state[number].items()):
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps a state {key} of shape {tuple(value.shape)} for a parameter whose shard has shape "
+                    f"{tuple(parameter.shape)}, and nobody could make it whole; use an element-wise optimizer such as AdamW"
+                )
+            state[number][key] = whole_tensor(value, layout, _meshes[parameter]).cpu()
+    return {**held, "state": state}
+
+
+def _take_own(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+    """This rank's parts of whole states."""
+    if in_shards():
+        return None
+    named = dict(enumerate(_parameters(optimizer)))
+    state = {
+        number: _own(values, named[number]) if number in named and isinstance(values, Mapping) else values
+        for number, values in given["state"].items()
+    }
+    return {**given, "state": state}

@@ -1,0 +1,198 @@
+"""What a script calls of torch's own on a split model does with it what it does with the serial one, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils import clip_grad_norm_, get_total_norm, parametrizations
+
+from axonn_tp import GradScaler, Mesh, grad_norm, parallelize, sync_gradients
+from tests.distributed import run_ranks
+
+
+class Net(nn.Module):
+    """A pair, a norm, a complex parameter, and buffers that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("features", torch.randn(5, 6))
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+        self.last = parametrizations.spectral_norm(nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cos(x @ self.features)
+        x = x + self.down(self.up(self.norm(x)).tanh())
+        return self.last((x * self.phase).abs())
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def pairs() -> Iterator[tuple[Mesh, nn.Module, nn.Module, Tensor]]:
+    """A serial model, and one that was split; ranks other than the first have drawn another."""
+    torch.set_default_dtype(torch.float64)
+    for sizes in ({"gx": 2, "gz": 2}, {"gx": 2, "gy": 2}):
+        mesh = Mesh.create(**sizes)
+        torch.manual_seed(0)
+        serial, x = Net(), torch.randn(8, 5)
+        torch.manual_seed(dist.get_rank())
+        yield mesh, serial, parallelize(Net(), mesh, {"up": "normal", "down": "transposed"}), x
+        mesh.destroy()
+
+
+def backward(model: nn.Module, x: Tensor, mesh: Mesh | None = None) -> None:
+    model.zero_grad()
+    loss_of(model, x if mesh is None else mesh.shard_batch(x)).backward()
+    if mesh is not None:
+        sync_gradients(model.parameters(), mesh)
+
+
+def norms() -> None:
+    for mesh, serial, model, x in pairs():
+        backward(serial, x)
+        backward(model, x, mesh)
+        every = [list(each.parameters()) for each in (model, serial)]
+        assert abs(grad_norm(every[0], mesh) - get_total_norm([p.grad for p in every[1]])) < 1e-12
+        for kind in (2, 1.0, "inf"):
+            mine, other = (get_total_norm([p.grad for p in parameters], kind) for parameters in every)
+            assert abs(mine - other) < 1e-12 and mine.dtype == other.dtype, kind
+            mine, other = (get_total_norm(parameters, kind) for parameters in every)
+            assert abs(mine - other) < 1e-12, kind
+        with pytest.raises(ValueError, match="norm_type = -1"):
+            get_total_norm([p.grad for p in every[0]], -1.0)
+        one = [clip_grad_norm_(each.up.weight, 1e-3) for each in (model, serial)]
+        assert abs(one[0] - one[1]) < 1e-12
+        both = [clip_grad_norm_(parameters, 1e-2) for parameters in every]
+        assert abs(both[0] - both[1]) < 1e-12
+        again = copy.deepcopy(model)
+        backward(again, x, mesh)
+        backward(serial, x)
+        assert (
+            abs(get_total_norm([p.grad for p in again.parameters()]) - clip_grad_norm_(serial.parameters(), 1)) < 1e-12
+        )
+
+
+def overflows() -> None:
+    for mesh, _, model, x in pairs():
+        for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), GradScaler(mesh, init_scale=4.0)):
+            real = [p for p in model.parameters() if not p.is_complex()]
+            before = [p.detach().clone() for p in real]
+            optimizer = torch.optim.SGD(real, 0.1)
+            backward(model, x, mesh)
+            scaler.scale(torch.ones(()))
+            if dist.get_rank() == 1:
+                model.up.weight.grad.view(-1)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0
+            assert all(torch.equal(p, old) for p, old in zip(real, before, strict=True))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, mesh: Mesh | None = None) -> None:
+    for _ in range(2):
+        backward(model, x, mesh)
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def same(mine: Any, other: Any) -> None:
+    assert mine.keys() == other.keys()
+    for key, value in other.items():
+        if isinstance(value, dict):
+            same(mine[key], value)
+        elif isinstance(value, Tensor):
+            assert mine[key].shape == value.shape and (mine[key] - value).abs().max() < 1e-10, key
+
+
+def states() -> None:
+    for mesh, serial, model, x in pairs():
+        for kind in (
+            lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        ):
+            one, mine = kind(serial.parameters()), kind(model.parameters())
+            train(serial, one, x)
+            train(model, mine, x, mesh)
+            kept = mine.state_dict()
+            same(kept["state"], one.state_dict()["state"])
+            # As a file of one rank's is read by all, before or after a step, and by one process.
+            for fresh in (kind(model.parameters()), mine):
+                fresh.load_state_dict(copy.deepcopy(kept))
+                train(model, fresh, x, mesh)
+                train(serial, one, x)
+                kept = fresh.state_dict()
+                same(kept["state"], one.state_dict()["state"])
+            one.load_state_dict(kept)
+            weights, found = get_state_dict(model, mine)
+            plain, wanted = get_state_dict(serial, one)
+            same(weights, plain)
+            same(found["state"], wanted["state"])
+            mine = kind(model.parameters())
+            set_state_dict(model, mine, model_state_dict=plain, optim_state_dict=wanted)
+            train(model, mine, x, mesh)
+            train(serial, one, x)
+            same(model.state_dict(), serial.state_dict())
+
+
+class Bounded(torch.optim.SGD):
+    """Steps by what a matrix's norm says, which its name does not tell."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1)
+        super().step(closure)
+
+
+def refusals() -> None:
+    for mesh, _, model, x in pairs():
+        backward(model, x, mesh)
+        matrices = [model.up.weight, model.down.weight]
+        for optimizer in (
+            torch.optim.LBFGS(model.parameters()),
+            torch.optim.Adafactor(matrices),
+            Bounded(matrices, 0.1),
+        ):
+            with pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} looks at whole"):
+                optimizer.step(lambda: 0.0)
+
+
+def tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+            self.b.bias = self.a.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(self.b(self.a(x).tanh())).tanh())
+
+    mesh = Mesh.create(gx=2, gz=2)
+    torch.manual_seed(0)
+    serial, x = Tied(), torch.randn(4, 6)
+    model = parallelize(copy.deepcopy(serial), mesh, "auto")
+    train(serial, torch.optim.SGD(serial.parameters(), 0.1), x)
+    train(model, torch.optim.SGD(model.parameters(), 0.1), x, mesh)
+    same(model.state_dict(), serial.state_dict())
+
+
+def all_of_it() -> None:
+    norms()
+    overflows()
+    states()
+    refusals()
+    tied()
+
+
+def test_torchs_calls_on_a_split_model() -> None:
+    run_ranks(all_of_it, 4)
