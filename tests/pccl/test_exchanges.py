@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.cluster.launch import launch
+from axonn_plugins.pccl.backend import using
 from axonn_plugins.pccl.build import load
+from axonn_plugins.pccl.choice import Choice
 from tests.pccl.stress import join, values
 
 
@@ -134,6 +136,51 @@ def _uneven() -> None:
 
 def test_lists_may_have_parts_of_any_length() -> None:
     launch(_uneven, 3)
+
+
+def _one_memory() -> None:
+    """What comes in lies where what is sent does, not only in the place that an in-place call has."""
+    rank, size = join(timeout=30)
+    for choice, each in ((None, 5), (Choice("direct"), 50_000), (Choice("bruck"), 7)):
+        with using(choice):
+            lengths = [each + 3 * other for other in range(size)]
+            whole = [values(torch.float64, size * each, 11 + other) for other in range(size)]
+            parts = [values(torch.float64, sum(lengths), 31 + other) for other in range(size)]
+            own = slice(rank * each, (rank + 1) * each)
+            exchanged, summed = torch.cat([one[own] for one in whole]), sum(whole)[own]
+
+            one = whole[rank].clone()
+            dist.all_to_all_single(one, one)
+            assert one.equal(exchanged), choice
+            rows = list(whole[rank].clone().view(size, each))
+            dist.all_to_all(rows, rows)
+            assert torch.cat(rows).equal(exchanged), choice
+            for first in (0, each // 2, (size - 1) * each):
+                one = whole[rank].clone()
+                dist.reduce_scatter_tensor(one[first : first + each], one)
+                assert one[first : first + each].equal(summed), (choice, first)
+                one = torch.zeros(size * each, dtype=torch.float64)
+                one[first : first + each] = whole[rank][:each]
+                dist.all_gather_into_tensor(one, one[first : first + each])
+                assert one.equal(torch.cat([other[:each] for other in whole])), (choice, first)
+            one = parts[rank].clone()
+            dist.reduce_scatter(one[: lengths[rank]], list(one.split(lengths)))
+            assert one[: lengths[rank]].equal(sum(parts).split(lengths)[rank]), choice
+            one = parts[rank].clone()
+            dist.all_gather(list(one.split(lengths)), one[: lengths[rank]])
+            assert one.equal(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])), choice
+            rows = list(whole[1].clone().view(size, each))
+            one = rows[0] if rank == 1 else torch.empty(each, dtype=torch.float64)
+            dist.scatter(one, rows if rank == 1 else None, src=1)
+            assert one.equal(whole[1][own]), choice
+            rows = list(whole[rank].clone().view(size, each))
+            dist.gather(rows[0], rows if rank == 1 else None, dst=1)
+            assert rank != 1 or torch.cat(rows).equal(torch.cat([other[:each] for other in whole])), choice
+    dist.destroy_process_group()
+
+
+def test_outputs_may_lie_where_inputs_do() -> None:
+    launch(_one_memory, 3)
 
 
 def _messages() -> None:
@@ -260,6 +307,9 @@ def _calls(rank: int, size: int, group: Any) -> dict[str, Callable[[], Any]]:
             group_dst=0,
         ),
         "argument": lambda: dist.all_gather_into_tensor(torch.zeros(size * 4), torch.zeros(mine), group=group),
+        "weighted": lambda: dist.all_reduce(
+            torch.zeros(4), dist._make_nccl_premul_sum(0.5) if rank == 1 else dist.ReduceOp.SUM, group=group
+        ),
         "root": lambda: dist.gather(torch.zeros(4), lists if rank < 2 else None, group=group, group_dst=int(rank == 1)),
     }
 
@@ -285,6 +335,7 @@ def test_sizes_that_differ_are_named_on_every_rank() -> None:
             assert text.startswith("pccl: ") and seconds < 15, (rank, name, seconds, text)
             sizes = {
                 "types": ("4 float32", "4 float64"),
+                "weighted": ("float32 (sum)", "float32 (weighted sum)"),
                 "root": ("to rank 0 of the group", "to rank 1 of the group"),
                 "argument": ("12 ", "3 times 5 "),
                 "all_gather uneven": ("5 float32", "6 float32"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from axonn_plugins.cli import main
 from axonn_plugins.observe.ledger import Ledger
@@ -28,6 +29,30 @@ def hidden_and_waited_for(folder: Path) -> None:
         dist.all_reduce(torch.ones(4), group=mesh.group("z"))
     if dist.get_rank() == 0:
         write_ledger(ledger.entries, 7, folder)
+    torchs_own_calls()
+
+
+def torchs_own_calls() -> None:
+    """Lists and coalesced calls; what torch waits for where it is used."""
+    world, one, parts = dist.group.WORLD, torch.ones(6), [torch.ones(3), torch.ones(3)]
+    with Ledger() as ledger:
+        used = functional.all_reduce(one, "sum", world)
+        time.sleep(0.05)
+        assert (used + 1).tolist() == [3.0] * 6
+        functional.wait_tensor(functional.broadcast(one, 0, world))
+        made = functional.all_reduce_coalesced([one, parts[0]], "sum", world)
+        made += functional.all_gather_into_tensor_coalesced(parts, world)
+        made += functional.reduce_scatter_tensor_coalesced([one], "sum", [0], world)
+        assert [each.sum().item() for each in made] == [12, 6, 6, 6, 6]
+        dist.reduce_scatter(torch.empty(3), parts)
+        dist.all_to_all(parts, [part.clone() for part in parts])
+    found = [(entry.collective.op, entry.collective.elements) for entry in ledger.entries]
+    reduced, gathered, scattered = ("all_reduce", 6), ("all_gather", 3), ("reduce_scatter", 6)
+    assert found[:4] == [reduced, ("broadcast", 6), reduced, ("all_reduce", 3)], found
+    assert found[4:] == [gathered, gathered, scattered, scattered, ("all_to_all", 6)], found
+    assert not ledger.unknown
+    first = ledger.entries[0]
+    assert first.ended - first.started >= 0.05 and first.exposed is not None  # its wait was seen
 
 
 def test_a_run_keeps_one_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

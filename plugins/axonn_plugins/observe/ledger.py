@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
@@ -28,6 +29,11 @@ FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "broadcast": "broadcast",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "reduce_scatter_parts": "reduce_scatter",
 }
@@ -41,8 +47,10 @@ INPLACE = {
     "reduce_scatter_": ("reduce_scatter", 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_single_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
     "alltoall_base_": ("all_to_all", 1),
     "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_coalesced_": ("all_gather", 1),
     "allgather_into_tensor_coalesced_": ("all_gather", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
 }
@@ -101,8 +109,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Record, and run."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            # It runs local operations and collectives, which come here again.
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            # They run local operations, collectives and waits, which come here again.
             return NotImplemented
         name = function._schema.name.split("::")
         kwargs = kwargs or {}
@@ -141,14 +149,15 @@ class Ledger(TorchDispatchMode):
             group = _resolve_process_group(args[-1])
             # What a rank keeps of an uneven exchange is not in its tensor.
             uneven = name == "all_to_all_single" and len(set(args[2])) > 1 and not args[2][group.rank()]
-            self._record("exchange" if uneven else FUNCTIONAL[name], args[-1], group.size(), args[0])
+            for tensor in flat(args[0]):
+                self._record("exchange" if uneven else FUNCTIONAL[name], args[-1], group.size(), tensor)
         elif name != "_wrap_tensor_autograd":  # which communicates nothing
             self.unknown.add(name)
         with self._named(before):
             result = function(*args, **kwargs)
-        for entry in self.entries[before:]:
+        for entry, made in zip(self.entries[before:], flat(result), strict=False):
             entry.started, entry.ended, entry.exposed = now, self._now(), self._now() - now
-            self._under_way[result.untyped_storage().data_ptr()] = entry
+            self._under_way[made.untyped_storage().data_ptr()] = entry
         return result
 
     def _in_place(self, name: str, args: tuple) -> None:
@@ -160,13 +169,15 @@ class Ledger(TorchDispatchMode):
         boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         group = dist.ProcessGroup.unbox(boxed)
         payload = args[position]
-        for tensor in flat(payload):
-            self._record(op, group.group_name, group.size(), tensor)
+        calls = [payload] if name == "alltoall_" or isinstance(payload, Tensor) else payload
+        for call in calls:
+            self._record(op, group.group_name, group.size(), *flat(call))
 
-    def _record(self, op: str, group: str, size: int, tensor: Tensor) -> None:
+    def _record(self, op: str, group: str, size: int, *tensors: Tensor) -> None:
+        """One call, of a tensor or of a list of all ranks' parts."""
         if size > 1:
-            collective = Collective(op, self.axes.get(group, group), size, tensor.numel())
-            self.entries.append(Entry(collective, tensor.element_size()))
+            collective = Collective(op, self.axes.get(group, group), size, sum(tensor.numel() for tensor in tensors))
+            self.entries.append(Entry(collective, tensors[0].element_size()))
 
     @property
     def collectives(self) -> list[Collective]:

@@ -12,20 +12,20 @@
 
 namespace pccl {
 
-using Region = std::pair<const char*, const char*>;  // from, to
+using Extent = std::pair<const char*, const char*>;  // from, to
 
 // Where a contiguous tensor lies; all that are empty lie nowhere.
-inline Region region(const at::Tensor& tensor) {
+inline Extent extent(const at::Tensor& tensor) {
   if (tensor.nbytes() == 0) return {nullptr, nullptr};
   const char* from = static_cast<const char*>(tensor.const_data_ptr());
   return {from, from + tensor.nbytes()};
 }
 
-inline bool overlap(Region one, Region other) { return one.first < other.second && other.first < one.second; }
+inline bool overlap(Extent one, Extent other) { return one.first < other.second && other.first < one.second; }
 
 // The input of a call with a schedule, or a copy where it lies in the output's memory other than in its own place, which a schedule may rely on.
 inline at::Tensor apart(Collective collective, int rank, const at::Tensor& input, const at::Tensor& output) {
-  Region in = region(input), out = region(output);
+  Extent in = extent(input), out = extent(output);
   if (!overlap(in, out)) return input;
   bool placed = in.first == out.first;
   if (collective == Collective::kAllGather) placed = in.first == out.first + rank * (in.second - in.first);
@@ -38,17 +38,17 @@ inline at::Tensor apart(Collective collective, int rank, const at::Tensor& input
 // The same of lists, or of the one tensor that stands for this rank's.
 inline std::vector<at::Tensor> apart(int rank, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
   auto own = [rank](const std::vector<at::Tensor>& list) { return list.size() == 1 ? 0 : static_cast<size_t>(rank); };
-  std::vector<Region> taken, all;
-  for (const auto& output : outputs) all.push_back(region(output));
-  for (Region each : all)
+  std::vector<Extent> taken, all;
+  for (const auto& output : outputs) all.push_back(extent(output));
+  for (Extent each : all)
     if (each.first) taken.push_back(each);
   std::ranges::sort(taken);
   for (size_t i = 1; i < taken.size(); ++i) taken[i].second = std::max(taken[i].second, taken[i - 1].second);
   std::vector<at::Tensor> made = inputs;
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    Region in = region(inputs[i]);
-    auto beyond = std::ranges::lower_bound(taken, in.second, {}, &Region::first);
+    Extent in = extent(inputs[i]);
+    auto beyond = std::ranges::lower_bound(taken, in.second, {}, &Extent::first);
     bool shares = in.first && beyond != taken.begin() && in.first < std::prev(beyond)->second;
     // Its own place: nothing is moved there.
     if (shares && i == own(inputs) && all[own(outputs)] == in) {
