@@ -137,7 +137,7 @@ def states() -> None:
             same(weights, plain)
             same(found["state"], wanted["state"])
             mine = kind(model.parameters())
-            set_state_dict(model, mine, model_state_dict=plain, optim_state_dict=wanted)
+            set_state_dict(model, mine, model_state_dict=plain, optim_state_dict=copy.deepcopy(wanted))
             train(model, mine, x, mesh)
             train(serial, one, x)
             same(model.state_dict(), serial.state_dict())

@@ -91,10 +91,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
-        self.overflow, self.skip_nonfinite, self.mesh = False, skip_nonfinite, mesh
+        self.overflow, self.skip_nonfinite, self.refuses_clipping, self.mesh = False, skip_nonfinite, True, mesh
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
-        self.refuses_clipping = True
         self.superseded: str | None = None
         groups, self.names = named_groups(params)
         require_plain(params, self.names, group is not None)
@@ -242,10 +241,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         Returns:
             What the closure returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         look_around(self)
         self.reducer.finish()
         if self.mesh is not None:
