@@ -10,11 +10,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.comm.gradients import global_square
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
@@ -111,8 +111,7 @@ def whole_norm(tensors: list[Tensor], parameters: list[Any], mesh: Mesh, kind: f
     """
     if kind == float("inf"):
         largest = largest_of(tensors, mesh.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))
-        return largest
+        return all_reduce(all_reduce(largest, mesh, "model", "max"), mesh, "batch", "max")
     powers = {str(number): power(tensor, kind) for number, tensor in enumerate(tensors)}
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
     return global_square(powers, named, mesh).pow(1 / kind)

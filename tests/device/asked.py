@@ -85,7 +85,7 @@ def asked_by_transformers() -> None:
     orders: list[Any] = [None, None]
     dist.all_gather_object(orders, list(loader.sampler))
     assert orders[0] == orders[1] and sorted(orders[0]) == list(range(8))
-    assert find("means").count_votes(trainer, [True, dist.get_rank() == 0]) == [2, 1]
+    assert find("kinds").count_votes(trainer, [True, dist.get_rank() == 0]) == [2, 1]
     with find("readers").as_one_reader(GPU):
         drawn = [torch.empty(1, device=GPU) for _ in range(2)]
         dist.all_gather(drawn, torch.rand(1).to(GPU))

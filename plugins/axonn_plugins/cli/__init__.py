@@ -18,7 +18,7 @@ _OF_FILES = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS),
     *(errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),
 }
-"""What is wrong with a file that a user has named, and not with us."""
+"""Errors of a file that a user has named, which are no fault of ours."""
 _READER_GONE = 141
 """The exit code where whoever read the output has gone, as after ``| head``: a shell's for SIGPIPE."""
 

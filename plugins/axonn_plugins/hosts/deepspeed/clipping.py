@@ -23,7 +23,7 @@ from axonn_tp import grad_norm
 
 _engines: WeakSet[Any] = WeakSet()
 _kind = 2.0
-"""Of the norm that is under way."""
+"""The type of the norm that is under way."""
 
 
 def obey(engine: Any) -> None:
