@@ -87,11 +87,6 @@ ASKED = [
         ("asked_by_lightning",),
     ),
     (
-        f"{_HOSTS}/lightning/gradients.py",
-        'dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("grid"))',
-        ("asked_by_lightning",),
-    ),
-    (
         f"{_HOSTS}/lightning/replicas.py",
         'dist.all_gather(cards, card, group=self.mesh.group("model"))',
         ("asked_by_lightning",),
