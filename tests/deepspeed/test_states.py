@@ -151,7 +151,9 @@ def clipped(block: dict[str, Any]) -> bool:
         found.append((weights(engine), torch.tensor(norms)))
         engine.destroy()
     (one, wanted), (other, norms) = found
-    return bool((one - other).abs().max() < 1e-6) and torch.allclose(wanted, norms, rtol=1e-5) and bool(norms.min() > 0.2)
+    return (
+        bool((one - other).abs().max() < 1e-6) and torch.allclose(wanted, norms, rtol=1e-5) and bool(norms.min() > 0.2)
+    )
 
 
 def taught(block: dict[str, Any], folder: str) -> bool:

@@ -142,7 +142,9 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             return super()._computing_together()
         grid = self.mesh.grid
         ranks, size = range(self.num_stages * grid.world), grid.gx * grid.gy * grid.gz
-        if self._ted is not None or self._replicas_meet():  # tokens go to experts of other ranks, or norms take all samples
+        if (
+            self._ted is not None or self._replicas_meet()
+        ):  # tokens go to experts of other ranks, or norms take all samples
             size = grid.world
         return [list(ranks[first : first + size]) for first in ranks[::size]]
 
