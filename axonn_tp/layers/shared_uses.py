@@ -1,4 +1,4 @@
-"""Parameters that are used on shares of an activation and otherwise, too: refused in a model's first training pass.
+"""Parameters that are used on shares of an activation and otherwise, too: refused in a model's first training pass, or a later one that is looked at.
 
 The gradient of a use on a share is the share's, to be summed over the ranks of x and y, and that of a use on whole activations is whole
 on every rank: a parameter gets the sum of both, which is neither. The automatic plan splits no such pair of layers; a plan by hand may.
@@ -18,16 +18,17 @@ from axonn_tp.layers.activation import UsesOnShares, uses_on_shares
 
 
 class SharedUses:
-    """Looks at one training pass of a model that was split: the first."""
+    """Looks at training passes of a model that was split, fewer and fewer: a penalty may come into the loss later than in the first."""
 
     def __init__(self) -> None:
         self._uses: UsesOnShares | None = None
-        self._done = False
+        self._passes = 0
 
     def begin(self) -> None:
         """A forward begins that will be differentiated."""
-        if not self._done:
-            self._done, self._uses = True, UsesOnShares()
+        self._passes += 1
+        if not self._passes & (self._passes - 1):
+            self._uses = UsesOnShares()
             uses_on_shares.append(self._uses)
 
     def end(self, model: nn.Module, outputs: Any) -> None:

@@ -179,8 +179,10 @@ def _penalties() -> None:
             penalty(each).backward()
             each(tokens).square().mean().backward()
         assert not _differences(model, serial, mesh), sizes
-        for kept in ({"up": "normal", "down": "transposed"}, _STREAM):
+        for kept, late in itertools.product(({"up": "normal", "down": "transposed"}, _STREAM), (False, True)):
             model = parallelize(_Block().double(), mesh, kept)
+            if late:  # it comes in the second pass alone
+                model(tokens).square().mean().backward()
             with pytest.raises(ValueError, match="act.weight is used on features that a pair of the plan splits"):
                 (model(tokens).square().mean() + model.act.weight.square().sum()).backward()
     for layer, change in (

@@ -254,11 +254,25 @@ def resumed(folder: str, stages: tuple[int, ...]) -> dict[str, Any]:
         with pytest.raises(ConfigError, match="was written on 2 stages, .* and this run has 1; use 2, or load_opt"):
             engine.load_checkpoint(folder, tag=f"ours{stage}")
         engine.load_checkpoint(folder, tag=f"ours{stage}", load_optimizer_states=False)
+        if stage == 1:
+            misread(folder, case)
         whole, half = parameters(engine), start(case)
         half.load_checkpoint(folder, tag=f"ours{stage}")
         found[f"weights, stage {stage}"] = (all(torch.equal(whole[k], p) for k, p in parameters(half).items()), True)
         engine.destroy(), half.destroy()
     return found
+
+
+def misread(folder: str, case: Case) -> None:
+    """ZeRO's states for an optimizer of ours, and a universal checkpoint that is not there."""
+    engine = start(replace(case, offload={"bucket_size": 2048}))
+    with pytest.raises(ConfigError, match="optimizer state is of another wrapper .* load_optimizer_states=False"):
+        engine.load_checkpoint(folder, tag="stock1")
+    engine.destroy()
+    engine = start(replace(case, extra={"checkpoint": {"load_universal": True}}))
+    with pytest.raises(ValueError, match="latest_universal does not exist"):
+        engine.load_checkpoint(folder)
+    engine.destroy()
 
 
 def test_fp16_at_stage_0() -> None:

@@ -218,10 +218,30 @@ def mistakes() -> dict[str, str]:
             deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config(SEVERAL))
         except ConfigError as error:
             found[change] = str(error)
+    torch.manual_seed(3)
+    one, held = Feed(), Feed()
+    for name, pair in (("made", [one, one]), ("held", [LayerSpec(Around, held), LayerSpec(Around, held)])):
+        try:
+            start(Case(lambda pair=pair: [pair[0], LayerSpec(Feed), LayerSpec(Feed), pair[1]], dtype="fp32"))
+        except ConfigError as error:
+            found[name] = str(error)
     return found
+
+
+class Around(nn.Module):
+    """A layer around another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 def test_copies_that_differ_are_refused_on_all_ranks() -> None:
     for found in run_ranks(mistakes, 2):
         for change in ("trained", "shape"):
             assert "the tied layer 'mixed' has a 'weight' on several stages which differs there" in found[change]
+        for kind in ("made", "held"):
+            assert "layers 0 and 3 of the PipelineModule have a weight in common" in found[kind]

@@ -245,13 +245,13 @@ class EngineOptimizer(ZeROOptimizer):
         (loss * self.cur_scale).backward(retain_graph=retain_graph)
 
 
-def optimizer_state_of(state_dict: Mapping[str, Any], key: str) -> dict[str, Any]:
+def optimizer_state_of(state_dict: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
     """The optimizer state in a checkpoint of DeepSpeed, if it is a torch optimizer's.
 
     Raises:
         ConfigError: it is another's.
     """
-    if "param_groups" not in state_dict:
+    if state_dict is None or "param_groups" not in state_dict:  # ZeRO's is in files of its own
         raise ConfigError(
             f"this checkpoint's optimizer state is of another wrapper of DeepSpeed's, which {key} cannot read; load it with "
             "load_optimizer_states=False"

@@ -35,7 +35,7 @@ from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     stage_grid,
     stage_plan,
 )
-from axonn_plugins.hosts.deepspeed.pipeline.ties import mark_loss, tie
+from axonn_plugins.hosts.deepspeed.pipeline.ties import mark_loss, refuse_untied, tie
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
@@ -121,6 +121,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
                 "PipelineModule"
             )
         try:
+            refuse_untied(model)
             if self._ted is None and (self._split is not None or self._owns):
                 refuse_experts(model)
             if self._split is not None or self._owns:
@@ -196,8 +197,12 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             super()._reduce_gradients()
 
     def buffered_allreduce_fallback(self, *rest: Any, **keywords: Any) -> None:
-        """Sum gradients by their layouts where the optimizer is torch's; others of DeepSpeed's, and its experts, it sums itself."""
-        if self.has_moe_layers or not isinstance(self.optimizer, torch.optim.Optimizer):
+        """Sum gradients by their layouts where the optimizer is torch's; others of DeepSpeed's, and its experts, it sums itself.
+
+        So it does in a type that the configuration names.
+        """
+        own = isinstance(self.optimizer, torch.optim.Optimizer) and not self.has_moe_layers
+        if not own or (self._split is None and self._config.axonn_raw.get("communication_data_type")):
             super().buffered_allreduce_fallback(*rest, **keywords)
         else:
             sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))

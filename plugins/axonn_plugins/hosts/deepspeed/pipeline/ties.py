@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
@@ -55,6 +55,32 @@ def tie(module: PipelineModule) -> None:
             setattr(parameter, PIPE_REPLICATED, not counted)
     with torch.no_grad():
         module._synchronize_tied_weights()
+
+
+def refuse_untied(module: PipelineModule) -> None:
+    """Refuse a weight that layers of several stages have in common without being tied: each stage would train its own.
+
+    Raises:
+        ValueError: names the layers.
+    """
+    first: dict[int, int] = {}
+    for number, spec in enumerate(module._layer_specs):
+        for weight in _weights_of(spec):
+            other = first.setdefault(id(weight), number)
+            if weight.requires_grad and module.stage_owner(other) != module.stage_owner(number):
+                raise ValueError(
+                    f"layers {other} and {number} of the PipelineModule have a weight in common, and are on stages {module.stage_owner(other)} and "
+                    f"{module.stage_owner(number)}, each of which would train its own; make both a TiedLayerSpec of one key, or give them weights each"
+                )
+
+
+def _weights_of(spec: Any) -> list[nn.Parameter]:
+    """Parameters of a layer that is made already, or that one is made of."""
+    held = [spec]
+    if isinstance(spec, LayerSpec):
+        held = [] if isinstance(spec, TiedLayerSpec) else [*spec.module_args, *spec.module_kwargs.values()]
+    modules = [weight for one in held if isinstance(one, nn.Module) for weight in one.parameters()]
+    return modules + [one for one in held if isinstance(one, nn.Parameter)]
 
 
 def mark_loss(module: PipelineModule) -> None:
