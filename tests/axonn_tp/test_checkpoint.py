@@ -344,7 +344,7 @@ def statistics(folder: str, mesh: Mesh) -> set[float]:
     """Averages of BatchNorm, of which each rank has its own where it reads other samples, as a checkpoint has them."""
     made = [nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(4))) for _ in range(2)]
     with torch.no_grad():
-        for name, buffer in made[0].named_buffers():
+        for buffer in made[0].buffers():
             buffer.fill_(dist.get_rank())
     save(f"{folder}/statistics", made[0], mesh)
     load(f"{folder}/statistics", made[1], mesh)
