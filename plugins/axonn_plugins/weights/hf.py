@@ -78,7 +78,9 @@ def bare_model(config: Any) -> Any:
         with torch.device("meta"):
             return class_of(config)._from_config(config)
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"config.json: no model can be made of it: {' '.join(str(error).split())}; correct it") from error
+        raise ConfigError(
+            f"config.json: no model can be made of it: {' '.join(str(error).split())}; correct it"
+        ) from error
 
 
 def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
