@@ -57,11 +57,13 @@ class Shard:
         tensor: a tensor of the rank's local shape, or a flat part of it.
         layout: how the serial tensor lies on the grid.
         start: which element of the flattened local tensor `tensor` begins with, as in a ZeRO partition.
+        of_first: the first of the ranks that should hold the same writes it, since others may not.
     """
 
     tensor: Tensor
     layout: Layout
     start: int = 0
+    of_first: bool = False
 
     def regions(self, place: Place) -> list[Region]:
         """The rectangles of the serial tensor that are in `tensor`, flattened."""
@@ -77,7 +79,7 @@ class Shard:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes each rectangle once: of ranks that hold the same, torch picks the one with the least to write.
+    """Writes each rectangle once: of ranks that hold the same, torch picks the one with the least to write, but of buffers the first.
 
     What is still in a file is read when it is written, by a writer that asks for a piece when the one before it is written.
 
@@ -106,7 +108,9 @@ class SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def _items(self, name: str, shard: Shard) -> Iterator[WriteItem]:
-        tensor = shard.tensor
+        tensor, at = shard.tensor, self.place.of(shard.layout).coordinates
+        if shard.of_first and not shard.layout.counted_here(at, ("x", "y", "z", "data")):
+            return
         flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
         properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(shard.layout.serial_shape)
         for region in shard.regions(self.place):

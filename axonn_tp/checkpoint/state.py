@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Shard
 from axonn_tp.grid.layout import layout_of
@@ -23,10 +24,13 @@ Notes = dict[str, Any]
 
 
 def model_state(model: nn.Module) -> tuple[Shards, Notes]:
-    """Parameters and buffers as ``model.NAME``; a parameter that layers share once, under its first name."""
+    """Parameters and buffers as ``model.NAME``; a parameter that layers share once, under its first name.
+
+    Of buffers, such as BatchNorm's averages of the samples that a rank has read, those of the first rank are written, as one file has them.
+    """
     shards: Shards = {}
     first: dict[int, str] = {}
-    aliases, modules = {}, {}
+    aliases, modules, names = {}, {}, DealtNames(model)
     with as_shards():
         held = model.state_dict(keep_vars=True)
     for name, value in held.items():
@@ -35,7 +39,10 @@ def model_state(model: nn.Module) -> tuple[Shards, Notes]:
         elif (known := first.setdefault(id(value), name)) != name:
             aliases[name] = known
         else:
-            shards[f"model.{name}"] = Shard(value, layout_of(value))
+            everyones = names.outward(name, 0) == names.outward(name, 1)
+            shards[f"model.{name}"] = Shard(
+                value, layout_of(value), of_first=everyones and not isinstance(value, nn.Parameter)
+            )
     return shards, {"aliases": aliases, "modules": modules}
 
 

@@ -114,12 +114,12 @@ def write(
     Args:
         folder: the checkpoint.
         shards: what this rank holds.
-        notes: rank 0's are written.
+        notes: rank 0's are written; where their "random" is None, who reads it keeps the random number generators as they are.
         ranks: all that call this.
         asynchronous: see `save`.
         keep_last: see `save`.
     """
-    notes = {**notes, "random": random_state()}
+    notes = {"random": random_state(), **notes}
     if not asynchronous:
         _write(folder, shards, notes, ranks, keep_last)
         return None
@@ -153,8 +153,9 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
     # torch notes shapes and dtypes too, but not of tensors without elements.
     tensors = {name: (shard.layout.serial_shape, shard.tensor.dtype) for name, shard in shards.items()}
     own = {name: tensors[name] for name, shard in shards.items() if ranks.apart or shard.layout.home}
-    writers, aside = writers_of(notes["random"], ranks.group), files.aside(folder)
-    written = ranks.together(lambda: write_random_state(aside, notes["random"], writers, ranks.rank))
+    draws, aside = notes["random"], files.aside(folder)
+    writers = None if draws is None else writers_of(draws, ranks.group)
+    written = ranks.together(lambda: write_random_state(aside, draws, writers, ranks.rank) if writers else {})
     gathered = ranks.collect((writer.sums | written, own))
 
     def complete() -> None:
@@ -201,7 +202,9 @@ class Reading:
         read_shards(self._reader, self._metadata, shards, place or self.ranks.place)
 
     def restore_random_state(self) -> None:
-        """The generators' states of the saved rank that stood where this one does; see `save`."""
+        """The generators' states of the saved rank that stood where this one does; see `save`. Of a conversion, theirs stay."""
+        if self.notes["random"] is None:
+            return
         rank = source_rank(self.ranks.place, Grid(**self.notes["grid"]))
         set_random_state(read_random_state(self.folder, self.notes["random"], rank))
 

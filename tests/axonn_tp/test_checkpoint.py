@@ -336,7 +336,19 @@ def draws(folder: str) -> dict[str, Any]:
     found["alike"] = draw()
     load(f"{folder}/alike", model, mesh)
     found["alike again"] = draw()
+    found["statistics"] = statistics(folder, mesh)
     return found
+
+
+def statistics(folder: str, mesh: Mesh) -> set[float]:
+    """Averages of BatchNorm, of which each rank has its own where it reads other samples, as a checkpoint has them."""
+    made = [nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(4))) for _ in range(2)]
+    with torch.no_grad():
+        for buffer in made[0].buffers():
+            buffer.fill_(dist.get_rank())
+    save(f"{folder}/statistics", made[0], mesh)
+    load(f"{folder}/statistics", made[1], mesh)
+    return {value for buffer in made[1].buffers() for value in buffer.flatten().tolist()}
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
@@ -346,6 +358,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert [rank["same batch"] for rank in ranks] == [saved[0], saved[0], saved[2], saved[2]]
     assert [rank["other"] for rank in ranks] == [saved[0]] * 4
     assert [rank["alike again"] for rank in ranks] == [rank["alike"] for rank in ranks]
+    assert [rank["statistics"] for rank in ranks] == [{0.0}] * 4  # the first rank's, as stock
     written = {name: sorted(file.name for file in (tmp_path / name).glob("random_*")) for name in ("random", "alike")}
     assert written["random"] == [f"random_{rank}.pickle" for rank in range(4)]
     assert written["alike"] == ["random_0.pickle", "random_2.pickle"]

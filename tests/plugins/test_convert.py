@@ -252,6 +252,20 @@ def test_nothing_is_lost_without_a_word(tmp_path: Path, capsys: pytest.CaptureFi
     assert "unexpected keys nobody.weight" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
+def test_a_converted_checkpoint_leaves_seeds_alone(tmp_path: Path) -> None:
+    """It had the state of the process that has converted, which every run then went on from, whatever its seed."""
+    model = drawn("llama")
+    model.save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "ours", "--to", "axonn")
+    drawings = []
+    for loading in (False, True):
+        torch.manual_seed(5)
+        if loading:
+            load(tmp_path / "ours" / "axonn", model, None)
+        drawings.append(torch.rand(3))
+    assert torch.equal(*drawings)
+
+
 def test_a_plain_models_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))

@@ -176,6 +176,19 @@ def test_windows_go_to_litgpt(tmp_path: Path) -> None:
         assert torch.allclose(theirs(IDS), model(IDS).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("to", "said"), [("litgpt", "as LitGPT's rope_base is"), ("megatron", "as Megatron's --rotary-base is")]
+)
+def test_rotary_bases_are_not_cut_off(to: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("litgpt" if to == "litgpt" else "torch")
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    rope = {"rope_type": "default", "rope_theta": 500.5}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", to]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_tokenizers_of_all_kinds_go_along(tmp_path: Path) -> None:
     drawn("llama").save_pretrained(tmp_path / "hf")
     names = ["spiece.model", "tokenizer.model", "vocab.txt", "merges.txt", "qwen.tiktoken", "chat_template.jinja"]

@@ -132,7 +132,7 @@ def _to_axonn(weights: Weights, target: Path, shard_bytes: int) -> Mapping[str, 
             notes["aliases"][name] = known
         else:
             shards[f"model.{name}"] = Shard(tensor, Layout(tuple(tensor.shape)))
-    write(target / "axonn", shards, {"model": notes, "extra": None}, Ranks(None))
+    write(target / "axonn", shards, {"model": notes, "extra": None, "random": None}, Ranks(None))
     return tensors
 
 

@@ -111,6 +111,9 @@ def _of_hf(config: Any) -> dict[str, Any]:
         raise ConfigError(
             f'config.json: rope_type = "{rope["rope_type"]}" is not known to LitGPT; give --config, a folder with its {SETTINGS}'
         )
+    base = rope.get("rope_theta", 10000)
+    if base != int(base):
+        raise ConfigError(f"config.json: rope_theta = {base} is not a whole number, as LitGPT's rope_base is")
     if config.hidden_act != "silu":
         raise ConfigError(
             f'config.json: hidden_act = "{config.hidden_act}" is not what LitGPT\'s LLaMAMLP computes, which is silu; give --config, a folder with '
@@ -136,7 +139,7 @@ def _of_hf(config: Any) -> dict[str, Any]:
         "norm_qk": kind == "qwen3",
         "mlp_class_name": "LLaMAMoE" if kind == "mixtral" else "LLaMAMLP",
         "intermediate_size": config.intermediate_size,
-        "rope_base": int(rope.get("rope_theta", 10000)),
+        "rope_base": int(base),
         "sliding_window_size": hf.window_of(config),
     }
     if kind == "mixtral":
