@@ -205,11 +205,7 @@ def _say(self: Any) -> None:
 
 
 class Before:
-    """A model's buffers and the generators before a call in training, for another that is to be in its place.
-
-    Args:
-        model: the model, with its own BatchNorm's statistics as an example of buffers that a call changes.
-    """
+    """A model's buffers, as BatchNorm's statistics, and the generators, before a call in training that another may have to replace."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
