@@ -164,7 +164,8 @@ class Measured(Module):
 
 
 def again(strategy: Any) -> list[float]:
-    """Losses of the search for a rate, of one epoch, and of another by another Trainer, whose optimizer is made for a model that is split already."""
+    """Losses of the search for a rate, of one epoch, and of another by another Trainer, whose optimizer is made for a model that is split already, and which
+    averages a copy of it."""
     torch.manual_seed(1)
     module = Measured()
     for number in range(2):
@@ -177,6 +178,7 @@ def again(strategy: Any) -> list[float]:
             max_epochs=1,
             default_root_dir=same_on_all(tempfile.mkdtemp()),
             enable_checkpointing=number == 0,
+            callbacks=[EMAWeightAveraging(decay=0.5)] if number else [],
             **quiet,
         )
         if number == 0:

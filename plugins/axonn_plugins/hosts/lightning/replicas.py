@@ -208,12 +208,32 @@ class _InOrder(DistributedSampler):
         return RandomSampler(own.data_source, own.replacement, own._num_samples, generator)
 
 
+class _OverReaders:
+    """Gathers what a metric holds over readers; copies of the metric have it as well, where a process group could not be copied."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        found: list[Tensor] = gather_all_tensors(value, group or self._mesh.group("batch"))
+        return found
+
+    def __deepcopy__(self, known: dict[int, Any]) -> _OverReaders:
+        return self
+
+
 def count_readers(module: nn.Module, mesh: Mesh) -> None:
     """Have metrics of torchmetrics inside a module sum over readers."""
     from torchmetrics import Metric
 
     for metric in module.modules():
-        if isinstance(metric, Metric) and metric.process_group is None:
+        if not isinstance(metric, Metric) or metric.process_group is not None:
+            continue
+        if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _OverReaders):
+            metric.dist_sync_fn = _OverReaders(mesh)
+        else:  # a script's own, which is told
             metric.process_group = mesh.group("batch")
 
 

@@ -204,6 +204,25 @@ def _say(self: Any) -> None:
         )
 
 
+class Before:
+    """A model's buffers, as BatchNorm's statistics, and the generators, before a call in training that another may have to replace."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+        self._random = torch.get_rng_state()
+        self._of_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def again(self) -> None:
+        """Undo what the call has changed."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        torch.set_rng_state(self._random)
+        if self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device)
+
+
 def counts_processes(self: Any, loss: Callable[..., Any], rows: dict[str, Any]) -> bool:
     """True if a loss of a script's own, which asks how many processes there are, is larger or smaller the more there are; all ranks call it."""
     found = []

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from axonn_plugins.hosts.transformers.asking import asked
 from axonn_plugins.hosts.transformers.balance import balanced, balances, times
-from axonn_plugins.hosts.transformers.kinds import Kind, Watching, agreed, counted_items, counts_processes, refined
+from axonn_plugins.hosts.transformers.kinds import (
+    Before,
+    Kind,
+    Watching,
+    agreed,
+    counted_items,
+    counts_processes,
+    refined,
+)
 from axonn_plugins.hosts.transformers.last_batch import share
 from axonn_plugins.hosts.transformers.readers import has_block
 from axonn_plugins.hosts.transformers.tokens import of_all_readers, of_all_targets
@@ -66,6 +74,9 @@ def in_one_process(
     if key in kinds and not summed and balances(self.model):
         expected = _factor(self, kinds[key], labels, readers)
     watch = watching if key not in kinds else of_all_targets(self) if kinds[key].by_targets else nullcontext()
+    called: set[tuple] = vars(self).setdefault("_axonn_called", set())
+    first = None if key in called or by_trl else Before(self.model)
+    called.add(key)
     with watch, constants, of_all_readers(self), balanced(self, expected):
         before = asked()
         found = original(model, inputs, return_outputs=return_outputs, **more)
@@ -84,6 +95,8 @@ def in_one_process(
         kinds[key] = kind = agreed(self, watching, labels, loss, rows)
         if kind.by_targets or times() != losses and not (summed and kind.adds):  # which took it for another kind
             targets = of_all_targets(self) if kind.by_targets else nullcontext()
+            if first is not None:
+                first.again()
             with targets, balanced(self, _factor(self, kind, labels, readers)):
                 found = original(model, inputs, return_outputs=return_outputs, **more)
     if not kinds[key].tried and labels is not None:
