@@ -71,6 +71,13 @@ def _halves() -> None:
         number = ~wanted.isnan()
         assert got.isnan().logical_xor(number).all()
         assert got[number].view(torch.int16).equal(wanted[number].view(torch.int16))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):  # zeros' signs, the same on both ranks
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            zeros = torch.tensor([0.0, -0.0, -0.0, 0.0, -1.0] if rank else [-0.0, 0.0, -0.0, 0.0, 2.0], dtype=dtype)
+            with using(Choice("tiny")):
+                dist.all_reduce(zeros, op)
+            least = op == dist.ReduceOp.MIN
+            assert zeros.signbit().tolist() == [least, least, True, False, least], (dtype, op, zeros)
 
 
 def test_every_half_precision_number_is_added_as_torch_does() -> None:

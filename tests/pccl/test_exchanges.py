@@ -147,7 +147,7 @@ def _one_memory() -> None:
             whole = [values(torch.float64, size * each, 11 + other) for other in range(size)]
             parts = [values(torch.float64, sum(lengths), 31 + other) for other in range(size)]
             own = slice(rank * each, (rank + 1) * each)
-            exchanged, summed = torch.cat([one[own] for one in whole]), sum(whole)[own]
+            exchanged, summed = torch.cat([one[own] for one in whole]), torch.stack(whole).sum(0)[own]
 
             one = whole[rank].clone()
             dist.all_to_all_single(one, one)
@@ -165,7 +165,7 @@ def _one_memory() -> None:
                 assert one.equal(torch.cat([other[:each] for other in whole])), (choice, first)
             one = parts[rank].clone()
             dist.reduce_scatter(one[: lengths[rank]], list(one.split(lengths)))
-            assert one[: lengths[rank]].equal(sum(parts).split(lengths)[rank]), choice
+            assert one[: lengths[rank]].equal(torch.stack(parts).sum(0).split(lengths)[rank]), choice
             one = parts[rank].clone()
             dist.all_gather(list(one.split(lengths)), one[: lengths[rank]])
             assert one.equal(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])), choice

@@ -96,11 +96,20 @@ def test_networks_faster_than_the_processor_are_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"a": 1}', '{"a": [{"network": null, "times": {"b": {"8": {"ring/0": 1}}}}]}']
+    "text",
+    [
+        *("{", "[]", '{"a": 1}', '{"a": [{"network": null, "times": {"b": {"8": {"ring/0": 1}}}}]}', "a folder"),
+        '{"a": [{"network": null, "times": {"all_gather": {"8": {"tiny": 1}}}}]}',
+        '{"a": [{"network": null, "times": {"all_reduce": {"8": {"ring": 1, "tiny": -1}}}}]}',
+        '{"a": [{"network": null, "times": {"all_reduce": {"8": {"ring": NaN}}}}]}',
+    ],
 )
 def test_a_file_that_is_not_ours_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tuning.json"
-    file.write_text(text)
+    if text == "a folder":
+        file.mkdir()
+    else:
+        file.write_text(text)
     with pytest.raises(ValueError, match=r"tuning file .*tuning.json cannot be read .* remove it, or name another"):
         read(file, "a", None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def hidden_and_waited_for(folder: Path) -> None:
 
 def torchs_own_calls() -> None:
     """Lists and coalesced calls; what torch waits for where it is used."""
-    world, one, parts = dist.group.WORLD, torch.ones(6), [torch.ones(3), torch.ones(3)]
+    world: Any = dist.group.WORLD
+    one, parts = torch.ones(6), [torch.ones(3), torch.ones(3)]
     with Ledger() as ledger:
         used = functional.all_reduce(one, "sum", world)
         time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from axonn_plugins import __version__
+from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.build import folder
-from axonn_plugins.pccl.choice import Measured
+from axonn_plugins.pccl.choice import NATIVE, Measured
 from axonn_plugins.pccl.network import Network
 
 _FORM = 2
@@ -42,13 +44,25 @@ def read(file: Path, key: str, network: Network | None) -> Measured:
     """The times under a key on such a network, None standing for a single node; none where there are none.
 
     Raises:
-        ValueError: the file is not one of ours.
+        ValueError: the file is not one of ours, or must not be read.
     """
     try:
         found = [Measured.load(json.dumps(entry["times"])) for entry in _all(file).get(key, []) if _of(entry, network)]
-    except (ValueError, TypeError, KeyError) as error:
+        for measured in found:
+            _check(measured)
+    except (ValueError, TypeError, KeyError, OSError) as error:
         raise ValueError(f"tuning file {file} cannot be read ({error}); remove it, or name another") from error
     return found[0] if found else Measured()
+
+
+def _check(measured: Measured) -> None:
+    for collective, by_size in measured.times.items():
+        known = algorithms(collective, 2)  # of two ranks all
+        for choice, seconds in ((choice, seconds) for times in by_size.values() for choice, seconds in times.items()):
+            if choice.algorithm not in known and choice.algorithm != NATIVE:
+                raise ValueError(f"{collective} by {choice.algorithm!r} is unknown")
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"{collective} by {choice} takes {seconds} s")
 
 
 def write(file: Path, key: str, network: Network | None, measured: Measured) -> None:

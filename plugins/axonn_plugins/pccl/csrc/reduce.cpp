@@ -1,6 +1,7 @@
 #include "reduce.hpp"
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -113,6 +114,13 @@ bool is_nan(T value) {
 }
 
 template <class T>
+bool is_negative(T value) {
+  if constexpr (std::is_integral_v<T>) return false;
+  else if constexpr (std::is_same_v<T, double>) return std::signbit(value);
+  else return std::signbit(static_cast<float>(value));
+}
+
+template <class T>
 constexpr bool kWhole = std::is_integral_v<T>;
 
 template <class T>
@@ -124,9 +132,11 @@ void typed(Reduction reduction, void* to, const void* mine, const void* theirs, 
       return each<T>(to, mine, theirs, n, [](T a, T b) { return A::narrow(static_cast<W>(a) + static_cast<W>(b)); });
     case Reduction::kProduct:
       return each<T>(to, mine, theirs, n, [](T a, T b) { return A::narrow(static_cast<W>(a) * static_cast<W>(b)); });
-    // Either operand's NaN goes on, as in torch.
-    case Reduction::kMin: return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a < b ? a : b; });
-    case Reduction::kMax: return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a > b ? a : b; });
+    // Either operand's NaN goes on, as in torch. Of zeros it is the one with the sign that fits, whichever is this rank's.
+    case Reduction::kMin:
+      return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a < b || (a == b && is_negative(a)) ? a : b; });
+    case Reduction::kMax:
+      return each<T>(to, mine, theirs, n, [](T a, T b) { return is_nan(a) || a > b || (a == b && !is_negative(a)) ? a : b; });
     default: break;
   }
   if constexpr (kWhole<T>) {
