@@ -33,7 +33,7 @@ def measure_on_mesh(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 
 
 def measure_whole(parameters: Iterable[Tensor], owner: Any, norm: Norm) -> None:
-    """Have torch's `clip_grad_norm_` of these parameters take their norm over ranks; every rank then calls it, behind the sum of gradients.
+    """Have torch's `clip_grad_norm_` of these parameters take their norm over ranks; every rank calls it, behind gradients' sums.
 
     Args:
         parameters: of one model.
