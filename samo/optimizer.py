@@ -153,8 +153,8 @@ class Optimizer(FlatOptimizer):
         changed = [entry for entry in entries if entry.index is not None and _masked(entry)]
         if changed:
             warnings.warn(
-                f"samo: what is pruned of {changed[0].name!r} was written since the last step, by load_state_dict for instance, and is zero again; "
-                "load weights before the optimizer is made",
+                f"samo: what is pruned of {changed[0].name!r} was written since the last step, as by load_state_dict, and is zero "
+                "again; load weights before the optimizer is made",
                 stacklevel=4,
             )
         super()._written(entries)

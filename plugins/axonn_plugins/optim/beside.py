@@ -1,4 +1,4 @@
-"""A script's own means beside an optimizer that takes gradients out of parameters, which would find none, or be undone, without a word."""
+"""A script's own means beside an optimizer that takes gradients out of parameters: they would find none without a word."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Taker:
 
 
 def take_over(optimizer: FlatOptimizer) -> list[Taker]:
-    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors from then on."""
+    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then."""
     _refuse_clipping_of_nothing()
     takers = []
     for entry in optimizer.entries:
@@ -81,12 +81,15 @@ def require_plain(params: Any, parameters: Iterable[Tensor], grouped: bool) -> N
             )
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise ValueError(
-            "parameters are DTensors, as fully_shard makes them, of which this optimizer cannot take parts; leave fully_shard out, and share "
-            "states by group and stage = 1 or 2"
+            "parameters are DTensors, as fully_shard makes them, of which this optimizer cannot take parts; leave fully_shard "
+            "out, and share states by group and stage = 1 or 2"
         )
 
 
-_DDP = "DistributedDataParallel finds no gradients beside this optimizer, which takes them first, so that each rank would step by its own"
+_DDP = (
+    "DistributedDataParallel finds no gradients beside this optimizer, which takes them first, so that each rank would step by "
+    "its own"
+)
 
 
 def look_around(optimizer: FlatOptimizer) -> None:
@@ -97,7 +100,8 @@ def look_around(optimizer: FlatOptimizer) -> None:
     """
     if optimizer.superseded is not None:
         raise RuntimeError(
-            f"the gradients of {optimizer.superseded!r} go to another optimizer that was made later; make one of all parameters, and step that"
+            f"the gradients of {optimizer.superseded!r} go to another optimizer that was made later; make one of all "
+            "parameters, and step that"
         )
     for parameter in optimizer._frozen:
         if parameter.grad is not None:
@@ -115,7 +119,7 @@ def look_around(optimizer: FlatOptimizer) -> None:
 
 
 def _refuse_left_over(entry: Entry) -> None:
-    """Refuse a gradient of zeros beside one that was taken, which DistributedDataParallel leaves where it has found none to sum."""
+    """Refuse a gradient of zeros beside one that was taken: DistributedDataParallel leaves it where it has found none."""
     alone = entry.process_group is None and entry.filled and _several()
     if alone and entry.parameter.grad is not None and not bool(entry.parameter.grad.any()):
         raise RuntimeError(
@@ -146,8 +150,8 @@ def _of_some(original: Callable[..., None]) -> Callable[..., None]:
             refuses = optimizer is not None and optimizer.refuses_clipping
             if refuses and taker.entry.arrived and parameter.grad is None:
                 raise RuntimeError(
-                    f"clip_grad_norm_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward brought it; give the "
-                    "optimizer max_norm (under DeepSpeed gradient_clipping), and leave clip_grad_norm_ out"
+                    f"clip_grad_norm_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward "
+                    "brought it; give the optimizer max_norm (under DeepSpeed gradient_clipping), and leave clip_grad_norm_ out"
                 )
         original(parameters, *rest, **named)
 
@@ -158,8 +162,8 @@ def _of_some(original: Callable[..., None]) -> Callable[..., None]:
 def no_scaler() -> ValueError:
     """The sentence for torch.amp.GradScaler."""
     return ValueError(
-        "torch.amp.GradScaler finds no gradients beside this optimizer, which takes them as backward brings them; leave it out, give the optimizer "
-        "loss_scale = 'dynamic', and call backward on optimizer.scale(loss)"
+        "torch.amp.GradScaler finds no gradients beside this optimizer, which takes them as backward brings them; leave it out, "
+        "give the optimizer loss_scale = 'dynamic', and call backward on optimizer.scale(loss)"
     )
 
 

@@ -63,8 +63,8 @@ def _refuse_adapters(model: nn.Module, found: Collection[str]) -> None:
         wrapper: Any = model.get_submodule(around) if own == "base_layer" else None
         if wrapper is not None and hasattr(wrapper, "parameter_name"):
             raise ValueError(
-                f"layer {around} ({type(wrapper).__name__}) adapts {wrapper.parameter_name} of all experts at once, and a rank has some of them; leave "
-                "the experts out of target_parameters, or leave ted out"
+                f"layer {around} ({type(wrapper).__name__}) adapts {wrapper.parameter_name} of all experts at once, and a rank has "
+                "some of them; leave the experts out of target_parameters, or leave ted out"
             )
 
 
