@@ -128,7 +128,7 @@ def states() -> None:
                 same(kept["state"], one.state_dict()["state"])
             one.load_state_dict(kept)
             weights, found = get_state_dict(model, mine)
-            plain, wanted = get_state_dict(serial, one)
+            plain, wanted = copy.deepcopy(get_state_dict(serial, one))
             same(weights, plain)
             same(found["state"], wanted["state"])
             mine = kind(model.parameters())
