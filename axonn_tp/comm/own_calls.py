@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -114,7 +113,9 @@ def whole_norm(tensors: list[Tensor], owners: list[Tensor], mesh: Mesh, kind: fl
         ValueError: the kind is not positive.
     """
     if not kind > 0:
-        raise ValueError(f"norm_type = {kind:g} is not taken of a split model's gradients; use 2, another positive number or inf")
+        raise ValueError(
+            f"norm_type = {kind:g} is not taken of a split model's gradients; use 2, another positive number or inf"
+        )
     if kind == float("inf"):
         largest = [tensor.detach().abs().amax().double() for tensor in tensors if tensor.numel()]
         norm = torch.stack([one.to(mesh.device) for one in largest] or [torch.zeros((), device=mesh.device)]).amax()
@@ -143,7 +144,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     Raises:
         ValueError: what it does to one weight depends on others of its matrix.
     """
-    if optimizer in _known or any(kind.__module__.startswith(("axonn_plugins.", "samo.", "ted_moe.")) for kind in type(optimizer).__mro__):
+    if optimizer in _known or any(
+        kind.__module__.startswith(("axonn_plugins.", "samo.", "ted_moe.")) for kind in type(optimizer).__mro__
+    ):
         return
     parameters = _parameters(optimizer)
     mesh = _mesh_of(parameters)
@@ -173,7 +176,9 @@ def _own(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     if mesh is None or parameter.shape == shape:
         return dict(values)
     return {
-        key: layout.shard(value, mesh.grid, mesh.coordinates) if isinstance(value, Tensor) and value.shape == shape else value
+        key: layout.shard(value, mesh.grid, mesh.coordinates)
+        if isinstance(value, Tensor) and value.shape == shape
+        else value
         for key, value in values.items()
     }
 

@@ -166,7 +166,9 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
         if layer.kind == "replicated":
             continue
         if any(parameter.is_complex() for parameter in module.parameters(recurse=False)):
-            raise ValueError(f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out")
+            raise ValueError(
+                f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out"
+            )
         split = None
         scatter = scattering.get(name, False)
         if nn.Linear in _CLASSES[layer.kind]:

@@ -16,7 +16,12 @@ class Net(nn.Module):
 
     def __init__(self, between: Callable | None = None, before: Callable | None = None) -> None:
         super().__init__()
-        self.table, self.norm, self.up, self.down = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.table, self.norm, self.up, self.down = (
+            nn.Embedding(20, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+        )
         self.last = nn.Linear(8, 20)
         self.between, self.before = between, before
         self.register_buffer("largest", torch.tensor(0.01))

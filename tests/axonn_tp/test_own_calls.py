@@ -76,7 +76,9 @@ def norms() -> None:
         again = copy.deepcopy(model)
         backward(again, x, mesh)
         backward(serial, x)
-        assert abs(get_total_norm([p.grad for p in again.parameters()]) - clip_grad_norm_(serial.parameters(), 1)) < 1e-12
+        assert (
+            abs(get_total_norm([p.grad for p in again.parameters()]) - clip_grad_norm_(serial.parameters(), 1)) < 1e-12
+        )
 
 
 def overflows() -> None:
@@ -113,7 +115,10 @@ def same(mine: Any, other: Any) -> None:
 
 def states() -> None:
     for mesh, serial, model, x in pairs():
-        for kind in (lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
+        for kind in (
+            lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        ):
             one, mine = kind(serial.parameters()), kind(model.parameters())
             train(serial, one, x)
             train(model, mine, x, mesh)
@@ -153,7 +158,11 @@ def refusals() -> None:
     for mesh, _, model, x in pairs():
         backward(model, x, mesh)
         matrices = [model.up.weight, model.down.weight]
-        for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(matrices), Bounded(matrices, 0.1)):
+        for optimizer in (
+            torch.optim.LBFGS(model.parameters()),
+            torch.optim.Adafactor(matrices),
+            Bounded(matrices, 0.1),
+        ):
             with pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} looks at whole"):
                 optimizer.step(lambda: 0.0)
 

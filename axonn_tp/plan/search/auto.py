@@ -332,7 +332,9 @@ class _Finder:
         over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
         found = split_stream(self.model, self.shadow, self._whole, grid, widths, over_x, over_both)
         with in_training(self.shadow, "", self._whole) as run:
-            if run is not None and found != split_stream(self.model, self.shadow, self._whole, grid, widths, over_x, over_both):
+            if run is not None and found != split_stream(
+                self.model, self.shadow, self._whole, grid, widths, over_x, over_both
+            ):
                 raise Mismatch("in training another part of it could be split")
         made = found.plan()
         place(self.model, grid, {**plan, **made})

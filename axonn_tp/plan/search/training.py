@@ -54,7 +54,9 @@ class Buffers:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if drawing(function, args, kwargs):
             if function in DROPOUTS:
@@ -80,13 +82,17 @@ def training(model: nn.Module) -> Iterator[None]:
 
 def asks_for_training(model: nn.Module) -> bool:
     """True if code of a model's own, not of libraries whose layers are known, reads ``training`` anywhere."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not kind.__module__.startswith(_KNOWN)}
+    kinds = {
+        kind for module in model.modules() for kind in type(module).__mro__ if not kind.__module__.startswith(_KNOWN)
+    }
     functions = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
     return any(_names_training(function.__code__) for function in functions)
 
 
 def _names_training(code: CodeType) -> bool:
-    return "training" in code.co_names or any(_names_training(one) for one in code.co_consts if isinstance(one, CodeType))
+    return "training" in code.co_names or any(
+        _names_training(one) for one in code.co_consts if isinstance(one, CodeType)
+    )
 
 
 def check_buffers(made: Mapping[str, Tensor], run: Run) -> None:
