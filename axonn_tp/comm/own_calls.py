@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -66,6 +67,7 @@ def take_over() -> None:
         clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _norm(original)
     torch.amp.GradScaler._unscale_grads_ = _unscaling(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)  # type: ignore[arg-type]
+    DistributedDataParallel.__init__ = _refusing(DistributedDataParallel.__init__)  # type: ignore[method-assign]
 
 
 def _mesh_of(parameters: Iterable[Any]) -> Mesh | None:
@@ -124,6 +126,19 @@ def whole_norm(tensors: list[Tensor], owners: list[Tensor], mesh: Mesh, kind: fl
         return norm
     powers = {str(n): tensor.detach().abs().double().pow(kind).sum() for n, tensor in enumerate(tensors)}
     return global_square(powers, {str(n): owner for n, owner in enumerate(owners)}, mesh).pow(1 / kind)  # type: ignore[misc]
+
+
+def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, module: nn.Module, *args: Any, **keywords: Any) -> None:  # noqa: N807
+        if _mesh_of(module.parameters()) is not None:
+            raise ValueError(
+                "DistributedDataParallel was given a model that is split already, and would send one rank's shards to all and take the mean of gradients "
+                "of different shards; call axonn_tp.sync_gradients after backward, or GradientReducer, in its place"
+            )
+        original(self, module, *args, **keywords)
+
+    return __init__
 
 
 def _unscaling(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:

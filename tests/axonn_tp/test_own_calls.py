@@ -165,6 +165,8 @@ def refusals() -> None:
         ):
             with pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} looks at whole"):
                 optimizer.step(lambda: 0.0)
+        with pytest.raises(ValueError, match="DistributedDataParallel was given a model that is split already"):
+            nn.parallel.DistributedDataParallel(model)
 
 
 def tied() -> None:
