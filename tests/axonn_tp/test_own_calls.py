@@ -1,4 +1,4 @@
-"""What a script calls of torch's own on a split model does with it what it does with the serial one, or is refused."""
+"""Calls of torch's own on a split model do with it what they do with the serial one, or are refused."""
 
 from __future__ import annotations
 

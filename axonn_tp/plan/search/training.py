@@ -1,4 +1,4 @@
-"""What a simulated pass leaves behind, and passes in training: a share must make the same of a model's buffers, and in training too.
+"""Buffers that a simulated pass leaves behind, and passes in training: a share must make the same of them, and in training too.
 
 Code of a model's own may do something else in training than in evaluation, as observers and normalisations do; dropouts are left out there, whose
 numbers depend on shapes.
@@ -40,7 +40,7 @@ class Buffers:
 
     @torch.no_grad()
     def settle(self) -> dict[str, Tensor]:
-        """What the last pass has made of those that it changed; they are again what they were."""
+        """Those that the last pass changed, as it left them; they are again as they were."""
         made = {}
         for full, (module, own, buffer, version, before) in self._first.items():
             now = module._buffers.get(own)
