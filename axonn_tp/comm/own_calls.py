@@ -41,7 +41,8 @@ def know(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         mesh: that they lie on.
     """
     for parameter in parameters:
-        if layout_of(parameter).axes and not layout_of(parameter).home:
+        layout = layout_of(parameter)
+        if not layout.home and any(mesh.size(axis) > 1 for axis in layout.axes):
             _meshes[parameter] = mesh
 
 
@@ -167,15 +168,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     mesh = _mesh_of(parameters)
     if mesh is None:
         return
-    if mesh.size("model") * mesh.size("z") > 1:
-        # The trial stands on this package.
-        from axonn_plugins.optim.probe import looks_at_whole_matrices
+    # The trial stands on this package.
+    from axonn_plugins.optim.probe import looks_at_whole_matrices
 
-        if looks_at_whole_matrices(optimizer):
-            raise ValueError(
-                f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
-                "way; use an element-wise one such as AdamW, or axonn_plugins.hosts.plain.compose, which gives it whole ones"
-            )
+    if looks_at_whole_matrices(optimizer):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
+            "way; use an element-wise one such as AdamW, or axonn_plugins.hosts.plain.compose, which gives it whole ones"
+        )
     _known.add(optimizer)
     for parameter in parameters:
         held = optimizer.state.get(parameter, {})
@@ -207,7 +207,7 @@ def _give_whole(optimizer: Optimizer, held: dict[str, Any]) -> dict[str, Any] | 
     """
     parameters = _parameters(optimizer)
     mesh = _mesh_of(parameters)
-    if in_shards() or mesh is None or mesh.size("grid") == 1:
+    if in_shards() or mesh is None:
         return None
     meet(mesh.group("grid"), "state_dict() of an optimizer of split parameters", _SAVE)
     state = dict(held["state"])
