@@ -30,6 +30,11 @@ from axonn_tp.layers.exports import in_shards, whole_tensor
 _meshes = WeakTensorKeyDictionary()
 _known: WeakSet[Optimizer] = WeakSet()
 _taken: list[bool] = []
+_DRAWN = (
+    *("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out"),
+    *("orthogonal_", "eye_", "dirac_", "sparse_"),
+)
+"""What torch.nn.init's functions call, so that a script's import of these may come before, and some of themselves."""
 _SAVE = "axonn_tp.checkpoint.save writes each rank's part"
 
 
@@ -68,6 +73,8 @@ def take_over() -> None:
         clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _norm(original)
     torch.amp.GradScaler._unscale_grads_ = _unscaling(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)  # type: ignore[arg-type]
+    for name in _DRAWN:
+        setattr(torch.nn.init, name, _of_whole(getattr(torch.nn.init, name)))
     DistributedDataParallel.__init__ = _refusing(DistributedDataParallel.__init__)  # type: ignore[method-assign]
 
 
@@ -127,6 +134,21 @@ def whole_norm(tensors: list[Tensor], owners: list[Tensor], mesh: Mesh, kind: fl
         return norm
     powers = {str(n): tensor.detach().abs().double().pow(kind).sum() for n, tensor in enumerate(tensors)}
     return global_square(powers, {str(n): owner for n, owner in enumerate(owners)}, mesh).pow(1 / kind)  # type: ignore[misc]
+
+
+def _of_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def initialise(tensor: Any, *args: Any, **keywords: Any) -> Any:
+        if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel():
+            place = tensor.data_ptr()
+            if any(parameter.data_ptr() == place for parameter in _meshes):
+                raise ValueError(
+                    "torch.nn.init would draw this rank's shard of a weight that is split, by the shard's shape and with the numbers of other shards; "
+                    "initialise the model before it is split, or make it on the meta device, where parallelize calls reset_parameters"
+                )
+        return original(tensor, *args, **keywords)
+
+    return initialise
 
 
 def _refusing(original: Callable[..., None]) -> Callable[..., None]:

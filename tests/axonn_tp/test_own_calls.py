@@ -165,6 +165,12 @@ def refusals() -> None:
         ):
             with pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} looks at whole"):
                 optimizer.step(lambda: 0.0)
+        for draw in (nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.normal_, nn.init.orthogonal_):
+            with pytest.raises(ValueError, match=r"torch\.nn\.init would draw this rank's shard"):
+                draw(model.up.weight.data)
+        with pytest.raises(ValueError, match=r"torch\.nn\.init would draw this rank's shard"):
+            model.down.reset_parameters()
+        model.norm.reset_parameters()
         with pytest.raises(ValueError, match="DistributedDataParallel was given a model that is split already"):
             nn.parallel.DistributedDataParallel(model)
 
