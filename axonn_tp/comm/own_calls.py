@@ -201,16 +201,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     _known.add(optimizer)
     for parameter in parameters:
         held = optimizer.state.get(parameter, {})
-        held.update(_own(held, parameter))
+        held.update(_own(held, parameter, sure=False))
     optimizer.register_state_dict_post_hook(_give_whole)
     optimizer.register_load_state_dict_pre_hook(_take_own)
 
 
-def _own(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """States of a parameter, those of the serial one's shape cut to this rank's part."""
+def _own(values: Mapping[str, Any], parameter: Tensor, sure: bool) -> dict[str, Any]:
+    """States of a parameter, those of the serial one's shape cut to this rank's part; `sure`: they are whole where a padded shard has that shape, too."""
     layout, mesh = layout_of(parameter), _meshes.get(parameter)
     shape = torch.Size(layout.serial_shape)
-    if mesh is None or parameter.shape == shape:
+    if mesh is None or (parameter.shape == shape and not sure):
         return dict(values)
     return {
         key: layout.shard(value, mesh.grid, mesh.coordinates)
@@ -256,7 +256,7 @@ def _take_own(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | N
         return None
     named = dict(enumerate(_parameters(optimizer)))
     state = {
-        number: _own(values, named[number]) if number in named and isinstance(values, Mapping) else values
+        number: _own(values, named[number], sure=True) if number in named and isinstance(values, Mapping) else values
         for number, values in given["state"].items()
     }
     return {**given, "state": state}
