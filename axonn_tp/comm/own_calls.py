@@ -1,8 +1,9 @@
-"""Calls of torch's that a script makes itself on a split model's parameters: loss scales, optimizers and their state dicts.
+"""Calls of torch's that a script makes itself on a split model's parameters: loss scales, optimizers and their state dicts, first values.
+
+Norms are in `axonn_tp.comm.clipping`.
 
 torch would do them on this rank's shards alone: an overflow that differs between ranks brings replicas apart, and a file that one rank
 writes would have its shards and no others'. From the first `axonn_tp.parallelize` on they are about whole parameters; every rank makes them.
-Norms are in `axonn_tp.comm.clipping`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,6 +30,11 @@ from axonn_tp.layers.exports import in_shards, whole_tensor
 _meshes = WeakTensorKeyDictionary()
 _known: WeakSet[Optimizer] = WeakSet()
 _taken: list[bool] = []
+_DRAWN = (
+    *("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out"),
+    *("orthogonal_", "eye_", "dirac_", "sparse_"),
+)
+"""What torch.nn.init's functions call, so that a script's import of these may come before, and some of themselves."""
 _SAVE = "axonn_tp.checkpoint.save writes each rank's part"
 
 
@@ -39,7 +46,8 @@ def know(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         mesh: that they lie on.
     """
     for parameter in parameters:
-        if layout_of(parameter).axes and not layout_of(parameter).home:
+        layout = layout_of(parameter)
+        if not layout.home and any(mesh.size(axis) > 1 for axis in layout.axes):
             _meshes[parameter] = mesh
 
 
@@ -53,12 +61,15 @@ def know_copies(originals: Mapping[str, Any], copies: Mapping[str, Any]) -> None
 
 
 def take_over() -> None:
-    """Have torch's scaler and optimizers know split parameters; harmless when called again."""
+    """Have torch's scaler, optimizers and initialisers know split parameters; harmless when called again."""
     if _taken:
         return
     _taken.append(True)
     torch.amp.GradScaler._unscale_grads_ = _unscaling(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)  # type: ignore[arg-type]
+    for name in _DRAWN:
+        setattr(torch.nn.init, name, _of_whole(getattr(torch.nn.init, name)))
+    DistributedDataParallel.__init__ = _refusing(DistributedDataParallel.__init__)  # type: ignore[method-assign]
 
 
 def _mesh_of(parameters: Iterable[Any]) -> Mesh | None:
@@ -67,6 +78,34 @@ def _mesh_of(parameters: Iterable[Any]) -> Mesh | None:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _of_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def initialise(tensor: Any, *args: Any, **keywords: Any) -> Any:
+        if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel():
+            place = tensor.data_ptr()
+            if any(parameter.data_ptr() == place for parameter in _meshes):
+                raise ValueError(
+                    "torch.nn.init would draw this rank's shard of a weight that is split, by the shard's shape and with the numbers of other shards; "
+                    "initialise the model before it is split, or make it on the meta device, where parallelize calls reset_parameters"
+                )
+        return original(tensor, *args, **keywords)
+
+    return initialise
+
+
+def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, module: nn.Module, *args: Any, **keywords: Any) -> None:  # noqa: N807
+        if _mesh_of(module.parameters()) is not None:
+            raise ValueError(
+                "DistributedDataParallel was given a model that is split already, and would send one rank's shards to all and take the mean of gradients "
+                "of different shards; call axonn_tp.sync_gradients after backward, or GradientReducer, in its place"
+            )
+        original(self, module, *args, **keywords)
+
+    return __init__
 
 
 def _unscaling(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
@@ -95,28 +134,27 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     mesh = _mesh_of(parameters)
     if mesh is None:
         return
-    if mesh.size("model") * mesh.size("z") > 1:
-        # The trial stands on this package.
-        from axonn_plugins.optim.probe import looks_at_whole_matrices
+    # The trial stands on this package.
+    from axonn_plugins.optim.probe import looks_at_whole_matrices
 
-        if looks_at_whole_matrices(optimizer):
-            raise ValueError(
-                f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
-                "way; use an element-wise one such as AdamW, or axonn_plugins.hosts.plain.compose, which gives it whole ones"
-            )
+    if looks_at_whole_matrices(optimizer):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
+            "way; use an element-wise one such as AdamW, or axonn_plugins.hosts.plain.compose, which gives it whole ones"
+        )
     _known.add(optimizer)
     for parameter in parameters:
         held = optimizer.state.get(parameter, {})
-        held.update(_own(held, parameter))
+        held.update(_own(held, parameter, sure=False))
     optimizer.register_state_dict_post_hook(_give_whole)
     optimizer.register_load_state_dict_pre_hook(_take_own)
 
 
-def _own(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """States of a parameter, those of the serial one's shape cut to this rank's part."""
+def _own(values: Mapping[str, Any], parameter: Tensor, sure: bool) -> dict[str, Any]:
+    """States of a parameter, those of the serial one's shape cut to this rank's part; `sure`: they are whole where a padded shard has that shape, too."""
     layout, mesh = layout_of(parameter), _meshes.get(parameter)
     shape = torch.Size(layout.serial_shape)
-    if mesh is None or parameter.shape == shape:
+    if mesh is None or (parameter.shape == shape and not sure):
         return dict(values)
     return {
         key: layout.shard(value, mesh.grid, mesh.coordinates)
@@ -135,7 +173,7 @@ def _give_whole(optimizer: Optimizer, held: dict[str, Any]) -> dict[str, Any] | 
     """
     parameters = _parameters(optimizer)
     mesh = _mesh_of(parameters)
-    if in_shards() or mesh is None or mesh.size("grid") == 1:
+    if in_shards() or mesh is None:
         return None
     meet(mesh.group("grid"), "state_dict() of an optimizer of split parameters", _SAVE)
     state = dict(held["state"])
@@ -162,7 +200,7 @@ def _take_own(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | N
         return None
     named = dict(enumerate(_parameters(optimizer)))
     state = {
-        number: _own(values, named[number]) if number in named and isinstance(values, Mapping) else values
+        number: _own(values, named[number], sure=True) if number in named and isinstance(values, Mapping) else values
         for number, values in given["state"].items()
     }
     return {**given, "state": state}

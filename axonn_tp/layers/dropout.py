@@ -58,9 +58,9 @@ def drawing(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """True if a function of torch's draws random numbers when it is called so."""
     if function not in _DRAWING:
         return False
-    if function in _ATTENTION:
+    if function in ATTENTION:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if function in _DROPOUTS:
+    if function in DROPOUTS:
         share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
         return bool(share and training)
@@ -71,14 +71,14 @@ def _named(*names: str) -> set[Any]:
     return {getattr(home, name) for name in names for home in (torch, Tensor, F) if hasattr(home, name)}
 
 
-_ATTENTION = {F.scaled_dot_product_attention}
-_DROPOUTS = {
+ATTENTION = {F.scaled_dot_product_attention}
+DROPOUTS = {
     *_named("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_"),
     *_named("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),
 }
 _DRAWING = (
-    _ATTENTION
-    | _DROPOUTS
+    ATTENTION
+    | DROPOUTS
     | _named(
         "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "poisson", "binomial", "uniform_", "random_"
     )

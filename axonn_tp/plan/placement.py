@@ -59,7 +59,7 @@ def kept_whole(model: nn.Module) -> set[int]:
 
 
 def free_layers(model: nn.Module) -> set[str]:
-    """Names of the linears and convolutions that can be split by themselves: nobody else reads or shares their weights."""
+    """Names of the linears and convolutions that can be split by themselves: nobody else shares their parameters, which are real."""
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     whole = kept_whole(model)
     return {
@@ -67,7 +67,7 @@ def free_layers(model: nn.Module) -> set[str]:
         for name, module in model.named_modules()
         if (_is_linear(module) or is_conv(module))
         and id(module) not in whole
-        and all(holders[id(p)] == 1 for p in module._parameters.values() if p is not None)
+        and all(holders[id(p)] == 1 and not p.is_complex() for p in module._parameters.values() if p is not None)
     }
 
 
@@ -165,6 +165,10 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             layer = LayerPlan("self_contained")
         if layer.kind == "replicated":
             continue
+        if any(parameter.is_complex() for parameter in module.parameters(recurse=False)):
+            raise ValueError(
+                f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out"
+            )
         split = None
         scatter = scattering.get(name, False)
         if nn.Linear in _CLASSES[layer.kind]:

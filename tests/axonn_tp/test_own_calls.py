@@ -1,4 +1,4 @@
-"""What a script calls of torch's own on a split model does with it what it does with the serial one, or is refused."""
+"""Calls of torch's own on a split model do with it what they do with the serial one, or are refused."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def states() -> None:
                 same(kept["state"], one.state_dict()["state"])
             one.load_state_dict(kept)
             weights, found = get_state_dict(model, mine)
-            plain, wanted = get_state_dict(serial, one)
+            plain, wanted = copy.deepcopy(get_state_dict(serial, one))
             same(weights, plain)
             same(found["state"], wanted["state"])
             mine = kind(model.parameters())
@@ -165,6 +165,14 @@ def refusals() -> None:
         ):
             with pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} looks at whole"):
                 optimizer.step(lambda: 0.0)
+        for draw in (nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.normal_, nn.init.orthogonal_):
+            with pytest.raises(ValueError, match=r"torch\.nn\.init would draw this rank's shard"):
+                draw(model.up.weight.data)
+        with pytest.raises(ValueError, match=r"torch\.nn\.init would draw this rank's shard"):
+            model.down.reset_parameters()
+        model.norm.reset_parameters()
+        with pytest.raises(ValueError, match="DistributedDataParallel was given a model that is split already"):
+            nn.parallel.DistributedDataParallel(model)
 
 
 def tied() -> None:

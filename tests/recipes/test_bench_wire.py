@@ -10,7 +10,7 @@ import torch.distributed as dist
 from axonn_plugins.cli import main
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.bench_tp import measure
-from axonn_recipes.bench_tp.settings import Settings, Where, resolve
+from axonn_recipes.bench_tp.settings import Settings, Where
 
 
 @pytest.mark.parametrize("name", ["tp", "ted", "moe", "context", "pipeline", "samo_cluster", "megatron"])
@@ -33,6 +33,6 @@ def _measured(settings: Settings) -> tuple[str, list[str]]:
 
 def test_all_sides_of_a_run_are_on_it() -> None:
     where = Where(layers=1, hidden=32, context=8, batch=4, rounds=1, backend="pccl")
-    for backend, sides in launch(_measured, 2, resolve(where, "1,1,2", "ddp,fsdp2")):
+    for backend, sides in launch(_measured, 2, run_on(where, "1,1,2", "ddp,fsdp2")):
         assert backend == "pccl"
         assert {"ddp", "fsdp2", "x1 y1 z2 d1"} <= set(sides)

@@ -98,7 +98,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="there is no batch"):
         samo.snip(model, loss_of, [], 0.5)
     held = network()
-    samo.Optimizer(lambda groups: torch.optim.SGD(groups, lr=0.1), held)
+    _takes = samo.Optimizer(lambda groups: torch.optim.SGD(groups, lr=0.1), held)
     with pytest.raises(ValueError, match="call it before samo.Optimizer is made"):
         samo.snip(held, loss_of, BATCHES, 0.5)
     with pytest.raises(ValueError, match="sparsity = 2"):

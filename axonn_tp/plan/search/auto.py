@@ -28,6 +28,7 @@ from axonn_tp.plan.placement import free_layers, place, readers
 from axonn_tp.plan.report import AT_TIMES, CHANGES, MIXED, OUTSIDE, Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.conditional import called_at_times
+from axonn_tp.plan.search.modes import in_training
 from axonn_tp.plan.search.pairs import Group, Judge, Traced, on_a_share, short
 from axonn_tp.plan.search.published_pairs import published_pairs
 from axonn_tp.plan.search.replay import containing
@@ -273,12 +274,21 @@ class _Finder:
         return kept
 
     def _together(self, traced: Traced, groups: list[Group]) -> Exception | None:
-        """The first problem of the groups on this grid, in both layouts of activations."""
+        """The first problem of the groups on this grid, in both layouts of activations, and in training where that may be another."""
+        assert self.shadow is not None
+        problem = self._together_in(traced.name, traced.run, groups)
+        if problem is not None or not groups:
+            return problem
+        with in_training(self.shadow, traced.name, traced.run.arguments[traced.name]) as run:
+            problem = None if run is None else self._together_in(traced.name, run, groups)
+        return None if problem is None else Mismatch(f"in training: {on_a_share(problem)}")
+
+    def _together_in(self, name: str, run: Run, groups: list[Group]) -> Exception | None:
         assert self.shadow is not None
         for gy in dict.fromkeys((1, self.grid.gy)) if groups else ():
             for rank in self._ranks(groups, self.grid.gx, gy):
                 try:
-                    self.shadow.share(traced.name, traced.run, rank.cuts, rank.counts, True)
+                    self.shadow.share(name, run, rank.cuts, rank.counts, True)
                 except Exception as error:
                     let_out(error)
                     return error
@@ -321,6 +331,11 @@ class _Finder:
         widths |= {self.sizes[name][0] for group in groups for name in group.normal}
         over_x, over_both = (self._ranks(groups, grid.gx, grid.gy, scatter) for scatter in (False, True))
         found = split_stream(self.model, self.shadow, self._whole, grid, widths, over_x, over_both)
+        with in_training(self.shadow, "", self._whole) as run:
+            if run is not None and found != split_stream(
+                self.model, self.shadow, self._whole, grid, widths, over_x, over_both
+            ):
+                raise Mismatch("in training another part of it could be split")
         made = found.plan()
         place(self.model, grid, {**plan, **made})
         self.reasons.update(dict.fromkeys(made, "simulated on shares of the stream"))

@@ -139,3 +139,10 @@ def _settle(module: nn.Module, generator: torch.Generator) -> set[int]:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def fresh(value: Any) -> Any:
+    """A detached copy of a tensor, in the shadow's precision."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)

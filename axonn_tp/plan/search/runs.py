@@ -63,6 +63,7 @@ class Run:
         arguments: what each module was first called with.
         read: the tensor objects that each linear was called with, and their versions, which tell whether two are one.
         blocks: the calls of blocks that may answer as others like them do.
+        buffers: those that the pass changed, as it left them.
     """
 
     inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -73,6 +74,7 @@ class Run:
     results: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     arguments: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)
     blocks: dict[str, Call] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self, name: str) -> tuple[tuple[int, int], ...]:
         """The tensors that the linear `name` read: equal for two linears that read the same ones."""

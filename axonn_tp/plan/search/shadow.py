@@ -21,10 +21,11 @@ from axonn_tp.plan.counted_attributes import local_counts
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.search.alike import Likeness
 from axonn_tp.plan.search.answers import Answers
-from axonn_tp.plan.search.copies import embedding, is_embedding, own_weights, weightless_copy
+from axonn_tp.plan.search.copies import embedding, fresh, is_embedding, own_weights, weightless_copy
 from axonn_tp.plan.search.dependencies import Reach
 from axonn_tp.plan.search.replay import Recorder, Related, Replay, containing
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, check_same, equal
+from axonn_tp.plan.search.training import Buffers, check_buffers, training
 
 
 class Shadow:
@@ -54,6 +55,7 @@ class Shadow:
             elif is_embedding(module):
                 module.forward = self._embedding(name, embedding(module.embedding_dim, number))  # type: ignore[method-assign, assignment]
         self._run = Run()
+        self._buffers, self._watching, self.in_training, self.drew = Buffers(self.model), False, False, False
         self._expected: Run | None = None
         self._cuts: Mapping[str, Cut] = {}
         self._seat: Answers | None = None
@@ -140,6 +142,7 @@ class Shadow:
                 recorder, self._player = self._player, None
         if isinstance(recorder, Recorder):
             run.blocks = recorder.blocks()
+        run.buffers = self._made
         return run
 
     def called_in(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int | None) -> set[str]:
@@ -202,6 +205,7 @@ class Shadow:
             for local in counts:
                 stack.enter_context(local_counts(self.modules[local.module], local.names, local.shares))
             outputs = self._call(name, run.arguments[name])
+        check_buffers(self._made, run)
         for other, calls in run.inputs.items():
             if len(self._run.inputs[other]) != len(calls):
                 raise Mismatch(f"{other} is called less often")
@@ -223,6 +227,9 @@ class Shadow:
         So they do of modules whose ``axonn_boundary`` is true: these take a stream however it is split, give what they return, or the
         first of it, in the same way, and the rest as in the serial model (`axonn_tp.layers.boundary`).
         """
+        if self._watching:
+            return
+        self._watching = True
         for name in (*embeddings, *norms):
             self.modules[name].forward = self._watched(name, self.modules[name].forward, name in set(norms))  # type: ignore[method-assign]
         for name, module in self.modules.items():
@@ -273,7 +280,9 @@ class Shadow:
                     stack.enter_context(self._replaying(run, seat, cuts, counts))
                 for local in counts:
                     stack.enter_context(local_counts(self.modules[local.module], local.names, local.shares))
-                return self._call("", run.arguments[""])
+                outputs = self._call("", run.arguments[""])
+            check_buffers(self._made, run)
+            return outputs
         finally:
             self._seat = None
 
@@ -283,14 +292,22 @@ class Shadow:
         return bool(Reach({id(leaf): 1 for leaf in leaves})(tensor))
 
     def _call(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int = 0) -> list[Tensor]:
-        args, keywords = tree_map(_fresh, arguments)
+        args, keywords = tree_map(fresh, arguments)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), ExitStack() as stack:
             if self.likeness is not None:
                 stack.enter_context(self.likeness.watching())
                 stack.enter_context(self.likeness.running(containing(name, self.likeness.kinds)))
+            if self.in_training:
+                stack.enter_context(training(self.model))
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too, whose states stay
+            before = torch.get_rng_state()
+            stack.callback(self._settle)
             outputs = self.modules[name](*args, **keywords)
+            self.drew = not torch.equal(before, torch.get_rng_state())
         return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+    def _settle(self) -> None:
+        self._made = self._buffers.settle()
 
     @contextmanager
     def _recording(self) -> Iterator[Run]:
@@ -298,7 +315,7 @@ class Shadow:
 
         def note(name: str) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
-                run.arguments.setdefault(name, tree_map(_fresh, (args, keywords)))
+                run.arguments.setdefault(name, tree_map(fresh, (args, keywords)))
 
             return hook
 
@@ -330,10 +347,3 @@ class _Whole:
             layer = f"{name}.{inner}"
             if layer in self._run.inputs:
                 self._shadow.called(layer, number)
-
-
-def _fresh(value: Any) -> Any:
-    """A detached copy of a tensor, in the shadow's precision."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)
