@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from axonn_tp.checkpoint import files
 from axonn_tp.checkpoint.background import Saving
-from axonn_tp.checkpoint.dealt import DealtNames, merged
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError, SummingWriter
+from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
     groups_of,
     matched_groups,

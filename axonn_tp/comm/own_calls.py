@@ -34,7 +34,7 @@ _DRAWN = (
     *("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out"),
     *("orthogonal_", "eye_", "dirac_", "sparse_"),
 )
-"""What torch.nn.init's functions call, so that a script's import of these may come before, and some of themselves."""
+"""Functions that torch.nn.init's call, so that a script's import of these may come before, and some of these themselves."""
 _SAVE = "axonn_tp.checkpoint.save writes each rank's part"
 
 

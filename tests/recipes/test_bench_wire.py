@@ -10,7 +10,7 @@ import torch.distributed as dist
 from axonn_plugins.cli import main
 from axonn_plugins.cluster.launch import launch
 from axonn_recipes.bench_tp import measure
-from axonn_recipes.bench_tp.settings import Settings, Where
+from axonn_recipes.bench_tp.settings import Settings, Where, run_on
 
 
 @pytest.mark.parametrize("name", ["tp", "ted", "moe", "context", "pipeline", "samo_cluster", "megatron"])

@@ -40,7 +40,7 @@ class Buffers:
 
     @torch.no_grad()
     def settle(self) -> dict[str, Tensor]:
-        """Those that the last pass changed, as it left them; they are again as they were."""
+        """Buffers that the last pass changed, as it left them; they are again as they were."""
         made = {}
         for full, (module, own, buffer, version, before) in self._first.items():
             now = module._buffers.get(own)

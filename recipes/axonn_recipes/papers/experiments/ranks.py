@@ -25,7 +25,7 @@ from axonn_plugins.pccl.choice import Choice
 from axonn_recipes.bench.rounds import in_turns, slowest
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.measure import prepare
-from axonn_recipes.bench_tp.settings import STAGES, resolve
+from axonn_recipes.bench_tp.settings import STAGES, run_on
 from axonn_recipes.bench_tp.settings import Options as TensorOptions
 from axonn_recipes.papers.found import MEASURED, Experiment, Found
 
@@ -95,7 +95,7 @@ def halving(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 def traces(folder: Path) -> Found:
     """003's Figure 4: a step of two nodes, without any overlap and with all; traces of rank 0 beside the picture."""
     given = TensorOptions(nodes=2, ranks_per_node=1, hidden=512, latency="100us", bandwidth="700Mbit", batch=16)
-    settings = resolve(given, "1,1,2", "")
+    settings = run_on(given, "1,1,2", "")
     with Cluster(settings.nodes, settings.latency, settings.bandwidth) as cluster:
         times = cluster.launch(_traced, settings.ranks_per_node, settings, folder)[0]
     before, after = (statistics.median(times[stage]) for stage in (STAGES[0][0], STAGES[-1][0]))

@@ -15,7 +15,8 @@ from torch import nn
 
 from axonn_plugins.hosts.deepspeed.data_efficiency import parts_with_state
 from axonn_tp.checkpoint import CheckpointError
-from axonn_tp.checkpoint.dealt import DealtNames, merged
+from axonn_tp.checkpoint.dealt import DealtNames
+from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
     Pieces,
     groups_of,
