@@ -115,7 +115,7 @@ ASKED = [
         "dist.all_reduce(found, dist.ReduceOp.MAX)",
         ("asked_by_transformers",),
     ),
-    (f"{_HOSTS}/transformers/means.py", "dist.all_reduce(summed)", ("asked_by_transformers",)),
+    (f"{_HOSTS}/transformers/kinds.py", "dist.all_reduce(summed)", ("asked_by_transformers",)),
     (f"{_HOSTS}/transformers/neftune.py", "dist.all_gather(found, sizes)", ("asked_by_transformers",)),
     (
         f"{_HOSTS}/transformers/accelerate_patch.py",
