@@ -19,7 +19,6 @@ from torch.nn.utils import clip_grad
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.optim.gradients import clip_factor, squares_of
-from axonn_tp import grad_norm
 
 _engines: WeakSet[Any] = WeakSet()
 _kind = 2.0
@@ -64,7 +63,11 @@ def _clipping(original: Callable[..., None]) -> Callable[..., None]:
         elif engine.fp16_enabled() or engine.bfloat16_enabled() or engine._own_stage or engine.zero_optimization():
             _say(float(max_norm), engine.gradient_clipping())
         else:
-            total_norm.copy_(_clip(engine, given, float(max_norm), _kind))
+            _require_summed(engine, float(max_norm))
+            if engine._owns:
+                total_norm.copy_(_clip(engine.optimizer, given, float(max_norm), _kind))
+            else:  # whose norm is that of the whole model (`axonn_tp.comm.clipping`)
+                original(given, max_norm, total_norm, *rest, **named)
 
     clip_grads_with_norm_.axonn_clips = True  # type: ignore[attr-defined]
     return clip_grads_with_norm_
@@ -76,31 +79,31 @@ def _engine_of(parameters: Sequence[Tensor]) -> Any:
     return next((e for e in _engines if not given.isdisjoint(map(id, e.module.parameters()))), None)
 
 
-@torch.no_grad()
-def _clip(engine: Any, parameters: list[Any], most: float, kind: float) -> Tensor:
-    """Clip the sums of all ranks; every rank calls it.
+def _require_summed(engine: Any, most: float) -> None:
+    """Refuse gradients that are each rank's own still.
 
     Raises:
-        ConfigError: they are not summed yet, or the norm is of another type than 2.
+        ConfigError: the step's last pass has not been.
     """
-    if kind != 2.0:
-        raise ConfigError(
-            f"torch.nn.utils.clip_grad_norm_ was called with norm_type = {kind:g}, and under the axonn block gradients are clipped by their norm of type 2; "
-            "leave norm_type out"
-        )
     if not (engine._reduces() if engine._owns else engine._summed):
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ was called before the step's last engine.backward, where gradients are each rank's own; call it where "
             f'engine.is_gradient_accumulation_boundary() is true, or leave it out and write "gradient_clipping": {most:g} in the DeepSpeed configuration'
         )
-    if not engine._owns:
-        norm = grad_norm(parameters, engine.mesh)
-        factor = clip_factor(norm, most)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
-        return norm
-    optimizer = engine.optimizer
+
+
+@torch.no_grad()
+def _clip(optimizer: Any, parameters: list[Any], most: float, kind: float) -> Tensor:
+    """Clip the sums that an optimizer of ours holds; every rank calls it.
+
+    Raises:
+        ConfigError: the norm is of another type than 2.
+    """
+    if kind != 2.0:
+        raise ConfigError(
+            f"torch.nn.utils.clip_grad_norm_ was called with norm_type = {kind:g}, and where the axonn block keeps gradients in its optimizer they are "
+            "clipped by their norm of type 2; leave norm_type out"
+        )
     optimizer.reducer.finish()
     names = {optimizer.names[p] for p in parameters if p in optimizer.names}
     squares = squares_of(optimizer.stores, optimizer.tile_size)
