@@ -7,6 +7,7 @@ comparing, and tests about gloo name it.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.pccl import backend as pccl
 from axonn_tp import Grid, Mesh
+from tests.searched_once import share_searches
 
 BACKEND = os.environ.get("AXONN_TESTS_BACKEND", "pccl")
 
@@ -23,7 +25,8 @@ BACKEND = os.environ.get("AXONN_TESTS_BACKEND", "pccl")
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, backend: str = BACKEND) -> list[Any]:
     """Run `function(*arguments)` on each rank of a process group, and return the results."""
     compiled()
-    return launch(_with_group, ranks, function, arguments, backend)
+    with tempfile.TemporaryDirectory(prefix="searches-") as folder:
+        return launch(_with_group, ranks, function, arguments, backend, folder)
 
 
 def compiled() -> None:
@@ -32,8 +35,9 @@ def compiled() -> None:
         pccl.load()
 
 
-def _with_group(function: Callable[..., Any], arguments: tuple, backend: str) -> Any:
+def _with_group(function: Callable[..., Any], arguments: tuple, backend: str, folder: str) -> Any:
     torch.set_num_threads(1)
+    share_searches(folder)
     dist.init_process_group(backend)
     return function(*arguments)
 
