@@ -346,9 +346,9 @@ def every(grids: dict[str, list[tuple[dict[str, Any] | None, int]]]) -> dict[str
     }
 
 
-ONE_OF_A_KIND = [
-    name for name in CASES if name not in ("sum", "own sum divided", "own mean", "classifier", "balanced by rows")
-]
+LIKE_OTHERS = {"sum", "own sum divided", "own mean", "classifier", "balanced by rows", "sum divided", "own of first"}
+LIKE_OTHERS |= {"collator", "summing", "nllb"}
+ONE_OF_A_KIND = [name for name in CASES if name not in LIKE_OTHERS]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 def rounds(programs: Path) -> int:
     """The thread sanitizer is slow."""
-    return 20 if programs.parent.name.startswith("thread") else 100
+    return 8 if programs.parent.name.startswith("thread") else 100
 
 
 def test_collectives_among_engines_make_the_right_values(programs: Path, rounds: int) -> None:

@@ -74,7 +74,7 @@ def run(scale: Scale) -> Found:
     [
         thorough("raises", "1", "ValueError: the last rank will not"),
         ("dies", "1", "it was ended by SIGSEGV"),
-        ("hangs", None, "it did not end within 10 s"),
+        ("hangs", None, "it did not end within 4 s"),
         ("differs", None, None),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_system_that_goes_wrong_does_not_keep_the_others(
     monkeypatch.setattr(agents, "_GRACE", 1.0)
     broken = SYSTEMS["kernels"].__class__(BROKEN, "nothing")
     monkeypatch.setitem(SYSTEMS, "kernels", broken)  # type: ignore[index]
-    patience = ["--patience", "10"] if fault == "hangs" else []
+    patience = ["--patience", "4"] if fault == "hangs" else []
     code, numbers = dry(tmp_path, "--ranks", "2", "--only", "kernels", "--only", "machine", *patience)
     said = capfd.readouterr().out
     assert code == 1 and "1 of 2 systems ok: not kernels" in said
