@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from axonn_tp.comm.clipping import measure_alike
 from axonn_tp.comm.grad_scaler import GradScaler, agreed
 from axonn_tp.comm.meeting import meet
+from axonn_tp.comm.optimizer_trial import looks_at_whole_matrices
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.exports import in_shards, whole_tensor
@@ -134,9 +135,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     mesh = _mesh_of(parameters)
     if mesh is None:
         return
-    # The trial stands on this package.
-    from axonn_plugins.optim.probe import looks_at_whole_matrices
-
     if looks_at_whole_matrices(optimizer):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "

@@ -1,11 +1,12 @@
-"""Trial of an optimizer on one small tensor: whether it works element by element, and with how many temporary tensors."""
+"""Trial of an optimizer on one small tensor: if it works element by element, and with how many temporary tensors."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from axonn_plugins.optim.by_parameter import needs_whole_matrices
-from axonn_plugins.optim.lending import along, other_groups
-
+NOT_ELEMENTWISE = (
+    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
+    *("dadapt", "onebit", "zerooneadam", "lbfgs"),
+)
+"""Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
 _ELEMENTS = 4096
 _BY_ELEMENT = {
     getattr(torch.optim, name)
@@ -25,6 +28,21 @@ _BY_ELEMENT = {
 }
 _KERNELS = ("deepspeed", "apex", "transformer_engine", "bitsandbytes")
 _ALIGNED = 64  # so that vector instructions take the same elements together as without tiles
+
+
+def along(value: Any, weights: Tensor) -> bool:
+    """True if a value of the state has an entry for each element of the weights."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == weights.numel()
+
+
+@contextmanager
+def other_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Give the optimizer other parameter groups for a while."""
+    own, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        yield
+    finally:
+        optimizer.param_groups = own
 
 
 class NotElementwiseError(ValueError):
@@ -174,6 +192,11 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     except Exception:  # what of an optimizer cannot step a stand-in is its own affair
         return False
     return False
+
+
+def needs_whole_matrices(name: str) -> bool:
+    """True if an optimizer of this name would compute another step on shards."""
+    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
 
 
 def looks_at_whole_matrices(optimizer: Any) -> bool:
