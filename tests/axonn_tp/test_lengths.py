@@ -194,6 +194,12 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean looked across": lambda x, y: x.mean(1, keepdim=True) + x,
     "flip looked across": lambda x, y: x.flip(1),
     "softmax looked across": lambda x, y: F.softmax(x, dim=-2),
+    "lstm looked across": lambda x, y: nn.LSTM(HIDDEN, HIDDEN, batch_first=True).double()(x)[0],
+    "conv1d looked across": lambda x, y: F.conv1d(x.mT, x.new_ones(HIDDEN, 1, 3), padding=1, groups=HIDDEN).mT,
+    "max_pool1d looked across": lambda x, y: F.max_pool1d(x.mT, 3, 1, 1).mT,
+    "batch_norm looked across": lambda x, y: F.batch_norm(x.mT, None, None, training=True).mT,
+    "linalg_vector_norm looked across": lambda x, y: x / torch.linalg.vector_norm(x, dim=1, keepdim=True),
+    "tril looked across": lambda x, y: x.tril(),
     "matmul looked across": lambda x, y: (x @ x.transpose(-1, -2)) @ x,
     "code moved or cut": lambda x, y: x.transpose(0, 1),
     "code moved or cut them": lambda x, y: x.movedim(0, 2).movedim(2, 1),
@@ -212,6 +218,8 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "in place": lambda x, y: F.dropout(x.clone().mul_(2).add_(x), 0.0),
     "by mask": lambda x, y: torch.where(x > 0, x, x.new_zeros(x.shape)),
     "a norm of nothing else": lambda x, y: x / x.norm(dim=-1, keepdim=True),
+    "a norm of another": lambda x, y: x / torch.linalg.vector_norm(x, dim=-1).unsqueeze(-1),
+    "functions of features": lambda x, y: F.pad(F.group_norm(x.flatten(0, 1), 2), (1, 0))[:, 1:].view_as(x).sort(-1)[0],
     "a norm by hand": lambda x, y: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1),
 }
 
