@@ -79,7 +79,7 @@ def make_optimizer(
     """Make an optimizer from parameter groups, and check that it is one.
 
     Raises:
-        ValueError: it is no optimizer, or one whose step needs a closure.
+        ValueError: it is no optimizer, or one whose step needs a closure or another optimizer.
     """
     optimizer = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -87,6 +87,7 @@ def make_optimizer(
             f"the factory returned {type(optimizer).__name__}, not a torch optimizer; pass a function such as "
             "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
         )
+    _refuse_inner(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
@@ -133,6 +134,7 @@ def examine(
     Raises:
         NotElementwiseError: what the optimizer does to an element depends on others.
     """
+    _refuse_inner(optimizer)
     options = dict(options)
     if isinstance(options.get("lr"), float):
         options["lr"] = 1e-3  # a warm-up begins with 0, which hides what the optimizer does
@@ -165,6 +167,21 @@ def examine(
     return StepMemory(first, later, keys)
 
 
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """One by which an optimizer steps, as Lookahead and its like do."""
+    found = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer))
+    return next((value for value in found if value is not optimizer), None)
+
+
+def _refuse_inner(optimizer: torch.optim.Optimizer) -> None:
+    holds = inner_optimizer(optimizer)
+    if holds is not None:
+        raise NotElementwiseError(
+            f"{type(optimizer).__name__} steps by an optimizer that it holds ({type(holds).__name__}), which would step the parameters that this was made of "
+            f"and no parts of them; give {type(holds).__name__} itself"
+        )
+
+
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     """True if what an optimizer does to an element of a parameter depends on others of it, as far as a trial can tell.
 
@@ -175,6 +192,9 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if type(optimizer).__module__.partition(".")[0] in _KERNELS:
         return False
+    holds = inner_optimizer(optimizer)
+    if holds is not None:  # a trial of one would step the other's parameters
+        return looks_at_whole_matrices(holds)
     trial = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
     vars(trial).update(vars(optimizer))
     vars(trial).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
