@@ -100,7 +100,7 @@ def followed(
         tokens: of the activations that it was given.
     """
     if tokens is not None and tokens.ranks > 1:
-        if tokens.crossed:
+        if tokens.crossed or function in _EACH:
             return tokens
         rule = _RULES.get(function)
         if rule is not None:
@@ -120,8 +120,9 @@ def _each_by_itself(
     """True if a function without a rule makes of each token what it would make of it alone: tried once, with another first token."""
     name = getattr(function, "__name__", "")
     size = given.shape[tokens.dim] if given.dim() >= -tokens.dim else 0
-    changes = name.endswith("_") and (name.startswith("__i") or not name.endswith("__"))
-    if changes or function in DRAWING or size < 2 or not given.is_floating_point() or kwargs.get("out") is not None:
+    in_place = made is given or (name.endswith("_") and (name.startswith("__i") or not name.endswith("__")))
+    repeats = not in_place and function not in DRAWING and "empty" not in name and kwargs.get("out") is None
+    if not repeats or size < 2 or not given.is_floating_point():
         return True
     rest = tree_map(lambda one: None if one is given else _described(one), (args, kwargs))
     key = (function, given.dim(), tokens.dim, made.dim(), repr(rest))
@@ -230,6 +231,13 @@ def _both(*names: str) -> list[Any]:
 
 
 _RESHAPES = {*_both("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as")}
+_EACH = {
+    *_both("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "log", "abs", "clamp"),
+    *_both("relu", "gelu", "silu", "tanh", "sigmoid", "where", "masked_fill", "to", "type_as", "float", "double"),
+    *_both("half", "bfloat16", "clone", "detach", "contiguous", "__add__", "__radd__", "__sub__", "__rsub__"),
+    *_both("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__"),
+}
+"""Frequent functions that make of each token what they make of it alone, which need no trial."""
 _TRANSPOSED: tuple[Any, ...] = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 _RULES: dict[Any, Callable[..., Tokens]] = {
     **dict.fromkeys(_RESHAPES, _reshaped),

@@ -216,6 +216,8 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cast": lambda x, y: x.float().double().detach().clone().contiguous().to(x),
     "pickled": lambda x, y: pickle.loads(pickle.dumps(x.detach())),
     "in place": lambda x, y: F.dropout(x.clone().mul_(2).add_(x), 0.0),
+    "in the same place": lambda x, y: F.hardtanh(F.elu(x.clone(), 0.5, inplace=True), -0.2, 0.3),
+    "in memory that was not there": lambda x, y: torch.empty_like(x).copy_(x) + x.new_empty(x.shape).copy_(x),
     "by mask": lambda x, y: torch.where(x > 0, x, x.new_zeros(x.shape)),
     "a norm of nothing else": lambda x, y: x / x.norm(dim=-1, keepdim=True),
     "a norm of another": lambda x, y: x / torch.linalg.vector_norm(x, dim=-1).unsqueeze(-1),
